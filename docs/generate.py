@@ -12,6 +12,8 @@ from pydantic import SecretStr
 
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
+from trainer.algorithms.loading import provided
+from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main as command
 from turnwise.processes.engine_command import EngineSettings
@@ -64,8 +66,31 @@ def reference() -> str:
             "|---|---|---|",
             *rows(settings),
         ]
+        if section == "trainer":
+            parts += algorithms()
     parts += ["", "## Metrics", "", "| metric | labels | counts |", "|---|---|---|", *metrics()]
     return "\n".join(parts) + "\n"
+
+
+def algorithms() -> list[str]:
+    """Return the settings of each algorithm; those that all policy gradients have stand first."""
+    head = [
+        "",
+        "## Settings: `[trainer.algorithm]`",
+        "",
+        "| algorithm | setting | default | means |",
+        "|---|---|---|---|",
+    ]
+    lines = [f"| all with a policy gradient {row}" for row in rows(PolicyGradient.Settings)]
+    for name, kind in provided().items():
+        known = {}
+        for base in reversed(kind.__mro__[1:]):
+            if "name" in vars(base) or base is PolicyGradient:
+                known |= base.Settings.model_fields
+        fields = kind.Settings.model_fields
+        own = [field for field in fields if field not in known or fields[field].default != known[field].default]
+        lines += [f"| `{name}` {row}" for row in rows(kind.Settings) if row.split("`")[1] in own]
+    return head + lines
 
 
 def commands(group: click.Group, before: str = "") -> list[tuple[str, str]]:

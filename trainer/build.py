@@ -33,11 +33,9 @@ def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
 
 def make_agent(settings: TrainerSettings) -> PolicyAgent:
     """Return the policy with its loss; nothing is loaded yet."""
-    needs_reference = settings.needs_reference and settings.kind is PolicyKind.FULL
+    needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
     policy, reference = Policy(settings), Policy(settings) if needs_reference else None
-    if settings.estimator != "gae":
-        return PolicyAgent(policy, settings, reference)
-    return PolicyAgent(policy, settings, reference, Critic(policy))
+    return PolicyAgent(policy, settings, reference, Critic(policy) if settings.algorithm.needs_values else None)
 
 
 def optimizer_factory(settings: TrainerSettings) -> OptimizerLike:

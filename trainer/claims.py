@@ -10,9 +10,9 @@ import logging
 
 import numpy as np
 
+from trainer.algorithms.algorithm import Imitation, select
 from trainer.learning.batch import Batch, build
-from trainer.learning.mixing import mu_of
-from trainer.learning.selection import Selection, joined, select
+from trainer.learning.selection import Selection, joined
 from trainer.learning.singles import UNIFORM, is_single
 from trainer.pacing import Position, Rewind
 from trainer.policy.engine import TrainingEngine
@@ -70,23 +70,25 @@ class Claims:
         keys = {experience.group_key for experience in claimed.experiences}
         if not self._is_sample:
             keys |= group_keys(claimed)
-        return select(claimed.experiences, sorted(keys), self.config.algorithm, self.config, state.singles)
+        return select(claimed.experiences, sorted(keys), self._agent.algorithm, self.config, state.singles)
 
     def selected(self, claimed: ClaimedBatch, state: State) -> tuple[Selection, int, Json]:
         """Return the selection with imported experiences at its end, their number, and what is known of the batch."""
         chosen = self.select(claimed, state)
         found = {experience.group_key for experience in claimed.experiences}
         num_groups = len(found if self._is_sample else claimed.claim.groups)
-        if self.config.mix_imported is None:
+        imitation = self._agent.algorithm.imitation
+        if imitation is None:
             return chosen, 0, claim_gauges(claimed, chosen, state, num_groups)
-        drawn = self._drawn(state)
+        drawn = self._drawn(state, imitation)
         num_sessions = len({experience.session_key for experience in drawn.experiences})
-        imported = {"num_imported_sessions": num_sessions, "mix_mu": mu_of(state.progress.num_batches, self.config)}
+        imported = {"num_imported_sessions": num_sessions, "mix_mu": imitation.share(state.progress.num_batches)}
         both = joined(chosen, drawn)
         return both, len(drawn.experiences), claim_gauges(claimed, both, state, num_groups) | imported
 
     def batch_of(self, chosen: Selection, num_imported: int, state: State) -> Batch:
         """Return the batch of a selection that ends with so many imported experiences."""
+        imitation = self._agent.algorithm.imitation
         return build(
             chosen.experiences,
             chosen.advantages,
@@ -94,18 +96,17 @@ class Claims:
             pairs=chosen.pairs,
             chosen=chosen.chosen,
             num_imported=num_imported,
-            mu=mu_of(state.progress.num_batches, self.config) if num_imported else 0.0,
+            mu=imitation.share(state.progress.num_batches) if num_imported and imitation is not None else 0.0,
         )
 
-    def _drawn(self, state: State) -> Selection:
+    def _drawn(self, state: State, imitation: Imitation) -> Selection:
         """Return what is trained of imported sessions that are drawn for this batch."""
-        assert self.config.mix_imported is not None, "checked by the caller"
         progress, world = state.progress, self._agent.world
         rng = np.random.default_rng([progress.seed, progress.num_batches, _DRAW])
         found: list[Experience]
-        found = world.share(self._env.imported(self.config.mix_groups, rng) if world.is_first else None)
+        found = world.share(self._env.imported(imitation.num_groups, rng) if world.is_first else None)
         keys = sorted({experience.group_key for experience in found})
-        drawn = select(found, keys, self.config.mix_imported, self.config)
+        drawn = select(found, keys, imitation.algorithm, self.config)
         if not drawn.experiences:
             log.warning(
                 "no imported session could be mixed in: %d groups were drawn, and left out for these reasons: %s; "

@@ -139,7 +139,7 @@ class GapCheck:
         if gap is not None and not gap <= limit:
             return _reason(key, gap, f"over max_logprob_gap={limit:g}")
         # A loss without ratios may train on tokens of any age.
-        gap = None if self._rule.reads_no_behaviour else found.mean(members, is_own=False)
+        gap = found.mean(members, is_own=False) if self._rule.algorithm.needs_behaviour else None
         if gap is not None and not gap <= moved_limit:
             return _reason(key, gap, f"over {moved_limit:g} under the present weights")
         return None

@@ -16,6 +16,7 @@ from types import FrameType
 
 import torch
 
+from trainer.algorithms.trial import try_algorithm
 from trainer.learning.optimizer import check_optimizer
 from trainer.parallel import World, leave_world
 from trainer.policy.agent import NO_SHARDED_CRITIC
@@ -73,8 +74,9 @@ def check_startable(settings: TrainerSettings) -> None:
             f"optimizer_state={settings.optimizer_state!r} with weights_dtype={settings.weights_dtype!r}: set them to "
             "'device' and 'float32'"
         )
-    if settings.multi_devices and settings.estimator == "gae":
-        raise SettingsError(NO_SHARDED_CRITIC)
+    if settings.multi_devices and settings.algorithm.needs_values:
+        raise SettingsError(NO_SHARDED_CRITIC.format(str(settings.algorithm)))
+    try_algorithm(settings.algorithm)
     check_division(settings)
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
     for package, setting in RECORDERS.items():

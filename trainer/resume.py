@@ -104,7 +104,7 @@ class States:
         optimizer = self._new_optimizer(self._agent.policy.parameters())
         critic = self._agent.critic
         if critic is not None:
-            rate = self._config.critic_learning_rate or 10 * self._config.learning_rate
+            rate = self._agent.algorithm.critic_rate or 10 * self._config.learning_rate
             critic.bind(self._new_optimizer(critic.parameters()), rate)
         return State(
             progress=Progress(seed=seed),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import safetensors
 from pydantic import Field, SecretStr, model_validator
@@ -79,33 +79,11 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
         if not isinstance(values, dict):
             return values
         rates = _default_rates(str(values.get("model") or ""))
-        defaults: dict[str, Any] = {"learning_rate": rates[values.get("kind") == PolicyKind.LORA]}
-        if values.get("estimator") == "dr_grpo":
-            defaults["aggregation"] = "session_sum"
-        elif values.get("algorithm") in ("gspo", "topr"):
-            defaults["aggregation"] = "session_mean"
-        return defaults | values
+        return {"learning_rate": rates[values.get("kind") == PolicyKind.LORA]} | values
 
     def saved(self) -> Json:
         """Return the settings that go into a checkpoint, as plain values without secrets."""
         return self.model_dump(mode="json", exclude={"database"})
-
-    @model_validator(mode="after")
-    def _teachers_fit(self) -> Self:
-        if self.estimator == "teacher" and not self.teachers:
-            raise ValueError("estimator='teacher' takes all advantages from teachers, and there is none: set teachers")
-        if self.teachers and self.algorithm in ("sft", "dpo"):
-            raise ValueError(f"algorithm={self.algorithm!r} takes no advantages: remove teachers, or use 'ppo'")
-        return self
-
-    @model_validator(mode="after")
-    def _gae_fits(self) -> Self:
-        if self.estimator == "gae" and (self.algorithm in ("sft", "dpo") or self.custom_advantage is not None):
-            raise ValueError(
-                f"estimator='gae' gives advantages to a policy gradient, which algorithm={self.algorithm!r} with "
-                f"custom_advantage={self.custom_advantage!r} does not take from it: remove one of them"
-            )
-        return self
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True

@@ -144,30 +144,6 @@ class State:
             self.critic.load_tensors(tensors)
 
 
-class RestorePoint:
-    """Copies in host memory of what a batch may change: the weights, the optimizers and the schedule of a state.
-
-    Only a custom loss may refuse a batch after its first optimizer step, so nothing is copied for the other losses.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._weights = copied(state.policy.shards())
-        # Not `State.tensors`: it allocates the moments of a new optimizer, which counts as a step.
-        self._optimizer = copied(state.optimizer.state_dict())
-        critic = state.critic
-        self._critic = None if critic is None else copied(critic.module.state_dict())
-        self._critic_optimizer = None if critic is None else copied(critic.optimizer.state_dict())
-
-    def restore(self, state: State) -> None:
-        """Give a state the values that it had."""
-        state.policy.load_shards(self._weights)
-        _load(state.optimizer, self._optimizer)
-        set_position(state.scheduler, state.progress.num_optimizer_steps)
-        if state.critic is not None and self._critic is not None and self._critic_optimizer is not None:
-            state.critic.module.load_state_dict(self._critic)
-            _load(state.critic.optimizer, self._critic_optimizer)
-
-
 def copied(tensors: Any) -> Any:
     """Return nested dictionaries of tensors, copied to the CPU, for a thread that writes while training continues."""
     if isinstance(tensors, dict):
@@ -176,13 +152,6 @@ def copied(tensors: Any) -> Any:
         value = tensors.detach()
         return value.clone() if value.device.type == "cpu" else value.cpu()
     return tensors
-
-
-def _load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state; free the current one and the gradients first, because the device may not have room for both."""
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.state.clear()
-    optimizer.load_state_dict(saved)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

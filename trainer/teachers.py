@@ -1,11 +1,12 @@
 """Asking teachers for the logprobs of a batch's tokens, over HTTP from any vLLM, by `prompt_logprobs`.
 
 One request carries the tokens of one chain. A teacher that is not reachable or overloaded is asked again for
-`teacher_retry_seconds`; what no teacher could score is counted by reason and gets no advantage from a teacher.
+`RETRY_SECONDS`; what no teacher could score is counted by reason and gets no advantage from a teacher.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import logging
 import time
@@ -16,18 +17,55 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from trainer.learning.batch import Batch
-from trainer.learning.distillation import DistillationRule, Teacher, TeacherScores
+from trainer.learning.batch import Batch, Reals
 from trainer.learning.forest import Indices
 from turnwise.types import Json, TokenIds
 
 log = logging.getLogger(__name__)
 
+CONCURRENCY = 8
+"""Requests at once."""
+TIMEOUT_SECONDS = 60.0
+"""Time limit of a request."""
+RETRY_SECONDS = 600.0
+"""How long a chain is sent again to a teacher that is not reachable or overloaded, before it counts as unscored. All
+chains of a batch together wait no longer for a teacher that answers none of them."""
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 10.0
 TOO_MANY_REQUESTS = 429
 SERVER_ERRORS = 500
+
+
+class Teacher(BaseModel):
+    """A vLLM endpoint whose model rates the student's tokens. Its tokens must have the same ids."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    url: str
+    """Address of its API, with `/v1`."""
+    model: str
+    """Name under which it is served."""
+    key: SecretStr | None = None
+    """API key; None sends none."""
+    tasks: str = "*"
+    """Pattern of the task ids that it rates, as in a shell."""
+    weight: float = Field(default=1.0, gt=0)
+    """Weight among the teachers of the same task."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherScores:
+    """What the teachers said about a batch."""
+
+    logprobs: Reals
+    """Logprob of each trained token, the weighted mean over its teachers; 0 where none scored it. [M]"""
+    is_scored: npt.NDArray[np.bool_]
+    """[M]"""
+    unscored: dict[str, int]
+    """Requests without a usable answer, by reason, and chains without a teacher."""
 
 
 class Unscored(Exception):
@@ -41,9 +79,20 @@ class Unscored(Exception):
 class Teachers:
     """The teachers of a run."""
 
-    def __init__(self, rule: DistillationRule) -> None:
-        self._rule = rule
-        self._http = httpx2.Client(timeout=rule.teacher_timeout_seconds)
+    def __init__(
+        self,
+        teachers: Sequence[Teacher],
+        max_tokens: int | None = None,
+        *,
+        concurrency: int = CONCURRENCY,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        """Send chains of at most `max_tokens`, `concurrency` at once; wait `retry_seconds` for a teacher in a batch."""
+        self._teachers = teachers
+        self._max_tokens = max_tokens
+        self._concurrency = concurrency
+        self._retry_seconds = retry_seconds
+        self._http = httpx2.Client(timeout=TIMEOUT_SECONDS)
         self._failing_since: dict[Teacher, float] = {}
         """When each teacher first gave no answer in the current batch; teachers that answer are absent."""
 
@@ -57,7 +106,7 @@ class Teachers:
             if not self._teachers_of(batch, member) and self._has_tokens(batch, member)
         )
         sums, weights = np.zeros(len(batch.table)), np.zeros(len(batch.table))
-        with ThreadPoolExecutor(self._rule.teacher_concurrency, thread_name_prefix="teacher") as pool:
+        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="teacher") as pool:
             answers = pool.map(lambda one: self._score_chain(batch, *one), asked)
             for (member, teacher), answer in zip(asked, answers, strict=True):
                 if isinstance(answer, Unscored):
@@ -84,15 +133,15 @@ class Teachers:
         if not self._has_tokens(batch, member):
             return []
         task = batch.experiences[member].eid.task
-        return [teacher for teacher in self._rule.teachers if fnmatch.fnmatchcase(task, teacher.tasks)]
+        return [teacher for teacher in self._teachers if fnmatch.fnmatchcase(task, teacher.tasks)]
 
     def _score_chain(self, batch: Batch, member: int, teacher: Teacher) -> np.ndarray | Unscored:
         """Return a teacher's logprobs of a chain's trained tokens, or why there are none."""
         places = batch.table.place[batch.tokens_of[member]]
         tokens = batch.experiences[member].tokens[: places[-1] + 1]
-        limit = self._rule.teacher_max_tokens
+        limit = self._max_tokens
         if limit is not None and len(tokens) > limit:
-            return Unscored("too_long", f"{len(tokens)} tokens are more than teacher_max_tokens={limit}")
+            return Unscored("too_long", f"{len(tokens)} tokens are more than max_tokens={limit}")
         try:
             return read_logprobs(self._ask(teacher, tokens), tokens, places)
         except Unscored as error:
@@ -102,7 +151,7 @@ class Teachers:
         """Return a teacher's answer; ask again while it is not reachable or overloaded.
 
         Raises:
-            Unscored: It stayed so for `teacher_retry_seconds`, for this chain or for all, or refused the request.
+            Unscored: It stayed so for `RETRY_SECONDS`, for this chain or for all, or refused the request.
         """
         started, pause = time.monotonic(), FIRST_PAUSE
         while True:
@@ -112,7 +161,7 @@ class Teachers:
                 if error.reason != "unreachable":
                     raise
                 since = min(started, self._failing_since.setdefault(teacher, started))
-                if time.monotonic() + pause - since > self._rule.teacher_retry_seconds:
+                if time.monotonic() + pause - since > self._retry_seconds:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)

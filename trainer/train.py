@@ -36,7 +36,7 @@ from trainer.resume import States
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source
 from trainer.state import State
-from trainer.update import TokenCredit, Updates
+from trainer.update import Updates
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, UpdateRecord
@@ -68,7 +68,6 @@ class RLWorkflow(abc.ABC):
         self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
         self.states = States(agent, self.checkpoints, optimizer, self.config)
         self.claims = Claims(env, agent, self.config, is_sample=self.has_buffer)
-        self.token_credit = TokenCredit.of(agent, self.config)
         self.updates = Updates(agent, GapCheck(agent, self.checkpoints, self.config), self.config)
         self.gate = Gate(env, agent, self.config) if self.config.gate_sessions else None
         self.commits = Commits(env, agent, self.checkpoints, self.config, keeps_refused=self.has_buffer)
@@ -188,8 +187,7 @@ class RLWorkflow(abc.ABC):
     def close(self) -> None:
         """Release what is held, and flush."""
         self.commits.close()
-        if self.token_credit is not None:
-            self.token_credit.close()
+        self.agent.algorithm.close()
         if self.weights is not None:
             self.env.announce_weights(None)
             self.weights.close()
@@ -255,7 +253,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def _build(cls, settings: TrainerSettings) -> Self:
         db = Database(settings.database.get_secret_value())
         evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url)
-        source = LedgerSource(db, settings, with_imported=settings.reads_no_behaviour)
+        source = LedgerSource(db, settings, with_imported=not settings.algorithm.needs_behaviour)
         return cls(source, make_agent(settings), optimizer_factory(settings), evaluator, settings)
 
     def step(self, state: State) -> tuple[Json, State]:
@@ -285,7 +283,7 @@ class OnPolicyWorkflow(RLWorkflow):
         try:
             return self._trained(state, claimed, time.monotonic())
         except OutOfMemory as error:  # of one of several processes: they all end, and are started again
-            note_out_of_memory(self.config.policies_dir, error, is_pairs=self.config.algorithm == "dpo")
+            note_out_of_memory(self.config.policies_dir, error, is_pairs=self.agent.algorithm.trains_pairs)
             raise
 
     def _trained(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
@@ -296,7 +294,7 @@ class OnPolicyWorkflow(RLWorkflow):
         batch = self.claims.batch_of(chosen, num_imported, state)
         try:
             with self._engines_asleep():
-                credited = self.updates.with_token_credit(batch, chosen, self.token_credit)
+                credited = self.updates.with_token_credit(batch, chosen)
                 count = num_minibatches(claimed, credited.batch, self.config)
                 done = self.updates.take(state, credited, count, self._record)
         except BatchRefused as error:

@@ -14,18 +14,13 @@ from typing import TypeVar
 import numpy as np
 
 from trainer.gap_check import BatchGap, GapCheck
-from trainer.learning.batch import Batch, Reals, minibatches
-from trainer.learning.distillation import with_teachers
+from trainer.learning.batch import Batch, Reals, minibatches, turn_advantages
 from trainer.learning.gauges import Gauges, finite
 from trainer.learning.selection import LARGEST_VALUE, Selection, without_groups
-from trainer.learning.values import turn_advantages, with_values
-from trainer.policy.agent import PolicyAgent
 from trainer.policy.engine import TrainingEngine
 from trainer.policy.memory import OutOfMemory
 from trainer.settings import TrainerSettings
-from trainer.state import RestorePoint, State
-from trainer.teachers import Teachers
-from turnwise.errors import BatchRefused
+from trainer.state import State
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)
@@ -58,44 +53,6 @@ class Done:
     gauges: Json
 
 
-class TokenCredit:
-    """Adds the advantages that need a model to those of a batch's tokens."""
-
-    def __init__(self, agent: PolicyAgent, rule: TrainerSettings) -> None:
-        self._agent = agent
-        self._rule = rule
-        self._teachers = Teachers(rule) if rule.teachers else None
-
-    @classmethod
-    def of(cls, agent: PolicyAgent, rule: TrainerSettings) -> TokenCredit | None:
-        """Return it where the settings ask for such advantages."""
-        return cls(agent, rule) if agent.critic is not None or rule.teachers else None
-
-    def assign(self, batch: Batch, members: Sequence[int]) -> tuple[Batch, Json]:
-        """Return the batch with the advantages of the members' tokens, and gauges.
-
-        Raises:
-            BatchRefused: All advantages are those of teachers, and they scored nothing.
-            OutOfMemory: A single chain does not fit into memory.
-        """
-        gauges: Json = {}
-        if self._agent.critic is not None:
-            batch, gauges = with_values(batch, members, self._agent.values_of(batch, members), self._rule)
-        if self._teachers is None:
-            return batch, gauges
-        world = self._agent.world
-        scores = world.share(self._teachers.score(batch, members) if world.is_first else None)
-        if self._rule.estimator == "teacher" and not scores.is_scored.any():
-            raise BatchRefused(f"no teacher scored a chain ({scores.unscored}); the log names what was wrong")
-        batch, more = with_teachers(batch, scores, self._rule.teacher_coef)
-        return batch, gauges | more
-
-    def close(self) -> None:
-        """Close the connections to teachers."""
-        if self._teachers is not None:
-            self._teachers.close()
-
-
 class Updates:
     """Takes the optimizer steps of a batch; every process calls it in step."""
 
@@ -104,18 +61,19 @@ class Updates:
         self._gap_check = gap_check
         self._config = config
 
-    def with_token_credit(self, batch: Batch, chosen: Selection, credit: TokenCredit | None) -> Credited:
+    def with_token_credit(self, batch: Batch, chosen: Selection) -> Credited:
         """Return batch and selection with the advantages that need a model; without the groups that cannot be trained.
 
         Raises:
-            BatchRefused: No teacher scored a chain.
+            BatchRefused: The algorithm can credit nothing of the batch.
             OutOfMemory: A row does not fit into the memory of one of several processes.
         """
         refused = self._cannot_train(batch) | not_finite(batch)
-        if credit is None:
+        algorithm = self._agent.algorithm
+        if not algorithm.credits_tokens:
             return Credited(batch, chosen, refused, {})
         members = range(batch.num_sampled)
-        found = self._fitting(batch, members, refused, lambda fit: credit.assign(batch, fit))
+        found = self._fitting(batch, members, refused, lambda fit: algorithm.credit(batch, fit, self._agent))
         if found is None:
             return Credited(batch, chosen, refused, {})
         batch, gauges = found
@@ -126,19 +84,11 @@ class Updates:
         """Take so many optimizer steps in each of `reuse_epochs` passes.
 
         Raises:
-            BatchRefused: A custom loss refused the batch. The state is as it was.
             EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
             OutOfMemory: A row does not fit into the memory of one of several processes.
         """
-        may_refuse_late = self._config.custom_loss is not None and num_minibatches * self._config.reuse_epochs > 1
-        before = RestorePoint(state) if may_refuse_late else None
         gaps = BatchGap(credited.batch)
-        try:
-            num_steps, gauges = self._steps(state, credited.batch, num_minibatches, credited.refused, gaps, record)
-        except BatchRefused:
-            if before is not None:
-                before.restore(state)
-            raise
+        num_steps, gauges = self._steps(state, credited.batch, num_minibatches, credited.refused, gaps, record)
         refused, chosen = credited.refused, credited.chosen
         for key, reason in refused.items():
             log.error("group %s is not trained: %s", key[1], reason)

@@ -6,6 +6,7 @@ Shapes: L tokens of an experience, K turns whose sampled tokens it trains.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,8 @@ class Experience:
     """Index in `turn_ids` of the turn that sampled the token; -1 for prompt tokens. [L]"""
     logprobs: Logprobs
     """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
+    turn_messages: tuple[Sequence[Json], ...] = ()
+    """What the prompt of each turn adds to the reply before it, as messages; empty where it is not known. [K]"""
     routed_experts: npt.NDArray[np.int16] | None = None
     """Experts by layer to which the engine routed each token, -1 where they are not known; None if none is.
     [L, layers, experts a token]"""

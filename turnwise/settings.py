@@ -90,7 +90,7 @@ def load_settings(
     try:
         return model_cls(**merged)
     except pydantic.ValidationError as error:
-        raise SettingsError(_explain(error, model_cls, section, origins)) from error
+        raise SettingsError(explain(error, model_cls, section, origins)) from error
 
 
 def describe(settings: Settings, section: str) -> str:
@@ -195,7 +195,7 @@ def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]
     return values
 
 
-def _explain(
+def explain(
     error: pydantic.ValidationError, model_cls: type[Settings], section: str, origins: Mapping[str, str]
 ) -> str:
     """Convert pydantic's report to one sentence per line."""
@@ -234,6 +234,11 @@ def describe_secret(secret: pydantic.SecretStr) -> str:
 def mask_credentials(text: str) -> str:
     """Return a text with user and password in its URLs masked."""
     return _CREDENTIALS.sub(rf"\1{MASK}@", text)
+
+
+def parsed_json(value: Any) -> Any:
+    """Return a list or a table that a flag or a variable gives as JSON; other values as they are."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def toml_value(value: object) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from imported import import_sessions
 from in_process import Chain, InProcessProxy
-from recipes import DEMO_SETTINGS, ROOT, Recipe
+from recipes import DEMO_SETTINGS, ROOT, Recipe, merged
 from teacher import serving_policy
 from transformers import AutoTokenizer
 
@@ -83,12 +83,13 @@ class Run:
         self.db = Database(url)
         self.db.upgrade()
         values = {"database": url, "model": str(model), "policies_dir": directory / "policies", "progress": False}
-        settings = TrainerSettings(**(DEMO_SETTINGS | recipe.settings | values | {"teachers": list(teachers)}))
+        taught = {"algorithm": {"teachers": list(teachers)}} if teachers else {}
+        settings = TrainerSettings(**merged(DEMO_SETTINGS, recipe.settings, taught, values))
         workflow = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
         self.workflow = workflow.build_from_config(settings, enable_jit=False)
         self.state = self.workflow.setup(seed)
         if recipe.num_imported:
-            is_paired = settings.mix_imported == "dpo"
+            is_paired = recipe.settings["algorithm"].get("imitation") == "dpo"
             import_sessions(self.db, model, directory, recipe.num_imported, seed, is_paired=is_paired)
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.proxy = InProcessProxy(self.db, load_chat_template(str(model), "string"), tokenizer.decode, seed)

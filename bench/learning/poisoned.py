@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import transformers
@@ -43,8 +43,8 @@ def poisoned() -> Iterator[Json]:
                 run.close()
 
 
-def flipped(rewards: dict[str, float], metadata: Json) -> float:
-    """Return the reward with the wrong sign; a `custom_reward` of the trainer."""
+def flipped(rewards: Mapping[str, float], metadata: Json) -> float:
+    """Return the reward with the wrong sign, in the place of `Algorithm.reward`."""
     del metadata
     return -sum(rewards.values())
 
@@ -57,7 +57,7 @@ def poison_run(run: Run, poison: str) -> Json:
         run.update()
     before = run.evaluate(NUM_GATE_SESSIONS)
     if poison == FLIPPED:
-        run.workflow.config = run.workflow.config.model_copy(update={"custom_reward": "poisoned:flipped"})
+        run.workflow.agent.algorithm.reward = flipped  # type: ignore[method-assign]
     else:
         run.state.scheduler.base_lrs = [100 * rate for rate in run.state.scheduler.base_lrs]
     num_served = num_sessions = 0

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from trainer.algorithms.loading import DEFAULT, class_of
 from turnwise.types import Credit
 
 ROOT = Path(__file__).parents[2]
@@ -48,62 +49,77 @@ class Recipe:
     """Imported groups in the ledger: a right session, and for DPO also a wrong one."""
 
 
-CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}
-"""Settings that limit the change of the weights in a single step: for CISPO, SAPO, TOPR, IcePop's mask and REINFORCE,
-which have no hard clip, for REINFORCE++, for GAE and for replay."""
+def calm(name: str, **settings: Any) -> dict[str, Any]:
+    """Return settings that limit the change of the weights in a single step.
+
+    For CISPO, SAPO, TOPR, IcePop's mask and REINFORCE, which have no hard clip, for REINFORCE++, GAE and replay.
+    """
+    algorithm = {"name": name, "aggregation": "session_mean", **settings}
+    return {"learning_rate": 3e-4, "max_grad_norm": 0.25, "algorithm": algorithm}
+
+
+def by(name: str, **settings: Any) -> dict[str, Any]:
+    """Return the settings of an algorithm."""
+    return {"algorithm": {"name": name, **settings}}
+
+
+def merged(base: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    """Return settings, of which later ones override earlier ones, those of the algorithm one by one.
+
+    The base's settings that another algorithm does not have are left out.
+    """
+    given: dict[str, Any] = {}
+    for each in others:
+        given |= each.get("algorithm", {})
+    table = base.get("algorithm", {}) | given
+    known = {"name", *given, *class_of(table.get("name", DEFAULT)).Settings.model_fields}
+    result = dict(base)
+    for each in others:
+        result |= each
+    return result | {"algorithm": {name: value for name, value in table.items() if name in known}}
+
 
 RECIPES = {
     "grpo": Recipe(settings={}),
     "singles": Recipe(settings={}, is_single=True),
-    "rloo": Recipe(settings={"estimator": "rloo"}),
-    "reinforce_pp": Recipe(settings=CALM | {"estimator": "reinforce_plus_plus"}),
-    "gspo": Recipe(
-        settings={"algorithm": "gspo", "aggregation": "session_mean", "clip_low": 0.1, "clip_high": 0.2},
-    ),
-    "cispo": Recipe(settings=CALM | {"algorithm": "cispo", "clip_low": 1.0, "clip_high": 0.5}),
-    "dr_grpo": Recipe(settings={"estimator": "dr_grpo", "session_tokens": 32}),
-    "sapo": Recipe(settings=CALM | {"algorithm": "sapo", "sapo_temperatures": [5.0, 10.0]}),
-    "topr": Recipe(settings=CALM | {"algorithm": "topr"}),
-    "decoupled": Recipe(settings={"tis_cap": 2.0}),
+    "rloo": Recipe(settings=by("rloo")),
+    "reinforce_pp": Recipe(settings=calm("reinforce_plus_plus")),
+    "gspo": Recipe(settings=by("gspo", clip_low=0.1, clip_high=0.2)),
+    "cispo": Recipe(settings=calm("cispo", clip_low=1.0, clip_high=0.5)),
+    "dr_grpo": Recipe(settings=by("dr_grpo", session_tokens=32)),
+    "sapo": Recipe(settings=calm("sapo", temperatures=[5.0, 10.0])),
+    "topr": Recipe(settings=calm("topr")),
+    "decoupled": Recipe(settings=by("grpo", tis_cap=2.0)),
     "gae_head": Recipe(
-        settings=CALM
-        | {
-            "estimator": "gae",
-            "critic_learning_rate": 1e-3,
-            "value_coef": 0.05,
-            "gae_lambda": 0.95,
-        },
-        tiny={"value_coef": 0.5, "gae_lambda": 1.0},
+        settings=calm("gae", critic_learning_rate=1e-3, value_coef=0.05, gae_lambda=0.95),
+        tiny={"algorithm": {"value_coef": 0.5, "gae_lambda": 1.0}},
     ),
     "reinforce": Recipe(
-        settings=CALM | {"algorithm": "reinforce", "num_minibatches": 1, "learning_rate": 6e-4},
+        settings=calm("reinforce") | {"num_minibatches": 1, "learning_rate": 6e-4},
         tiny={"num_minibatches": 4},
     ),
-    "rf_pp_baseline": Recipe(settings=CALM | {"estimator": "reinforce_plus_plus_baseline"}),
-    "gdpo": Recipe(settings={"estimator": "gdpo"}),
+    "rf_pp_baseline": Recipe(settings=calm("reinforce_plus_plus_baseline")),
+    "gdpo": Recipe(settings=by("gdpo")),
     "masked_is": Recipe(
-        settings=CALM | {"algorithm": "masked_is", "clip_low": 0.2, "clip_high": 0.5},
-        tiny={"clip_low": 0.5, "clip_high": 4.0},
+        settings=calm("masked_is", clip_low=0.2, clip_high=0.5),
+        tiny={"algorithm": {"clip_low": 0.5, "clip_high": 4.0}},
     ),
-    "dppo": Recipe(settings={"algorithm": "dppo", "clip_low": 0.2, "clip_high": 0.2}),
-    "mis": Recipe(settings={"mis_cap": 2.0}),
-    "sequence_tis": Recipe(settings={"tis_cap": 2.0, "importance_level": "sequence"}),
-    "off_policy_mask": Recipe(settings={"off_policy_mask": 0.05}),
-    "kl_loss": Recipe(settings={"kl_coef": 0.003}),
-    "kl_reward": Recipe(settings={"kl_coef": 0.003, "kl_in": "reward"}),
+    "dppo": Recipe(settings=by("dppo", clip_low=0.2, clip_high=0.2)),
+    "mis": Recipe(settings=by("grpo", mis_cap=2.0)),
+    "sequence_tis": Recipe(settings=by("grpo", tis_cap=2.0, importance_level="sequence")),
+    "off_policy_mask": Recipe(settings=by("grpo", off_policy_mask=0.05)),
+    "kl_loss": Recipe(settings=by("grpo", kl_coef=0.003)),
+    "kl_reward": Recipe(settings=by("grpo", kl_coef=0.003, kl_in="reward")),
     "overlong": Recipe(settings={"overlong_tokens": 80, "overlong_buffer": 40, "overlong_mask": True}),
-    "sft": Recipe(settings={"algorithm": "sft"}, tiny={"sft_min_reward": 0.5}),
-    "teacher": Recipe(settings={"estimator": "teacher"}, teachers=("1234",), taught_by=("grpo",)),
-    "two_teachers": Recipe(settings={"estimator": "teacher"}, teachers=("12", "34"), taught_by=("grpo", "rloo")),
-    "chord": Recipe(
-        settings={"mix_imported": "sft", "mix_mu": 0.5, "mix_mu_end": 0.05, "mix_decay_batches": 20},
-        num_imported=64,
-    ),
-    "chord_phi": Recipe(settings={"mix_imported": "sft", "mix_mu": 0.5, "mix_phi": True}, num_imported=64),
-    "mixed_dpo": Recipe(settings={"mix_imported": "dpo", "mix_mu": 0.3}, num_imported=64),
-    "dpo": Recipe(settings={"algorithm": "dpo", "learning_rate": 1e-4}),
+    "sft": Recipe(settings=by("sft"), tiny={"algorithm": {"min_reward": 0.5}}),
+    "teacher": Recipe(settings=by("distillation"), teachers=("1234",), taught_by=("grpo",)),
+    "two_teachers": Recipe(settings=by("distillation"), teachers=("12", "34"), taught_by=("grpo", "rloo")),
+    "chord": Recipe(settings=by("chord", mu=0.5, mu_end=0.05, decay_batches=20), num_imported=64),
+    "chord_phi": Recipe(settings=by("chord", mu=0.5, phi=True), num_imported=64),
+    "mixed_dpo": Recipe(settings=by("chord", imitation="dpo", mu=0.3), num_imported=64),
+    "dpo": Recipe(settings=by("dpo") | {"learning_rate": 1e-4}),
     "replay": Recipe(
-        settings=CALM
+        settings=calm("grpo")
         | {
             "workflow": "off_policy",
             "groups_per_batch": 64,

@@ -33,8 +33,8 @@ TARGET_RATIO = 0.99
 """Shadow samples must need at most this share of the user sessions that are needed without them."""
 
 WAYS: dict[str, dict[str, Any]] = {
-    "alone": {"estimator": "reinforce_plus_plus", "groups_per_batch": SESSIONS_PER_UPDATE},
-    "shadows": {"estimator": "grpo", "groups_per_batch": SESSIONS_PER_UPDATE * (1 + NUM_TURNS)},
+    "alone": {"algorithm": {"name": "reinforce_plus_plus"}, "groups_per_batch": SESSIONS_PER_UPDATE},
+    "shadows": {"algorithm": {"name": "grpo"}, "groups_per_batch": SESSIONS_PER_UPDATE * (1 + NUM_TURNS)},
 }
 
 

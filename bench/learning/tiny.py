@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from learner import Outcome, Say
-from recipes import NUM_CLASSES, VOCABULARY, Recipe
+from recipes import NUM_CLASSES, VOCABULARY, Recipe, merged
 from teacher import serving_teacher
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -45,8 +45,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 5e-3,
     "betas": [0.9, 0.99],
     "adam_epsilon": 1e-5,
-    "clip_low": 0.3,
-    "clip_high": 0.5,
+    "algorithm": {"clip_low": 0.3, "clip_high": 0.5},
     "groups_per_batch": GROUPS,
     "num_minibatches": 4,
     "wait_seconds": 0.0,
@@ -74,7 +73,7 @@ class TinyRun:
         self.db.upgrade()
         model = make_model(directory / "model", seed)
         values = {"database": url, "model": str(model), "policies_dir": directory / "policies"}
-        config = TrainerSettings(**(SETTINGS | settings | values))
+        config = TrainerSettings(**merged(SETTINGS, settings, values))
         workflow = OffPolicyWorkflow if config.workflow == "off_policy" else OnPolicyWorkflow
         self.workflow = workflow.build_from_config(config, enable_jit=False)
         self.state = self.workflow.setup(seed)
@@ -237,17 +236,19 @@ def learn_tiny(
     torch.set_num_threads(1)
     started = time.process_time()
     settings = {
-        key: value for key, value in (recipe.settings | recipe.tiny).items() if key not in OWN or key in recipe.tiny
+        key: value
+        for key, value in merged(recipe.settings, recipe.tiny).items()
+        if key not in OWN or key in recipe.tiny
     }
     with contextlib.ExitStack() as stack:
         if recipe.teachers:
-            settings["teachers"] = [
+            settings["algorithm"]["teachers"] = [
                 {"url": stack.enter_context(serving_teacher(known)), "model": "teacher", "tasks": f"class-[{known}]-*"}
                 for known in recipe.teachers
             ]
         run = TinyRun(settings, seed, directory, has_rewards=not recipe.teachers)
         stack.callback(run.close)
-        run.store_imported(recipe.num_imported, is_paired=settings.get("mix_imported") == "dpo")
+        run.store_imported(recipe.num_imported, is_paired=settings["algorithm"].get("imitation") == "dpo")
         outcome = Outcome(name=name, seed=seed, before=run.evaluate())
         run.play_groups()
         staleness: list[float] = []

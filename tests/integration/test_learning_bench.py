@@ -137,7 +137,10 @@ def test_each_update_trains_turns_of_the_version_before_and_its_version_is_serve
 def test_imported_sessions_are_right_and_wrong_conversations_in_the_policys_own_format(bench, model, tmp_path):
     """Their replies parse to the same tool calls as sampled ones, they are graded as in a run, and each batch mixes."""
     recipe = bench.recipes.Recipe(
-        settings={"groups_per_batch": NUM_GROUPS, "mix_imported": "dpo", "mix_groups": 4, "mix_mu": 0.5},
+        settings={
+            "groups_per_batch": NUM_GROUPS,
+            "algorithm": {"name": "chord", "imitation": "dpo", "imported_groups": 4, "mu": 0.5},
+        },
         coin=True,
         groups_per_update=NUM_GROUPS,
         num_imported=4,
@@ -181,7 +184,7 @@ def test_replay_trains_on_older_turns_again(start):
 def test_trained_policies_teach_in_vllms_wire_format(bench, model, tmp_path):
     """Two teachers with the student's own weights, each for half of the tasks: every token is scored, and no KL."""
     recipe = bench.recipes.Recipe(
-        settings={"estimator": "teacher", "groups_per_batch": NUM_GROUPS},
+        settings={"algorithm": {"name": "distillation"}, "groups_per_batch": NUM_GROUPS},
         taught_by=("grpo", "rloo"),
         groups_per_update=NUM_GROUPS,
     )

@@ -80,8 +80,9 @@ def steps(
     torch.set_num_threads(1)
     policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
     policy.compiled = is_compiled
-    reference = Policy(policy.spec) if rule.get("kl_coef") else None
-    agent = PolicyAgent(policy, AgentRule(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule}), reference)
+    made = AgentRule(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule})
+    reference = Policy(policy.spec) if made.algorithm.needs_reference else None
+    agent = PolicyAgent(policy, made, reference)
     if is_sharded:
         agent.shard("data")
     agent.load(0)

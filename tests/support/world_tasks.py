@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from trainer.learning.batch import Batch, build
-from trainer.learning.losses import LossRule
 from trainer.learning.optimizer import OptimizerRule, make_scheduler
-from trainer.learning.ratios import TrainedTokens
 from trainer.parallel import World
 from trainer.policy import model
 from trainer.policy.agent import AgentRule, PolicyAgent
@@ -149,23 +147,3 @@ def _bound_memory(longest_row: int) -> None:
         return forward(layer, hidden, *rest, **options)
 
     Qwen3DecoderLayer.forward = bounded
-
-
-def chain_loss(tokens: TrainedTokens, _rule: LossRule) -> Tensor:
-    """Return the number of the row's chains a token: a custom loss that cannot compute a row without tokens."""
-    return 0.0 * tokens.logprobs + (int(tokens.sequence.max()) + 1)
-
-
-class RefusingLoss:
-    """A policy gradient that refuses the first row of one process."""
-
-    has_refused = False
-
-    def __call__(self, tokens: TrainedTokens, _rule: LossRule) -> Tensor:
-        if dist.get_rank() == FAILING_RANK and not self.has_refused:
-            self.has_refused = True
-            raise BatchRefused("the loss refuses this row")
-        return -tokens.logprobs * tokens.advantages
-
-
-refusing_loss = RefusingLoss()

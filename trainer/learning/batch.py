@@ -129,9 +129,9 @@ def build(
 
     Args:
         experiences: Chains, each sampled token in exactly one of them.
-        advantages: Of each turn of each experience, [K] each.
+        advantages: Of each experience those of its turns, [K], or of its tokens, [L].
         policy_version: The version that is trained now.
-        pairs: For DPO, the pair of each experience.
+        pairs: For pairs, the pair of each experience.
         chosen: For DPO, whether it is of its pair's better session.
         num_imported: So many experiences at the end are imported ones that are mixed in.
         mu: Weight of their loss.
@@ -148,7 +148,7 @@ def build(
         place=_joined([p for _, p, _ in columns], np.int64),
         target=_joined([e.tokens[p] for e, p, _ in columns], np.int32),
         behaviour=_joined([e.logprobs[p] for e, p, _ in columns], np.float32),
-        advantages=_joined([a[e.turn_index[p]] for e, p, a in columns], np.float32),
+        advantages=_joined([_of_tokens(e, p, a) for e, p, a in columns], np.float32),
         temperature=_joined([temperatures(e)[e.turn_index[p]] for e, p, _ in columns], np.float32),
         on_policy=np.repeat([_sampled_by(e, policy_version) for e in experiences], counts).astype(np.bool_),
     )
@@ -161,6 +161,17 @@ def build(
         num_sampled=len(experiences) - num_imported,
         mu=mu,
     )
+
+
+def turn_advantages(batch: Batch) -> list[npt.NDArray[np.float64]]:
+    """Return the mean advantage of each turn's tokens, 0 for turns that are not trained; [K] an experience."""
+    found = []
+    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
+        turns = experience.turn_index[batch.table.place[tokens]]
+        size = len(experience.turn_ids)
+        sums = np.bincount(turns, weights=batch.table.advantages[tokens], minlength=size)
+        found.append(sums / np.maximum(np.bincount(turns, minlength=size), 1))
+    return found
 
 
 def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> Iterator[list[int]]:
@@ -227,6 +238,12 @@ def _trained(experience: Experience) -> Indices:
     assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"
     trained: Indices = places[fit[experience.turn_index[places]]]
     return trained
+
+
+def _of_tokens(experience: Experience, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the advantages of an experience's trained tokens from those of its turns, or of all its tokens."""
+    by_turn = len(advantages) == len(experience.turn_ids)
+    return advantages[experience.turn_index[places] if by_turn else places]
 
 
 def _sampled_by(experience: Experience, version: int) -> bool:

@@ -1,4 +1,4 @@
-"""The reward of a session as the trainer sees it: named rewards weighed, a custom function, overlong sessions shaped.
+"""The reward of a session as the trainer sees it: named rewards weighed, overlong sessions shaped.
 
 Nothing here is stored: the ledger keeps the rewards as they were posted.
 """
@@ -6,7 +6,6 @@ Nothing here is stored: the ledger keeps the rewards as they were posted.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,9 +14,8 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from turnwise.experience import Experience
-from turnwise.named_object import load_object
-from turnwise.settings import Settings
-from turnwise.types import Credit, SessionKey
+from turnwise.settings import Settings, parsed_json
+from turnwise.types import Credit, Json, SessionKey
 
 
 class RewardRule(Settings):
@@ -25,8 +23,6 @@ class RewardRule(Settings):
 
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward name, for sessions with propagated credit; names that are not listed weigh 1."""
-    custom_reward: str | None = None
-    """`module:function` that takes a session's rewards by name and its metadata and returns the session's reward."""
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens of a session above which the whole `overlong_penalty` is subtracted; None turns it off."""
     overlong_buffer: int = Field(default=512, ge=1)
@@ -39,18 +35,28 @@ class RewardRule(Settings):
     @field_validator("reward_weights", mode="before")
     @classmethod
     def _parse_json(cls, value: Any) -> Any:
-        return json.loads(value) if isinstance(value, str) else value
+        return parsed_json(value)
 
 
-def shape_rewards(experiences: Sequence[Experience], rule: RewardRule) -> list[Experience]:
-    """Return the experiences with the rewards and returns that are trained."""
-    combine = _combination(rule)
+def shape_rewards(
+    experiences: Sequence[Experience],
+    rule: RewardRule,
+    combine: Callable[[Mapping[str, float], Json], float | None],
+) -> list[Experience]:
+    """Return the experiences with the rewards and returns that are trained.
+
+    Args:
+        experiences: As stored.
+        rule: Weights and penalties.
+        combine: Returns a session's reward from its rewards by name and its metadata; None: by the rule.
+    """
     lengths: dict[SessionKey, int] = defaultdict(int)
     for experience in experiences:
         lengths[experience.session_key] += int(experience.loss_mask.sum())
     shaped = []
     for experience in experiences:
-        reward = experience.reward if combine is None else combine(rewards_by_name(experience), experience)
+        own = combine(rewards_by_name(experience), experience.info.get("metadata") or {})
+        reward = _weighed(experience, rule) if own is None else float(own)
         penalty = overlong_penalty(lengths[experience.session_key], rule)
         changed = reward != experience.reward or penalty
         shaped.append(_with_reward(experience, reward, penalty) if changed else experience)
@@ -79,13 +85,10 @@ def is_truncated(experience: Experience) -> bool:
     return "length" in (experience.info.get("finish_reasons") or ())
 
 
-def _combination(rule: RewardRule) -> Callable[[dict[str, float], Experience], float] | None:
-    if rule.custom_reward is not None:
-        function = load_object(rule.custom_reward, "custom_reward")
-        return lambda rewards, experience: float(function(rewards, experience.info.get("metadata") or {}))
+def _weighed(experience: Experience, rule: RewardRule) -> float:
     if not rule.reward_weights:
-        return None
-    return lambda rewards, _: sum(rule.reward_weights.get(name, 1.0) * value for name, value in rewards.items())
+        return experience.reward
+    return sum(rule.reward_weights.get(name, 1.0) * value for name, value in rewards_by_name(experience).items())
 
 
 def _with_reward(experience: Experience, reward: float, penalty: float) -> Experience:

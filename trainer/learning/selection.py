@@ -1,28 +1,20 @@
-"""Which of a batch's experiences are trained, and with what credit; the rest is refused group by group, with a reason.
-
-Every learner reads the same ledger and differs only here: policy gradients take the groups whose rewards differ,
-behaviour cloning the good sessions, DPO pairs of a better and a worse session.
-"""
+"""What an algorithm is offered of a batch, and what it chose; the rest is refused group by group, with a reason."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from trainer.learning.advantages import BY_TOKEN, AdvantageRule, assign, single_rows, uniform_groups
-from trainer.learning.distillation import DistillationRule
-from trainer.learning.losses import Algorithm
-from trainer.learning.rewards import is_truncated, rewards_by_name, shape_rewards
+from trainer.learning.rewards import RewardRule, is_truncated, rewards_by_name, shape_rewards
 from trainer.learning.sampling import why_untrainable
 from trainer.learning.singles import UNIFORM, Floats, Row, is_single, past_values, session_digest, why_without_advantage
 from turnwise.experience import Experience
-from turnwise.types import GroupKey, SessionKey
+from turnwise.types import GroupKey, Json, SessionKey
 
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
@@ -34,11 +26,11 @@ class Selection:
 
     experiences: Sequence[Experience]
     advantages: Sequence[Floats]
-    """Of each turn of each experience; [K] each."""
-    pairs: Sequence[int] | None
-    """For DPO the pair of each experience; else None."""
-    chosen: Sequence[bool]
-    """For DPO whether the experience is of its pair's better session."""
+    """Of each experience those of its K turns, or of its L tokens: [K] or [L] each."""
+    pairs: Sequence[int] | None = None
+    """The pair of each experience, where pairs are trained."""
+    chosen: Sequence[bool] | None = None
+    """Whether the experience is of its pair's better session, where pairs are trained."""
     refused: dict[GroupKey, str]
     """Groups of which nothing is trained, with the reason."""
     single_rows: Sequence[Row] = ()
@@ -49,66 +41,81 @@ class Selection:
         by_session: dict[SessionKey, dict[str, float]] = {}
         for experience, turns in zip(self.experiences, self.advantages, strict=True):
             of_session = by_session.setdefault(experience.session_key, {})
-            of_session |= {turn_id: float(value) for turn_id, value in zip(experience.turn_ids, turns, strict=True)}
+            values = of_turns(experience, turns)
+            of_session |= {turn_id: float(value) for turn_id, value in zip(experience.turn_ids, values, strict=True)}
         return by_session
 
 
-class SelectionRule(AdvantageRule, DistillationRule):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What an algorithm can train of a batch."""
+
+    experiences: Sequence[Experience]
+    """All chains of the groups, with the rewards that are trained."""
+    keys: Sequence[GroupKey]
+    """The groups."""
+    reasons: Sequence[str | None]
+    """Why each experience is not trained whatever the algorithm says; None where it may be."""
+    refused: dict[GroupKey, str]
+    """Groups of which nothing can be trained, with the reason."""
+    window: Sequence[Row]
+    """Values of earlier single sessions."""
+    kind_pattern: str | None
+    """Which single sessions are compared; see the setting."""
+
+    @property
+    def fit(self) -> list[Experience]:
+        """The experiences that may be trained."""
+        return [one for one, reason in zip(self.experiences, self.reasons, strict=True) if reason is None]
+
+
+class SelectionRule(RewardRule):
     """What is trained of a batch."""
 
-    sft_min_reward: float = 1.0
-    """Behaviour cloning (`sft`) trains on sessions with at least this reward."""
-    dpo_pairs: Literal["best_worst", "all"] = "best_worst"
-    """DPO: one pair a group, its best and its worst session, or every two sessions of different reward."""
+    kind_pattern: str | None = None
+    """Regular expression searched in the `task_id` of single sessions: those with the same match, or the same first
+    group of it, are of one kind. None, and sessions without a match: by the agent's system prompt."""
     max_chain_tokens: int | None = Field(default=None, ge=2)
     """Chains of more tokens are not trained, which bounds memory; they still count in their group's baseline."""
 
+    @field_validator("kind_pattern")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"kind_pattern {value!r} is no regular expression: {error}") from error
+        return value
 
-def select(
+
+def offer(
     experiences: Sequence[Experience],
     keys: Iterable[GroupKey],
-    algorithm: Algorithm,
     rule: SelectionRule,
-    window: Sequence[Row] = (),
-) -> Selection:
-    """Choose what is trained.
+    window: Sequence[Row],
+    reward: Callable[[Mapping[str, float], Json], float | None],
+) -> Offer:
+    """Return what can be trained of the claimed groups.
 
     Args:
         experiences: Everything that the claimed groups hold.
         keys: The claimed groups.
-        algorithm: The loss.
-        rule: How rewards become advantages, and what is left out.
+        rule: How rewards are shaped, and what is left out.
         window: Values of earlier single sessions.
+        reward: Returns a session's reward from its rewards by name and its metadata; None: as it is stored.
     """
-    keys, shaped = list(keys), shape_rewards(experiences, rule)
+    shaped = shape_rewards(experiences, rule, reward)
     too_large = _groups_too_large(shaped)
     keys = [key for key in keys if key not in too_large]
     experiences = [experience for experience in shaped if experience.group_key not in too_large]
     reasons = _left_out(experiences, rule)
-    fit = [experience for experience, reason in zip(experiences, reasons, strict=True) if reason is None]
-    refused = too_large | _groups_left_out(experiences, reasons, keys)
-    if algorithm == "sft":
-        good = [experience for experience in fit if experience.reward >= rule.sft_min_reward]
-        return _flat(good, keys, refused, "reward_too_low")
-    if algorithm == "dpo":
-        return _pairs(fit, keys, refused, rule)
-    # Turns that are left out still count in their group's baseline.
-    advantages = assign(experiences, rule, window)
-    rows = single_rows(experiences, rule)
-    # With advantages token by token, groups of equal rewards teach too.
-    uniform = set() if rule.estimator in BY_TOKEN or rule.teachers else uniform_groups(experiences, advantages)
-    kept = [
-        (experience, turns)
-        for experience, turns, reason in zip(experiences, advantages, reasons, strict=True)
-        if reason is None and experience.group_key not in uniform
-    ]
-    return Selection(
-        experiences=[experience for experience, _ in kept],
-        advantages=[turns for _, turns in kept],
-        pairs=None,
-        chosen=[True] * len(kept),
-        refused=_without_advantage(experiences, uniform, rows, window) | refused,
-        single_rows=rows,
+    return Offer(
+        experiences=experiences,
+        keys=keys,
+        reasons=reasons,
+        refused=too_large | _groups_left_out(experiences, reasons, keys),
+        window=window,
+        kind_pattern=rule.kind_pattern,
     )
 
 
@@ -123,7 +130,7 @@ def joined(first: Selection, second: Selection) -> Selection:
         experiences=[*first.experiences, *second.experiences],
         advantages=[*first.advantages, *second.advantages],
         pairs=pairs,
-        chosen=[*first.chosen, *second.chosen],
+        chosen=[*_chosen(first), *_chosen(second)],
         refused=first.refused,
         single_rows=first.single_rows,
     )
@@ -136,10 +143,39 @@ def without_groups(selection: Selection, reasons: dict[GroupKey, str]) -> Select
         experiences=[selection.experiences[n] for n in kept],
         advantages=[selection.advantages[n] for n in kept],
         pairs=None if selection.pairs is None else [selection.pairs[n] for n in kept],
-        chosen=[selection.chosen[n] for n in kept],
+        chosen=None if selection.chosen is None else [selection.chosen[n] for n in kept],
         refused=selection.refused | reasons,
         single_rows=selection.single_rows,
     )
+
+
+def check_advantages(experience: Experience, advantages: Floats) -> None:
+    """Check that a chain has one advantage a turn, or one a token.
+
+    Raises:
+        ValueError: It has not.
+    """
+    turns, tokens = len(experience.turn_ids), len(experience.tokens)
+    if np.shape(advantages) not in ((turns,), (tokens,)):
+        raise ValueError(
+            f"a chain of {turns} turns and {tokens} tokens got advantages of shape {np.shape(advantages)}: return one "
+            "number a turn, or one a token"
+        )
+
+
+def of_turns(experience: Experience, advantages: Floats) -> Floats:
+    """Return the advantage of each turn: of those by token, the mean over the turn's trained tokens. [K]."""
+    if len(advantages) == len(experience.turn_ids):
+        return advantages
+    turns = experience.turn_index[experience.loss_mask]
+    size = len(experience.turn_ids)
+    sums = np.bincount(turns, weights=advantages[experience.loss_mask], minlength=size)
+    means: Floats = sums / np.maximum(np.bincount(turns, minlength=size), 1)
+    return means
+
+
+def _chosen(selection: Selection) -> Sequence[bool]:
+    return [True] * len(selection.experiences) if selection.chosen is None else selection.chosen
 
 
 def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
@@ -155,16 +191,14 @@ def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
     return refused
 
 
-def _without_advantage(
-    experiences: Sequence[Experience], groups: Collection[GroupKey], rows: Sequence[Row], window: Sequence[Row]
-) -> dict[GroupKey, str]:
+def without_advantage(offer: Offer, groups: Collection[GroupKey], rows: Sequence[Row]) -> dict[GroupKey, str]:
     """Return the groups without an advantage, with the reason."""
-    past = past_values(window, rows)
+    past = past_values(offer.window, rows)
     of_session: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         of_session[row.session].append(row)
     found = {}
-    for experience in experiences:
+    for experience in offer.experiences:
         key = experience.group_key
         if key in groups and key not in found:
             own = of_session[session_digest(experience.session_key)] if is_single(experience) else []
@@ -200,52 +234,3 @@ def _groups_left_out(
         if reason is None:
             refused.pop(experience.group_key, None)
     return refused
-
-
-def _flat(good: Sequence[Experience], keys: Sequence[GroupKey], refused: dict[GroupKey, str], reason: str) -> Selection:
-    kept = {experience.group_key for experience in good}
-    return Selection(
-        experiences=good,
-        advantages=[np.ones(len(experience.turn_ids)) for experience in good],
-        pairs=None,
-        chosen=[True] * len(good),
-        refused={group: reason for group in keys if group not in kept} | refused,
-    )
-
-
-def _pairs(
-    fit: Sequence[Experience], keys: Sequence[GroupKey], refused: dict[GroupKey, str], rule: SelectionRule
-) -> Selection:
-    """Choose pairs of sessions of a group; a session of several pairs is there once for each."""
-    kept: list[Experience] = []
-    pairs: list[int] = []
-    chosen: list[bool] = []
-    refused, number = dict(refused), 0
-    for group in keys:
-        members = [experience for experience in fit if experience.group_key == group]
-        found = _session_pairs({experience.session_key: experience.reward for experience in members}, rule)
-        if not found:
-            refused.setdefault(group, UNIFORM)
-        for best, worst in found:
-            for experience in members:
-                if experience.session_key in (best, worst):
-                    kept.append(experience)
-                    pairs.append(number)
-                    chosen.append(experience.session_key == best)
-            number += 1
-    return Selection(
-        experiences=kept,
-        advantages=[np.ones(len(experience.turn_ids)) for experience in kept],
-        pairs=pairs,
-        chosen=chosen,
-        refused=refused,
-    )
-
-
-def _session_pairs(rewards: dict[SessionKey, float], rule: SelectionRule) -> list[tuple[SessionKey, SessionKey]]:
-    """Return the pairs of a better and a worse session."""
-    if rule.dpo_pairs == "all":
-        return [(a, b) for a, b in itertools.permutations(rewards, 2) if rewards[a] > rewards[b]]
-    if not rewards or max(rewards.values()) == min(rewards.values()):
-        return []
-    return [(max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__))]

@@ -100,7 +100,7 @@ def baseline(values: Floats, past: Floats, *, is_scaled: bool) -> Floats:
     Args:
         values: Of the batch. [N]
         past: Of sessions before it. [P]
-        is_scaled: Divide by s, as estimators do whose groups are divided by their std.
+        is_scaled: Divide by s, as algorithms do whose groups are divided by their std.
     """
     pool = np.concatenate([values, past])
     if len(pool) == 1 or is_uniform(pool):

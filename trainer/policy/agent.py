@@ -14,41 +14,40 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
+from trainer.algorithms.algorithm import Algorithm, loss_of, parts, step_weights
+from trainer.algorithms.loading import DEFAULT, ByName
+from trainer.algorithms.trial import try_algorithm
+from trainer.learning.batch import Batch, Packing, Reals, Row, pack
 from trainer.learning.forest import Forest
 from trainer.learning.gauges import Gauges
-from trainer.learning.losses import LossRule, loss_of, needed
-from trainer.learning.mixing import MixingRule, imported_loss, parts, step_weights
 from trainer.learning.ratios import TrainedTokens
-from trainer.learning.values import ValueRule, value_loss
 from trainer.parallel import World
 from trainer.policy.critic import Critic
 from trainer.policy.inputs import RowInputs, ahead, on_device
 from trainer.policy.memory import OutOfMemory
 from trainer.policy.model import Policy
 from trainer.policy.row_data import RowData, inputs_of, row_data
-from turnwise.errors import BatchRefused, SettingsError
+from turnwise.errors import SettingsError
 from turnwise.experience import Experience
-from turnwise.named_object import load_object
+from turnwise.settings import Settings
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
 
 
 NO_SHARDED_CRITIC = (
-    "estimator='gae' trains its critic in one process: set multi_devices=false, or another estimator, such as 'grpo'"
+    "algorithm={!r} trains its critic in one process: set multi_devices=false, or an algorithm without a critic"
 )
 SHORTEST_ROW = 16
 """Tokens of the shortest row that is tried at the start."""
 
 
-class AgentRule(MixingRule, ValueRule):
-    """How a policy is trained on a batch: the loss, and how it is computed over the batch."""
+class AgentRule(Settings):
+    """How a policy is trained on a batch: the algorithm, and how it is computed over the batch."""
 
-    aggregation: Aggregation = "token_mean"
-    """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
-    session_tokens: int = Field(default=1024, ge=1)
-    """The constant that `session_sum` divides by."""
+    algorithm: ByName = Field(default=DEFAULT)  # type: ignore[assignment]  # its validator loads it
+    """The algorithm: its name, `module:Class` for one of your own, or the table `[trainer.algorithm]` with `name` and
+    its settings. docs/training.md lists the algorithms."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
     packing: Packing = "forest"
@@ -60,46 +59,6 @@ class AgentRule(MixingRule, ValueRule):
     sampled them. If nearly all groups are over it, the training stops."""
 
 
-class RowLoss:
-    """The loss that the settings ask for, and the agreement of all processes where a custom loss refuses the batch.
-
-    The other processes expect the backward pass of every row, so a refused row gets a loss of 0, and all processes
-    refuse the batch together after its last row.
-    """
-
-    def __init__(self, rule: LossRule) -> None:
-        self._rule = rule
-        self._custom = None if rule.custom_loss is None else load_object(rule.custom_loss, "custom_loss")
-        self._refusal: str | None = None
-        """Why the custom loss refused a row of this process since the last agreement."""
-
-    def of(self, tokens: TrainedTokens) -> Tensor:
-        """Return the loss of a row's sampled tokens; 0 without any, or if the custom loss refuses them.
-
-        A row of imported chains alone has none, and a custom loss may need one: for the largest index of a chain.
-        """
-        if not len(tokens.logprobs):
-            return tokens.logprobs.sum()
-        try:
-            return loss_of(tokens, self._rule, self._custom)
-        except BatchRefused as error:
-            self._refusal = self._refusal or str(error)
-            return (tokens.logprobs * 0.0).sum()
-
-    def agree(self, world: World) -> None:
-        """Refuse the batch if a process refused one of its rows; all processes call this after their last row.
-
-        Raises:
-            BatchRefused: One did.
-        """
-        if self._custom is None:
-            return
-        own, self._refusal = self._refusal, None
-        reasons = [reason for reason in world.gather(own) if reason is not None]
-        if reasons:
-            raise BatchRefused(reasons[0])
-
-
 class PolicyAgent:
     """A policy and how it learns."""
 
@@ -109,10 +68,11 @@ class PolicyAgent:
         self.policy = policy
         self.rule = rule
         self.critic = critic
-        """Values states for GAE; None for other estimators."""
+        """Values states; None where the algorithm needs no values."""
+        self.algorithm: Algorithm = rule.algorithm
         self._reference = reference
         self.world = World()
-        self._loss = RowLoss(rule)
+        self._gauge_names = try_algorithm(self.algorithm)
         self._memory_bound: int | None = None
         """Row tokens that fitted into memory after a row did not."""
         self._vocabulary: int | None = None
@@ -189,7 +149,7 @@ class PolicyAgent:
             SettingsError: There is a critic, which one process trains.
         """
         if self.critic is not None:
-            raise SettingsError(NO_SHARDED_CRITIC)
+            raise SettingsError(NO_SHARDED_CRITIC.format(str(self.algorithm)))
         self.policy.mesh_axis = axis
         if self._reference is not None:
             self._reference.mesh_axis = axis
@@ -212,7 +172,7 @@ class PolicyAgent:
         Raises:
             OutOfMemory: A single chain, or pair, does not fit into memory.
         """
-        if not self.rule.needs_proximal:
+        if not self.algorithm.needs_proximal:
             return None
         return self.logprobs_of(batch, members)
 
@@ -243,7 +203,7 @@ class PolicyAgent:
         Raises:
             OutOfMemory: A single chain does not fit into memory.
         """
-        assert self.critic is not None, "the estimator needs a critic and none was built"
+        assert self.critic is not None, "the algorithm needs a critic and none was built"
         return self._without_gradient(self.critic.values, batch, members)
 
     def gradient(
@@ -254,7 +214,7 @@ class PolicyAgent:
         The rows become shorter each time that one does not fit into memory.
 
         Raises:
-            BatchRefused: Turns were routed in another model, or the custom loss refused a row.
+            BatchRefused: Turns were routed in another model.
             OutOfMemory: A single chain, or pair, does not fit into memory. The gradient is cleared.
         """
         while True:
@@ -314,14 +274,13 @@ class PolicyAgent:
             proximal: Of `proximal_logprobs`. [M]
 
         Raises:
-            BatchRefused: Turns were routed in another model, or the custom loss refused a row; in all processes.
+            BatchRefused: Turns were routed in another model; in all processes.
         """
         if self.policy.replay is not None:
             self.policy.replay.check(batch, members)
         rows = pack(batch, members, self.row_tokens, self.packing)
-        aggregation = "session_mean" if self.rule.algorithm == "dpo" else self.rule.aggregation
-        weights = step_weights(batch, members, self.rule, aggregation, self.rule.session_tokens)
-        gauges, logprobs = Gauges(), torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
+        weights, gauges = step_weights(batch, members, self.algorithm), Gauges(self._gauge_names)
+        logprobs = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
         own = self.world.own(rows, self.policy.operations)
 
         def prepare(item: tuple[Row, bool]) -> RowData:
@@ -334,14 +293,20 @@ class PolicyAgent:
             self.policy.sync_gradients(is_wanted=number == len(own))
             with self._reporting_memory(batch, row):
                 every = self._tokens(data)
-                tokens, imported = parts(every, data.is_imported)
-                loss = self._loss.of(tokens) + imported_loss(imported, self.rule)
+                tokens, imported = parts(every)
+                loss = loss_of(tokens, self.algorithm)
+                if imported is not None and self.algorithm.imitation is not None:
+                    loss = loss + loss_of(imported, self.algorithm.imitation.algorithm)
+                whole = loss
+                if tokens.values is not None:
+                    whole = loss + (tokens.weights * self.algorithm.critic_loss(tokens)).sum()
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
-                ((loss + self._critic_loss(tokens)) * self.world.num_averaged).backward()  # type: ignore[no-untyped-call]
+                (whole * self.world.num_averaged).backward()  # type: ignore[no-untyped-call]
             if counts:
-                gauges.observe(tokens, loss, self.rule, imported)
+                with torch.no_grad():
+                    of_tokens = self.algorithm.gauges(tokens)
+                gauges.observe(tokens, loss, of_tokens, imported)
                 logprobs[on_device(torch.from_numpy(row.token), self.policy.device)] = every.logprobs.detach()
-        self._loss.agree(self.world)
         gauges.reduce(self.world)
         return gauges, self.world.sum(logprobs).cpu().numpy()
 
@@ -356,10 +321,11 @@ class PolicyAgent:
             weights=data.weights,
             sequence=data.sequence,
             proximal=data.proximal,
-            reference=self._reference_logprobs(data.inputs) if self.rule.needs_reference else None,
+            reference=self._reference_logprobs(data.inputs) if self.algorithm.needs_reference else None,
             values=values,
             old_values=None if values is None else data.old_values,
             returns=None if values is None else data.returns,
+            is_imported=data.is_imported,
             pair=data.pair,
             chosen=data.chosen,
         )
@@ -370,13 +336,6 @@ class PolicyAgent:
             return *self.policy.logprobs(inputs), None
         logprobs, entropy, hidden = self.policy.logprobs_and_hidden(inputs)
         return logprobs, entropy, self.critic.values_of(hidden)
-
-    def _critic_loss(self, tokens: TrainedTokens) -> Tensor | float:
-        if tokens.values is None:
-            return 0.0
-        old, returns = needed(tokens.old_values), needed(tokens.returns)
-        loss_M = value_loss(tokens.values, old, returns, self.rule.value_clip)
-        return self.rule.value_coef * (tokens.weights * loss_M).sum()
 
     def _reference_logprobs(self, inputs: RowInputs) -> Tensor:
         if self.policy.spec.kind is PolicyKind.LORA:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trainer.algorithms.algorithm import Algorithm
 from trainer.learning.batch import Batch, Reals
 from trainer.learning.gauges import Gauges
 from trainer.parallel import World
@@ -22,6 +23,8 @@ class TrainingEngine(Protocol):
 
     world: World
     """The processes that train together."""
+    algorithm: Algorithm
+    """Decides what is trained, and with what loss."""
 
     def load(self, seed: int, *, with_weights: bool = True) -> None:
         """Load the base model, unless a saved state replaces its weights."""
@@ -36,6 +39,9 @@ class TrainingEngine(Protocol):
 
     def logprobs_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the logprobs of the members' sampled tokens under the present weights. [M]."""
+
+    def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the critic's values of the members' sampled tokens; only where the algorithm needs them. [M]."""
 
     def proximal_logprobs(self, batch: Batch, members: Sequence[int]) -> Reals | None:
         """Return the same where the loss takes ratios to the weights at the start of a batch. [M]."""

@@ -255,8 +255,8 @@ class Policy:
         """
         if self._head is None:
             raise SettingsError(
-                f"estimator='gae' needs hidden states, and {self.spec.model!r} is sharded or changes its logits after "
-                "the output layer: train in one process, use another model, or another estimator"
+                f"a critic needs hidden states, and {self.spec.model!r} is sharded or changes its logits after "
+                "the output layer: train in one process, use another model, or an algorithm without a critic"
             )
 
     def _hidden_states(self, head: OutputLayer, inputs: RowInputs) -> Tensor:

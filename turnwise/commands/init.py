@@ -67,6 +67,20 @@ def settings_file() -> str:
     return "\n".join([HEAD, *(_section(name) for name in DESCRIPTIONS)])
 
 
+def algorithm_table(name: str) -> str:
+    """Return the table of an algorithm with its settings.
+
+    Raises:
+        SettingsError: there is no such algorithm.
+    """
+    from trainer.algorithms.loading import class_of
+
+    lines = ["", "[trainer.algorithm]", f"name = {toml_value(name)}"]
+    for each, field in class_of(name).Settings.model_fields.items():
+        lines += ["", *_comment(_described(field)), _assignment(each, field)]
+    return "\n".join(lines) + "\n"
+
+
 def _section(section: str) -> str:
     lines = ["", *_comment(DESCRIPTIONS[section]), f"[{section}]"]
     for name, field in settings_model(section).model_fields.items():
@@ -110,9 +124,12 @@ def _default(field: FieldInfo) -> object:
     help="File to write; - is stdout.",
 )
 @click.option("--all", "has_all", is_flag=True, help="Every setting of every process, with its description.")
-def init(output: Path, *, has_all: bool) -> None:
+@click.option("--algorithm", help="Add the table of this algorithm, with all its settings.")
+def init(output: Path, *, has_all: bool, algorithm: str | None) -> None:
     """Write a settings file with the defaults; never over an existing file."""
     text = settings_file() if has_all else short_settings_file()
+    if algorithm is not None:
+        text += algorithm_table(algorithm)
     if str(output) == "-":
         click.echo(text)
         return

@@ -287,6 +287,7 @@ def _experience(
         loss_mask=sequence.loss_mask,
         turn_index=sequence.turn_index,
         logprobs=sequence.logprobs,
+        turn_messages=tuple(turn.messages for turn in sequence.turns),
         routed_experts=sequence.routed_experts,
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_own_rewards=np.array([credit.own_rewards.get(turn_id, 0.0) for turn_id in turn_ids], np.float64),

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
+from trainer.algorithms.algorithm import loss_of
 from trainer.learning.attention import dense_mask
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest
 from trainer.learning.logprobs import linear_logprobs, selected_logprobs
-from trainer.learning.losses import loss_of
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.policy.row_data import row_data
@@ -174,7 +174,7 @@ def as_experiences(sequences, session_id="s", group_id="g"):
 
 
 def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorithm):
-    agent = PolicyAgent(policy, AgentRule(algorithm=algorithm, entropy_coef=0.01))
+    agent = PolicyAgent(policy, AgentRule(algorithm={"name": algorithm, "entropy_coef": 0.01}))
     advantages = [np.array([credit[turn_id] for turn_id in e.turn_ids]) for e in experiences]
     batch = build(experiences, advantages, policy_version=0)
     weights = batch.weights(range(len(experiences)), "session_mean", 1)
@@ -182,14 +182,14 @@ def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorith
     total = 0.0
     rows = pack(batch, range(len(experiences)), row_tokens, packing)
     for row in rows:
-        loss = loss_of(agent._tokens(row_data(policy, batch, row, weights, None)), agent.rule)
+        loss = loss_of(agent._tokens(row_data(policy, batch, row, weights, None)), agent.algorithm)
         loss.backward()
         total += loss.item()
     gradient = torch.cat([p.grad.flatten().clone() for p in policy.parameters()])
     return total, gradient, sum(len(row.layout.tokens) for row in rows)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "reinforce", "cispo", "masked_is"])
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "cispo", "masked_is"])
 @pytest.mark.parametrize("row_tokens", [16, 30, 1000])
 def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, row_tokens):
     """Merging, branching and packing change the computation, never the loss or the gradient."""
@@ -214,7 +214,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
         found = list(experiences.experiences(conn, experiences.SessionFilter(), merge="chain"))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
-    agent = PolicyAgent(policy, AgentRule(tis_cap=2.0, row_tokens=90))
+    agent = PolicyAgent(policy, AgentRule(algorithm={"tis_cap": 2.0}, row_tokens=90))
     logprobs = agent.proximal_logprobs(batch, range(len(batch.experiences)))
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
 

@@ -11,12 +11,13 @@ from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for, train
 from torch import tensor
 
-from trainer.learning import values
-from trainer.learning.batch import build
-from trainer.learning.values import ValueRule
+from trainer.algorithms import gae
+from trainer.learning.batch import build, turn_advantages
 from trainer.main import check_startable
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
+
+GAE_FAST = {"name": "gae", "critic_learning_rate": 0.02}
 
 
 def close(actual, expected):
@@ -29,9 +30,9 @@ def test_gae_gives_the_numbers_worked_by_hand():
     δ = 0 + 1 - 1 = 0, 0 + 2 - 2 = 0, 8 - 4 = 4; A = 4 / 16 = 0.25, 4 / 4 = 1, 4.
     """
     rewards, states = np.array([0.0, 0.0, 8.0]), np.array([1.0, 2.0, 4.0])
-    close(values.gae(rewards, states, 0.5, 0.5), [0.25, 1.0, 4.0])
-    close(values.gae(rewards, states, 1.0, 1.0), [7.0, 6.0, 4.0])  # return minus value
-    close(values.gae(rewards, states, 1.0, 0.0), [1.0, 2.0, 4.0])  # one step ahead alone
+    close(gae.gae(rewards, states, 0.5, 0.5), [0.25, 1.0, 4.0])
+    close(gae.gae(rewards, states, 1.0, 1.0), [7.0, 6.0, 4.0])  # return minus value
+    close(gae.gae(rewards, states, 1.0, 0.0), [1.0, 2.0, 4.0])  # one step ahead alone
 
 
 def test_the_value_loss_is_clipped_around_the_old_value_by_hand():
@@ -41,22 +42,22 @@ def test_the_value_loss_is_clipped_around_the_old_value_by_hand():
     V = 0: max(4, 1.5²) / 2 = 2.
     """
     predicted = tensor([1.2, 2.0, 0.0], requires_grad=True)
-    loss = values.value_loss(predicted, tensor([1.0] * 3), tensor([2.0] * 3), 0.5)
+    loss = gae.value_loss(predicted, tensor([1.0] * 3), tensor([2.0] * 3), 0.5)
     close(loss.detach(), [0.32, 0.125, 2.0])
     loss.sum().backward()
     close(predicted.grad, [-0.8, 0.0, -2.0])
-    close(values.value_loss(predicted.detach(), tensor([1.0] * 3), tensor([2.0] * 3), None), [0.32, 0.0, 2.0])
+    close(gae.value_loss(predicted.detach(), tensor([1.0] * 3), tensor([2.0] * 3), None), [0.32, 0.0, 2.0])
 
 
 def test_rewards_follow_the_chain_or_each_step_by_hand():
     """Two turns of two tokens: the session's reward after all four, or 0.25 and 0.5 after the second and the fourth."""
     whole = experience(turns=2, reward=3.0)
     places = np.flatnonzero(whole.loss_mask)
-    close(values.token_rewards(whole, places), [0, 0, 0, 3.0])
+    close(gae.token_rewards(whole, places), [0, 0, 0, 3.0])
     stepwise = experience(turns=2, reward=0.75, credit="step_wise")
     stepwise.turn_rewards[:] = [0.25, 0.5]
-    close(values.token_rewards(stepwise, places), [0, 0.25, 0, 0.5])
-    close(values.token_rewards(stepwise, places[:2]), [0, 0.75])  # the second turn is not trained
+    close(gae.token_rewards(stepwise, places), [0, 0.25, 0, 0.5])
+    close(gae.token_rewards(stepwise, places[:2]), [0, 0.75])  # the second turn is not trained
 
 
 def test_a_reward_of_a_single_turn_of_a_step_is_given_after_that_turn_by_hand():
@@ -71,7 +72,7 @@ def test_a_reward_of_a_single_turn_of_a_step_is_given_after_that_turn_by_hand():
         turn_rewards=np.array([1.5, 2.5, 4.0]),
         turn_own_rewards=np.array([1.0, 2.0, 0.0]),
     )
-    close(values.token_rewards(found, np.flatnonzero(found.loss_mask)), [0, 1, 0, 2.5, 0, 4])
+    close(gae.token_rewards(found, np.flatnonzero(found.loss_mask)), [0, 1, 0, 2.5, 0, 4])
 
 
 def test_at_a_fork_each_chain_continues_with_its_own_next_token_by_hand():
@@ -83,12 +84,12 @@ def test_at_a_fork_each_chain_continues_with_its_own_next_token_by_hand():
     first = experience(session_id="a", reward=1.0, tokens=[1, 2, 3, 4], loss_mask=[False, True, True, True])
     second = experience(session_id="b", reward=0.0, tokens=[1, 2, 3, 5], loss_mask=[False, False, False, True])
     batch = build([first, second], [np.zeros(1)] * 2, policy_version=0)
-    scored, gauges = values.with_values(batch, [0, 1], np.array([0.1, 0.2, 0.3, 0.9], np.float32), ValueRule())
+    scored, gauges = gae.with_values(batch, [0, 1], np.array([0.1, 0.2, 0.3, 0.9], np.float32), gae.GAE.Settings())
     close(scored.table.returns, [1.0, 1.0, 1.0, 0.0])
     raw = np.array([0.9, 0.8, 0.7, -0.9])
     close(scored.table.advantages, (raw - raw.mean()) / (raw.std() + 1e-6))
     close(gauges["value_explained_variance"], 1 - raw.var() / np.var([1, 1, 1, 0]))
-    close(values.turn_advantages(scored)[0], scored.table.advantages[:3].mean())
+    close(turn_advantages(scored)[0], scored.table.advantages[:3].mean())
 
 
 def test_a_session_that_does_not_fit_into_memory_counts_in_no_mean_by_hand():
@@ -96,7 +97,7 @@ def test_a_session_that_does_not_fit_into_memory_counts_in_no_mean_by_hand():
     sessions = [experience(session_id=name, reward=reward) for name, reward in (("a", 1.0), ("b", 0.0), ("c", 9.0))]
     batch = build(sessions, [np.zeros(1)] * 3, policy_version=0)
     states = np.array([0.5, 0.5, 0.5, 0.5, 0.0, 0.0], np.float32)
-    scored, gauges = values.with_values(batch, [0, 1], states, ValueRule())
+    scored, gauges = gae.with_values(batch, [0, 1], states, gae.GAE.Settings())
     np.testing.assert_allclose(scored.table.advantages, [1, 1, -1, -1, 0, 0], atol=1e-5)
     assert gauges == {"value_mean": 0.5, "value_loss": 0.125, "value_explained_variance": 0.0}
 
@@ -118,7 +119,7 @@ def play(tmp_path, model, **changes):
     db = new_ledger(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3, group_size=2)
     db.close()
-    return settings_for(tmp_path, model, **({"estimator": "gae", "row_tokens": 64, "max_staleness": 10} | changes))
+    return settings_for(tmp_path, model, **({"algorithm": "gae", "row_tokens": 64, "max_staleness": 10} | changes))
 
 
 def flat(tensors):
@@ -145,7 +146,7 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path, model, critic):
 
 def test_the_critic_learns_to_predict_the_rewards(tmp_path, model):
     """The same 3 groups in 15 passes: the value loss falls to less than half."""
-    settings = play(tmp_path, model, groups_per_batch=3, total_batches=1, critic_learning_rate=0.02)
+    settings = play(tmp_path, model, groups_per_batch=3, total_batches=1, algorithm=GAE_FAST)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
     claimed, state = workflow._next_batch(state)
@@ -154,7 +155,7 @@ def test_the_critic_learns_to_predict_the_rewards(tmp_path, model):
     members = range(len(batch.experiences))
     losses = []
     for _ in range(15):
-        scored, gauges = workflow.token_credit.assign(batch, members)
+        scored, gauges = workflow.agent.algorithm.credit(batch, members, workflow.agent)
         losses.append(gauges["value_loss"])
         workflow.agent.gradient(state.optimizer, scored, members)
         workflow.agent.step(state.optimizer)
@@ -179,15 +180,15 @@ def test_a_step_that_the_critics_gradient_stops_is_counted_and_logged(tmp_path, 
 
 
 def test_a_critic_that_was_not_saved_starts_with_new_weights(tmp_path, model, caplog):
-    """A run continues with GAE after another estimator, and the log contains a line about the new critic."""
-    settings = play(tmp_path, model, groups_per_batch=1, total_batches=1, estimator="rloo")
+    """A run continues with GAE after another algorithm, and the log contains a line about the new critic."""
+    settings = play(tmp_path, model, groups_per_batch=1, total_batches=1, algorithm="rloo")
     train(settings)
-    train(settings.model_copy(update={"total_batches": 2, "estimator": "gae"}))
+    train(settings_for(tmp_path, model, groups_per_batch=1, total_batches=2, row_tokens=64, algorithm="gae"))
     assert "the checkpoint has no critic" in caplog.text
 
 
 def test_a_critic_is_refused_with_several_processes(tmp_path, model):
-    settings = settings_for(tmp_path, model, estimator="gae", multi_devices=True)
+    settings = settings_for(tmp_path, model, algorithm="gae", multi_devices=True)
     with pytest.raises(SettingsError, match="set multi_devices=false"):
         check_startable(settings)
     with pytest.raises(SettingsError, match="set multi_devices=false"):

@@ -43,7 +43,7 @@ def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkey
 
 def test_the_reference_is_loaded_onto_the_gpu_of_its_process_and_sharded_like_the_policy(tmp_path, model, monkeypatch):
     """The device is resolved when the models are loaded, after the process chose its GPU; `meta` stands for that."""
-    agent = make_agent(settings_for(tmp_path, model, kl_coef=0.1))
+    agent = make_agent(settings_for(tmp_path, model, algorithm={"kl_coef": 0.1}))
     monkeypatch.setattr("trainer.policy.model.resolve_device", lambda _: torch.device("meta"))
     agent.load(0)
     for policy in (agent.policy, agent._reference):
@@ -139,7 +139,7 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     twin = new_ledger(other / "ledger.db")
     Rollouts(twin, trainer_ledger.load_model(model)).play("a", num_groups=3)
     twin.close()
-    changes = {"total_batches": 1, "row_tokens": 200, "tis_cap": tis_cap}
+    changes = {"total_batches": 1, "row_tokens": 200, "algorithm": {} if tis_cap is None else {"tis_cap": tis_cap}}
     states = []
     for directory, most_tokens in ((other, 1000), (tmp_path, 40)):
         small_memory(monkeypatch, most_tokens)
@@ -175,7 +175,7 @@ def test_the_critic_is_computed_and_counted_where_rows_that_fit_are_found(tmp_pa
     monkeypatch.setattr(PolicyAgent, "_probes_rows", lambda _: True)
     computed, reserved = [], []
     forward, allocate_bytes = Policy._output, torch.empty
-    settings = settings_for(tmp_path, model, row_tokens=32, estimator="gae")
+    settings = settings_for(tmp_path, model, row_tokens=32, algorithm="gae")
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     monkeypatch.setattr(Policy, "_output", lambda self, inputs: computed.append(self) or forward(self, inputs))
 

@@ -16,10 +16,12 @@ from support.trainer_ledger import Rollouts, load_model, settings_for, train
 from turnwise_fake_engine import running_fake_engine
 from turnwise_fake_engine.sampling import logprobs_of
 
+from trainer.algorithms.distillation import with_teachers
 from trainer.learning.batch import build
-from trainer.learning.distillation import DistillationRule, Teacher, TeacherScores, with_teachers
 from trainer.settings import TrainerSettings
-from trainer.teachers import Teachers
+from trainer.teachers import Teacher, Teachers, TeacherScores
+from turnwise.errors import SettingsError
+from turnwise.settings import describe
 
 Answer = Callable[[dict], tuple[int, object]]
 
@@ -72,7 +74,7 @@ def teachers() -> Iterator[Callable[..., Teachers]]:
     made = []
 
     def make(*those: Teacher, **changes: object) -> Teachers:
-        made.append(Teachers(DistillationRule(**({"teachers": those, "teacher_retry_seconds": 5.0} | changes))))
+        made.append(Teachers(those, **({"retry_seconds": 5.0} | changes)))
         return made[-1]
 
     yield make
@@ -141,12 +143,12 @@ def test_chains_over_the_limit_and_tasks_without_a_teacher_are_not_sent(serve, t
     teacher = Teacher(url=serve(prompt_logprobs), model="m", tasks="maths-*")
     long = experience(turns=2)
     object.__setattr__(long.eid, "task", "maths-1")
-    scores = teachers(teacher, teacher_max_tokens=5).score(batch_of(long, experience(session_id="b")), [0, 1])
+    scores = teachers(teacher, max_tokens=5).score(batch_of(long, experience(session_id="b")), [0, 1])
     assert scores.unscored == {"too_long": 1, "without_teacher": 1}
 
 
 def test_a_teacher_that_nobody_serves_counts_as_unreachable(teachers):
-    unreachable = teachers(Teacher(url="http://127.0.0.1:9/v1", model="m"), teacher_retry_seconds=0.0)
+    unreachable = teachers(Teacher(url="http://127.0.0.1:9/v1", model="m"), retry_seconds=0.0)
     assert unreachable.score(batch_of(experience()), [0]).unscored == {"unreachable": 1}
 
 
@@ -158,7 +160,7 @@ def test_a_teacher_that_answers_nothing_holds_up_a_batch_once_and_not_each_chain
         clock[0] += seconds
 
     monkeypatch.setattr("trainer.teachers.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    client = teachers(Teacher(url=serve(lambda _: (503, {"error": "down"})), model="m"), teacher_concurrency=1)
+    client = teachers(Teacher(url=serve(lambda _: (503, {"error": "down"})), model="m"), concurrency=1)
     batch = batch_of(*(experience(session_id=str(number)) for number in range(6)))
     for _ in range(2):
         began = clock[0]
@@ -184,7 +186,12 @@ def test_a_student_moves_towards_its_teacher_and_the_gauges_show_it(tmp_path, mo
 
     teacher = {"url": serve(answer), "model": "m"}
     settings = settings_for(
-        tmp_path, model, estimator="teacher", teachers=[teacher], total_batches=1, num_minibatches=4, learning_rate=1e-2
+        tmp_path,
+        model,
+        algorithm={"name": "distillation", "teachers": [teacher]},
+        total_batches=1,
+        num_minibatches=4,
+        learning_rate=1e-2,
     )
     state = train(settings)
     assert (state.metrics["teacher_tokens"], state.metrics["num_teacher_unscored"]) == (3 * 4 * 8, 0)
@@ -195,19 +202,20 @@ def test_a_student_moves_towards_its_teacher_and_the_gauges_show_it(tmp_path, mo
     assert after_p > before_p + 0.05
 
 
-def test_a_batch_that_no_teacher_scored_is_refused(tmp_path, model, ledger):
+def test_a_batch_that_no_teacher_scored_is_refused(tmp_path, model, ledger, monkeypatch):
+    monkeypatch.setitem(Teachers.__init__.__kwdefaults__, "retry_seconds", 0.0)
     Rollouts(ledger, load_model(model)).play("a", num_groups=3, group_size=2)
     unreachable = {"url": "http://127.0.0.1:9/v1", "model": "m"}
     state = train(
-        settings_for(
-            tmp_path, model, estimator="teacher", teachers=[unreachable], teacher_retry_seconds=0.0, total_batches=1
-        )
+        settings_for(tmp_path, model, algorithm={"name": "distillation", "teachers": [unreachable]}, total_batches=1)
     )
     assert "no teacher scored a chain ({'unreachable': 6})" in state.metrics["refused"]
 
 
 def test_teachers_are_tables_in_the_settings_and_must_fit():
-    given = TrainerSettings(teachers='[{"url": "http://t/v1", "model": "m"}]')
-    assert given.teachers == (Teacher(url="http://t/v1", model="m"),)
-    with pytest.raises(ValueError, match="there is none: set teachers"):
-        TrainerSettings(estimator="teacher")
+    table = {"name": "distillation", "teachers": [{"url": "http://t/v1", "model": "m", "key": "secret"}]}
+    given = TrainerSettings(algorithm=json.dumps(table))
+    assert given.algorithm.settings.teachers == (Teacher(url="http://t/v1", model="m", key="secret"),)
+    assert "secret" not in describe(given, "trainer")
+    with pytest.raises(SettingsError, match=r"\[trainer.algorithm\] needs 'teachers'"):
+        TrainerSettings(algorithm="distillation")

@@ -117,7 +117,7 @@ def test_two_processes_with_compiled_layers_equal_one_without(models: Path, divi
     ids=str,
 )
 def test_four_processes_equal_one_however_they_divide_the_work(models: Path, family: str, division: dict[str, int]):
-    rule = {"algorithm": "gspo", "kl_coef": 0.1, "aggregation": "session_mean"}
+    rule = {"algorithm": {"name": "gspo", "kl_coef": 0.1}}
     found = world_of(4, {"model": str(models / family)} | division, **rule)
     assert_equal(found, alone(models / family, **rule))
 

@@ -118,13 +118,13 @@ def test_training_stops_if_nearly_all_groups_differ_and_keeps_the_last_ones(tmp_
     assert not (tmp_path / "policies" / "v000001").exists()
 
 
-@pytest.mark.parametrize("estimator", ["dr_grpo", "grpo", "reinforce_plus_plus"])
-def test_a_reward_of_1e40_leaves_out_its_group_and_no_optimizer_step(tmp_path, model, ledger, estimator):
+@pytest.mark.parametrize("name", ["dr_grpo", "grpo", "reinforce_plus_plus"])
+def test_a_reward_of_1e40_leaves_out_its_group_and_no_optimizer_step(tmp_path, model, ledger, name):
     rollouts = Rollouts(ledger, load_model(model))
     rollouts.play("plain", num_groups=2)
     rollouts.play("huge", num_groups=1, seed=3)
     with ledger.write() as conn:
         ledger_of.add_rewards(conn, [Reward(session_id="huge-0-1", name="profit", value=1.0)])
-    state = train_on(tmp_path, model, total_batches=1, estimator=estimator, reward_weights={"profit": 1e40})
+    state = train_on(tmp_path, model, total_batches=1, algorithm=name, reward_weights={"profit": 1e40})
     assert (state.metrics["num_skipped_updates"], state.metrics["num_sessions"]) == (0, 8)
     assert statuses(ledger) == {"trained": 2, "dropped": 1}

@@ -85,14 +85,13 @@ def test_dpo_prefers_the_imported_preferred_output(tmp_path: Path, model: Path) 
     [
         {},
         {"algorithm": "reinforce"},
-        {"algorithm": "sft", "tis_cap": 2.0},
-        {"algorithm": "dpo", "dpo_reference": "behaviour"},
+        {"algorithm": {"name": "dpo", "reference": "behaviour"}},
     ],
 )
 def test_a_trainer_with_a_loss_over_behaviour_logprobs_claims_no_imports(
     changes: dict, tmp_path: Path, model: Path
 ) -> None:
-    assert not settings_for(tmp_path, model, **changes).reads_no_behaviour
+    assert settings_for(tmp_path, model, **changes).algorithm.needs_behaviour
     import_lines(tmp_path, model, [{"messages": [*PROMPT, {"role": "assistant", "content": GOOD}]}])
     database = Database(f"sqlite:///{tmp_path / 'ledger.db'}")
     with database.read() as conn:

@@ -5,11 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.algorithms import algorithm
 from torch import tensor
 
-from trainer.learning import corrections, losses
-from trainer.learning.losses import LossRule, clipped, loss_of
-from trainer.learning.ratios import TrainedTokens, ratio_of, to_go
+from trainer.algorithms import cispo, dpo, dppo, gspo, masked_is, policy_gradient, sapo, topr
+from trainer.algorithms.algorithm import loss_of
+from trainer.learning import ratios
+from trainer.learning.ratios import CorrectionRule, TrainedTokens, ratio_of, to_go
 
 LN2 = math.log(2.0)
 
@@ -20,7 +22,8 @@ def close(actual, expected, tolerance=1e-6):
 
 def test_reinforce_gives_the_numbers_worked_by_hand():
     """-A log p: -2 * -1 = 2, and 3 * -0.5 = -1.5."""
-    close(losses.reinforce(tensor([-1.0, -0.5]), tensor([2.0, -3.0])), [2.0, -1.5])
+    tokens = of_chains(logprobs=tensor([-1.0, -0.5, 0.0]), advantages=tensor([2.0, -3.0, 0.0]))
+    close(algorithm("reinforce").loss(tokens), [2.0, -1.5, 0.0])
 
 
 def test_ppo_clips_higher_than_lower_by_hand():
@@ -30,13 +33,13 @@ def test_ppo_clips_higher_than_lower_by_hand():
     r = 0.5, A = 1: min(0.5, 0.8) = 0.5.    r = 0.5, A = -1: min(-0.5, -0.8) = -0.8.
     """
     ratio, advantages = tensor([1.5, 1.5, 0.5, 0.5]), tensor([1.0, -1.0, 1.0, -1.0])
-    close(losses.ppo_clip(ratio, advantages, 0.2, 0.28), [-1.28, 1.5, -0.5, 0.8])
+    close(policy_gradient.ppo_clip(ratio, advantages, 0.2, 0.28), [-1.28, 1.5, -0.5, 0.8])
 
 
 def test_gspo_uses_the_geometric_mean_of_each_sequence_by_hand():
     """Sequence 0 has log ratios ln 2 and 0, mean ln 2 / 2, ratio 2 ** 0.5; sequence 1 has ratio 1 / 2."""
     logprobs = tensor([-1.0 + LN2, -1.0, -2.0 - LN2], requires_grad=True)
-    ratio = losses.gspo_ratio(logprobs, tensor([-1.0, -1.0, -2.0]), tensor([0, 0, 1]))
+    ratio = gspo.gspo_ratio(logprobs, tensor([-1.0, -1.0, -2.0]), tensor([0, 0, 1]))
     close(ratio.detach(), [2**0.5, 2**0.5, 0.5])
     ratio.sum().backward()
     # The gradient of a token's ratio by its own logprob is the ratio itself.
@@ -46,7 +49,7 @@ def test_gspo_uses_the_geometric_mean_of_each_sequence_by_hand():
 def test_cispo_clips_the_weight_and_keeps_the_gradient_by_hand():
     """A ratio of 2 is cut to 1.28: loss -1.28 * 1 * -0.5 = 0.64, gradient -1.28."""
     logprobs = tensor([-0.5], requires_grad=True)
-    loss = losses.cispo(logprobs, tensor([2.0]), tensor([1.0]), 0.2, 0.28)
+    loss = cispo.cispo(logprobs, tensor([2.0]), tensor([1.0]), 0.2, 0.28)
     close(loss.detach(), [0.64])
     loss.sum().backward()
     close(logprobs.grad, [-1.28])
@@ -54,7 +57,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient_by_hand():
 
 def test_masked_importance_sampling_excludes_tokens_out_of_bounds_by_hand():
     """Ratios 2 and 0.5 are outside of [0.8, 1.28]; ratio 1.1 gives -1.1 * 2 * -1 = 2.2."""
-    loss = losses.masked_importance(tensor([-1.0] * 3), tensor([2.0, 0.5, 1.1]), tensor([1.0, 1.0, 2.0]), 0.2, 0.28)
+    loss = masked_is.masked_importance(tensor([-1.0] * 3), tensor([2.0, 0.5, 1.1]), tensor([1.0, 1.0, 2.0]), 0.2, 0.28)
     close(loss, [0.0, 0.0, 2.2])
 
 
@@ -62,7 +65,7 @@ def test_dppo_truncates_the_ratio_of_a_rare_token_and_its_gradient():
     """A token goes from 1e-7 to 0.02: its ratio is 200,000 and moves less than the bound, but weighs 20."""
     new = torch.log(torch.tensor([0.02, 0.4])).requires_grad_()
     old = torch.log(torch.tensor([1e-7, 0.2]))
-    found = losses.dppo(new, old, torch.tensor([1.0, 1.0]), 0.2, 0.3)
+    found = dppo.dppo(new, old, torch.tensor([1.0, 1.0]), 0.2, 0.3)
     torch.testing.assert_close(found.detach(), torch.tensor([-20.0, -2.0]))
     found.sum().backward()
     torch.testing.assert_close(new.grad, torch.tensor([-20.0, -2.0]))
@@ -71,15 +74,15 @@ def test_dppo_truncates_the_ratio_of_a_rare_token_and_its_gradient():
 def test_dppo_masks_by_the_change_of_probability_by_hand():
     """From 0.01 to 0.04 the ratio is 4 and only 0.03 of probability moved: kept. From 0.4 to 0.8, 0.4 moved: masked."""
     new, old = tensor([0.04, 0.8, 0.8]).log(), tensor([0.01, 0.4, 0.4]).log()
-    close(losses.dppo(new, old, tensor([1.0, 1.0, -1.0]), 0.2, 0.2), [-4.0, 0.0, 2.0])
+    close(dppo.dppo(new, old, tensor([1.0, 1.0, -1.0]), 0.2, 0.2), [-4.0, 0.0, 2.0])
 
 
 def test_kl_estimates_equal_the_numbers_worked_by_hand():
     """Log ratio to the reference d = ln 2: k1 = -ln 2, k2 = ln² 2 / 2, k3 = 2 - 1 - ln 2."""
     logprobs, reference = tensor([-1.0]), tensor([-1.0 + LN2])
-    close(losses.kl(logprobs, reference, "k1"), [-LN2])
-    close(losses.kl(logprobs, reference, "k2"), [LN2**2 / 2])
-    close(losses.kl(logprobs, reference, "k3"), [1 - LN2])
+    close(policy_gradient.kl(logprobs, reference, "k1"), [-LN2])
+    close(policy_gradient.kl(logprobs, reference, "k2"), [LN2**2 / 2])
+    close(policy_gradient.kl(logprobs, reference, "k3"), [1 - LN2])
 
 
 def test_the_kl_estimates_agree_with_the_kl_in_expectation():
@@ -87,19 +90,19 @@ def test_the_kl_estimates_agree_with_the_kl_in_expectation():
     p, q = tensor([0.7, 0.3]), tensor([0.5, 0.5])
     exact = float((p * (p / q).log()).sum())
     for estimate in ("k1", "k3"):
-        close((p * losses.kl(p.log(), q.log(), estimate)).sum(), exact)
+        close((p * policy_gradient.kl(p.log(), q.log(), estimate)).sum(), exact)
 
 
 def test_truncated_importance_sampling_gives_the_numbers_worked_by_hand():
     """exp(ln 2) = 2 stays under a cap of 3 and is cut by one of 1.5."""
     ratio = ratio_of(tensor([LN2]), tensor([0.0]))
-    assert corrections.truncated_importance(ratio, 3.0).item() == pytest.approx(2.0)
-    assert corrections.truncated_importance(ratio, 1.5).item() == 1.5
+    assert ratios.truncated_importance(ratio, 3.0).item() == pytest.approx(2.0)
+    assert ratios.truncated_importance(ratio, 1.5).item() == 1.5
 
 
 def test_masked_importance_sampling_gives_the_numbers_worked_by_hand():
     """Ratio 2 is over a cap of 1.5 and left out, ratio 1.25 is kept as it is."""
-    close(corrections.masked_importance_sampling(tensor([2.0, 1.25]), 1.5), [0.0, 1.25])
+    close(ratios.masked_importance_sampling(tensor([2.0, 1.25]), 1.5), [0.0, 1.25])
 
 
 def of_chains(**columns):
@@ -118,37 +121,37 @@ def of_chains(**columns):
 def test_a_sequences_correction_is_the_product_over_its_chain_by_hand():
     """Chain 0 has ratios 2 and 2, together 4, cut to 3; chain 1 has ratio 2. By token all three are 2."""
     tokens = of_chains(proximal=tensor([-1.0, -1.0, -1.0]), behaviour=tensor([-1.0 - LN2] * 3))
-    rule = LossRule(tis_cap=3.0, importance_level="sequence")
-    close(corrections.correction(tokens, rule), [3.0, 3.0, 2.0])
-    close(corrections.correction(tokens, LossRule(tis_cap=3.0)), [2.0, 2.0, 2.0])
-    close(corrections.correction(tokens, LossRule(mis_cap=3.0, importance_level="sequence")), [0.0, 0.0, 2.0])
+    rule = CorrectionRule(tis_cap=3.0, importance_level="sequence")
+    close(ratios.correction(tokens, rule), [3.0, 3.0, 2.0])
+    close(ratios.correction(tokens, CorrectionRule(tis_cap=3.0)), [2.0, 2.0, 2.0])
+    close(ratios.correction(tokens, CorrectionRule(mis_cap=3.0, importance_level="sequence")), [0.0, 0.0, 2.0])
 
 
 def test_the_off_policy_mask_excludes_bad_old_chains_by_hand():
     """Both chains became ln 2 nats less probable; that of negative advantage is left out over a bound of 0.5."""
     tokens = of_chains(behaviour=tensor([-1.0 + LN2] * 3), advantages=tensor([-1.0, -1.0, 1.0]))
-    close(corrections.importance_gate(tokens, LossRule(off_policy_mask=0.5)), [0.0, 0.0, 1.0])
-    close(corrections.importance_gate(tokens, LossRule(off_policy_mask=0.7)), [1.0, 1.0, 1.0])
+    close(ratios.importance_gate(tokens, CorrectionRule(off_policy_mask=0.5)), [0.0, 0.0, 1.0])
+    close(ratios.importance_gate(tokens, CorrectionRule(off_policy_mask=0.7)), [1.0, 1.0, 1.0])
 
 
 def test_a_ratio_is_not_counted_twice():
     """Without proximal logprobs PPO's ratio is the whole importance weight: tis_cap changes nothing."""
     tokens = of_chains(behaviour=tensor([-1.2] * 3))
-    assert float(loss_of(tokens, LossRule(tis_cap=1.1))) == float(loss_of(tokens, LossRule()))
-    assert LossRule(tis_cap=1.1).needs_proximal
-    assert not LossRule(tis_cap=1.1, algorithm="reinforce").needs_proximal
+    assert float(loss_of(tokens, algorithm(tis_cap=1.1))) == float(loss_of(tokens, algorithm()))
+    assert algorithm(tis_cap=1.1).needs_proximal
+    assert not algorithm("reinforce", tis_cap=1.1).needs_proximal
 
 
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens_by_hand():
     """A = -1: ratio 5 would give loss 5, the dual clip makes it 3; ratio 2 stays 2. A = 1 is not touched."""
     ratio, advantages = tensor([5.0, 2.0, 5.0]), tensor([-1.0, -1.0, 1.0])
-    close(losses.ppo_clip(ratio, advantages, 0.2, 0.28, 3.0), [3.0, 2.0, -1.28])
+    close(policy_gradient.ppo_clip(ratio, advantages, 0.2, 0.28, 3.0), [3.0, 2.0, -1.28])
 
 
 def test_sapo_gives_the_numbers_worked_by_hand():
     """At ratio 1 the gate is 4/tau * 1/2 = 2/tau, with slope 1; at ratio 2 and tau 1, 4 * sigmoid(1) = 2.924234."""
     ratio = tensor([1.0, 2.0, 1.0], requires_grad=True)
-    loss = losses.sapo(ratio, tensor([1.0, 1.0, -1.0]), (1.0, 2.0))
+    loss = sapo.sapo(ratio, tensor([1.0, 1.0, -1.0]), (1.0, 2.0))
     close(loss.detach(), [-2.0, -2.924234, 1.0])
     loss.sum().backward()
     close(ratio.grad[[0, 2]], [-1.0, 1.0])
@@ -158,7 +161,7 @@ def test_topr_keeps_good_samples_whole_and_tapers_bad_ones_by_hand():
     """Chain ratio 1/4: good tokens weigh 1, bad ones 1/4; above 1 bad ones weigh 1 too."""
     logprobs = tensor([-2.0, -2.0, -2.0])
     log_ratio = tensor([-2 * LN2, -2 * LN2, LN2])
-    close(losses.topr(logprobs, log_ratio, tensor([1.0, -1.0, -1.0])), [2.0, -0.5, -2.0])
+    close(topr.topr(logprobs, log_ratio, tensor([1.0, -1.0, -1.0])), [2.0, -0.5, -2.0])
 
 
 def test_the_gradient_of_k1_depends_on_the_reference():
@@ -167,7 +170,7 @@ def test_the_gradient_of_k1_depends_on_the_reference():
     exact = (logits.softmax(-1) * (logits.log_softmax(-1) - q.log())).sum()
     (expected,) = torch.autograd.grad(exact, logits)
     log_p = logits.log_softmax(-1)
-    (log_p.exp().detach() * losses.kl(log_p, q.log(), "k1")).sum().backward()
+    (log_p.exp().detach() * policy_gradient.kl(log_p, q.log(), "k1")).sum().backward()
     close(logits.grad, expected.numpy())
     assert abs(float(expected[0])) > 0.1
 
@@ -175,7 +178,7 @@ def test_the_gradient_of_k1_depends_on_the_reference():
 def test_the_kl_in_the_reward_is_summed_over_the_rest_of_the_chain_by_hand():
     """Divergences 1, 2 and 4: the sums are 3 and 2 in chain 0, and 4 in chain 1; coefficient 0.5."""
     tokens = of_chains(reference=tensor([-2.0, -3.0, -5.0]))
-    close(losses.kl_in_advantages(tokens, 0.5), [1 - 1.5, 1 - 1.0, 1 - 2.0])
+    close(policy_gradient.kl_in_advantages(tokens, 0.5), [1 - 1.5, 1 - 1.0, 1 - 2.0])
 
 
 def test_sums_to_go_use_the_order_within_each_chain():
@@ -185,34 +188,17 @@ def test_sums_to_go_use_the_order_within_each_chain():
 def test_the_fraction_of_clipped_tokens_depends_on_the_algorithm():
     """Ratios 2 with A > 0: PPO cuts it off; GSPO's sequence ratio does too; reinforce has no bound."""
     tokens = of_chains(behaviour=tensor([-1.0 - LN2] * 3))
-    found = {name: int(clipped(tokens, LossRule(algorithm=name)).sum()) for name in ("ppo", "gspo", "reinforce")}
-    assert found == {"ppo": 3, "gspo": 3, "reinforce": 0}
+    found = {name: int(algorithm(name).gauges(tokens)["clip_fraction"].sum()) for name in ("grpo", "gspo")}
+    assert found == {"grpo": 3, "gspo": 3}
+    assert algorithm("reinforce").gauges(tokens) == {}
     bad = of_chains(behaviour=tensor([-1.0 - LN2] * 3), advantages=-torch.ones(3))
-    assert int(clipped(bad, LossRule(algorithm="ppo")).sum()) == 0
-    assert int(clipped(bad, LossRule(algorithm="cispo")).sum()) == 3
-
-
-def test_bounds_have_defaults_by_algorithm():
-    rule = LossRule(algorithm="gspo")
-    assert (rule.clip_low, rule.clip_high) == (3e-4, 4e-4)
-    assert LossRule(algorithm="gspo", clip_low=0.1).clip_low == 0.1
-
-
-def double(tokens, rule):
-    return -2 * tokens.advantages * tokens.logprobs
-
-
-def test_a_custom_loss_replaces_the_algorithms_loss():
-    """-2 * 1 * -1 = 2 a token."""
-    rule = LossRule(algorithm="custom", custom_loss="a:b")
-    assert float(loss_of(of_chains(), rule, double)) == pytest.approx(2.0)
-    with pytest.raises(ValueError, match="belong together"):
-        LossRule(algorithm="custom")
+    assert int(algorithm("grpo").gauges(bad)["clip_fraction"].sum()) == 0
+    assert int(algorithm("cispo").gauges(bad)["clip_fraction"].sum()) == 3
 
 
 def test_dpo_gives_the_numbers_worked_by_hand():
     """Beta 0.5 and margin 2 - (-2) = 4: -log sigmoid(2) = 0.126928."""
-    close(losses.dpo(tensor([2.0]), tensor([-2.0]), 0.5), [0.126928])
+    close(dpo.dpo(tensor([2.0]), tensor([-2.0]), 0.5), [0.126928])
 
 
 def random_tokens(seed=0, count=40):
@@ -232,57 +218,60 @@ def random_tokens(seed=0, count=40):
     return columns, sequence
 
 
-def numpy_loss(rule, c, sequence):
+def numpy_loss(name, rule, c, sequence):
     """An independent implementation of the losses in float64 with loops, from the papers."""
     total = 0.0
     for i in range(len(sequence)):
         lp, old, a = c["logprobs"][i], c["behaviour"][i], c["advantages"][i]
         r = math.exp(lp - old)
-        low, high = 1 - rule.clip_low, 1 + rule.clip_high
-        if rule.algorithm == "reinforce":
+        low, high = 1 - getattr(rule, "clip_low", 0), 1 + getattr(rule, "clip_high", 0)
+        if name == "reinforce":
             loss = -a * lp
-        elif rule.algorithm == "ppo":
+        elif name == "grpo":
             loss = -min(r * a, min(max(r, low), high) * a)
             loss = min(loss, -rule.dual_clip * a) if a < 0 else loss
-        elif rule.algorithm == "gspo":
+        elif name == "gspo":
             own = [j for j in range(len(sequence)) if sequence[j] == sequence[i]]
             s = math.exp(sum(c["logprobs"][j] - c["behaviour"][j] for j in own) / len(own))
             loss = -min(s * a, min(max(s, low), high) * a)
-        elif rule.algorithm == "cispo":
+        elif name == "cispo":
             loss = -min(max(r, low), high) * a * lp
-        elif rule.algorithm == "masked_is":
+        elif name == "masked_is":
             loss = -r * a * lp if low <= r <= high else 0.0
-        elif rule.algorithm == "dppo":
+        elif name == "dppo":
             moved = math.exp(lp) - math.exp(old)
             blocked = (a > 0 and moved > rule.clip_high) or (a < 0 and moved < -rule.clip_low)
             loss = 0.0 if blocked else -r * a
         else:
             loss = -lp
-        if rule.tis_cap is not None and rule.algorithm in losses.WITHOUT_RATIO:
+        if name == "reinforce" and rule.tis_cap is not None:
             loss *= min(math.exp(lp - old), rule.tis_cap)
+        if name == "sft":
+            total += c["weights"][i] * loss
+            continue
         d = c["reference"][i] - lp
         k = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[rule.kl_estimate]
         total += c["weights"][i] * (loss - rule.entropy_coef * c["entropy"][i] + rule.kl_coef * k)
     return total
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(losses.POLICY_LOSSES) - {"sapo", "topr"}))
+@pytest.mark.parametrize("name", ["reinforce", "grpo", "gspo", "cispo", "masked_is", "dppo", "sft"])
 @pytest.mark.parametrize("extra", [{}, {"tis_cap": 1.1}, {"entropy_coef": 0.1, "kl_coef": 0.3, "kl_estimate": "k3"}])
-def test_each_loss_equals_an_independent_float64_version(algorithm, extra):
+def test_each_loss_equals_an_independent_float64_version(name, extra):
     columns, sequence = random_tokens()
-    rule = LossRule(algorithm=algorithm, **extra)
+    chosen = algorithm(name, **(extra if name != "sft" else {}))
     tensors = {name: torch.tensor(values) for name, values in columns.items()} | {"proximal": None}
-    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), rule)
-    assert float(actual) == pytest.approx(numpy_loss(rule, columns, sequence), abs=1e-6)
+    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), chosen)
+    assert float(actual) == pytest.approx(numpy_loss(name, chosen.settings, columns, sequence), abs=1e-6)
 
 
 def test_ratios_are_relative_to_the_proximal_weights_where_they_exist():
     columns, sequence = random_tokens()
     tensors = {name: torch.tensor(values) for name, values in columns.items()}
-    rule = LossRule(algorithm="ppo")
+    chosen = algorithm("grpo")
     swapped = columns | {"behaviour": columns["proximal"]}
-    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), rule)
-    assert float(actual) == pytest.approx(numpy_loss(rule, swapped, sequence), abs=1e-6)
+    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), chosen)
+    assert float(actual) == pytest.approx(numpy_loss("grpo", chosen.settings, swapped, sequence), abs=1e-6)
 
 
 def test_dpo_sums_the_chains_of_a_session_and_weighs_each_pair_once():
@@ -297,7 +286,7 @@ def test_dpo_sums_the_chains_of_a_session_and_weighs_each_pair_once():
         pair=tensor([0, 0, 0]),
         chosen=tensor([True, True, False]),
     )
-    close(loss_of(tokens, LossRule(algorithm="dpo", dpo_beta=1.0, dpo_reference="behaviour")), 0.048587)
+    close(loss_of(tokens, algorithm("dpo", beta=1.0, reference="behaviour")), 0.048587)
 
 
 def test_one_broken_token_cannot_make_a_ratio_infinite():
@@ -307,4 +296,4 @@ def test_one_broken_token_cannot_make_a_ratio_infinite():
 def test_stale_tokens_weigh_what_the_trainer_would_sample_of_them_by_hand():
     """At the first step the PPO ratio to the start of the batch is 1: the weight is min(π_prox / μ, 3) = 2 alone."""
     tokens = of_chains(proximal=tensor([-1.0] * 3), behaviour=tensor([-1.0 - LN2] * 3))
-    close(loss_of(tokens, LossRule(tis_cap=3.0)), -2.0)
+    close(loss_of(tokens, algorithm(tis_cap=3.0)), -2.0)

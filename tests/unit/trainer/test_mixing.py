@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.algorithms import algorithm
 from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, settings_for, store_imported, train
 from torch import tensor
 
+from trainer.algorithms.algorithm import loss_of, parts, step_weights
+from trainer.algorithms.chord import phi
 from trainer.learning.batch import build, minibatches
-from trainer.learning.losses import loss_of
-from trainer.learning.mixing import MixingRule, imported_loss, mu_of, parts, phi, step_weights
 from trainer.learning.ratios import TrainedTokens
-from trainer.policy.agent import RowLoss
 from turnwise.errors import SettingsError
 from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
@@ -34,10 +34,10 @@ def close(actual, expected):
 
 def test_mu_rises_linearly_and_falls_as_half_a_cosine_by_hand():
     """One batch up to 0.8, two down to 0.2: 0.8 · 1/2, 0.8, 0.2 + 0.6 · (1 + cos π/2) / 2 = 0.5, then 0.2."""
-    rule = MixingRule(mix_imported="sft", mix_mu=0.8, mix_mu_end=0.2, mix_warmup_batches=1, mix_decay_batches=2)
-    close([mu_of(number, rule) for number in range(5)], [0.4, 0.8, 0.5, 0.2, 0.2])
-    constant = MixingRule(mix_imported="sft", mix_mu=0.3)
-    close([mu_of(number, constant) for number in (0, 1000)], [0.3, 0.3])
+    share = algorithm("chord", mu=0.8, mu_end=0.2, warmup_batches=1, decay_batches=2).imitation.share
+    close([share(number) for number in range(5)], [0.4, 0.8, 0.5, 0.2, 0.2])
+    constant = algorithm("chord", mu=0.3).imitation.share
+    close([constant(number) for number in (0, 1000)], [0.3, 0.3])
 
 
 def test_phi_weighs_uncertain_tokens_most_and_carries_no_gradient_by_hand():
@@ -51,52 +51,42 @@ def test_phi_weighs_uncertain_tokens_most_and_carries_no_gradient_by_hand():
 def test_the_loss_of_a_step_is_the_weighted_sum_of_both_means_by_hand():
     """μ = 0.2; a sampled session of two tokens, two imported ones of two tokens with p = 1/2 each.
 
-    Weights: 0.8 / 2 = 0.4 for sampled tokens, 0.2 / 4 = 0.05 for imported ones. REINFORCE with A = 1 and log p = −1 and
-    −2: 0.4 · 3 = 1.2. SFT: 4 · 0.05 · ln 2 = 0.2 ln 2; with φ = 1/4 a quarter of that.
+    Weights: 0.8 / 2 = 0.4 for sampled tokens, 0.2 / 4 = 0.05 for imported ones. Ratios of 1 with A = 1:
+    0.4 · −2 = −0.8.
+    SFT: 4 · 0.05 · ln 2 = 0.2 ln 2; with φ = 1/4 a quarter of that.
     """
     sessions = [experience(session_id=name) for name in ("a", "i", "j")]
     batch = build(sessions, [np.ones(1)] * 3, policy_version=0, num_imported=2, mu=0.2)
-    rule = MixingRule(algorithm="reinforce", mix_imported="sft")
-    weights = step_weights(batch, [0, 1, 2], rule, "token_mean", 1)
+    chord = algorithm("chord")
+    weights = step_weights(batch, [0, 1, 2], chord)
     close(weights, [0.4, 0.4, 0.05, 0.05, 0.05, 0.05])
-    close(step_weights(batch, [0], rule, "token_mean", 1), [0.5, 0.5, 0, 0, 0, 0])
+    close(step_weights(batch, [0], chord), [0.5, 0.5, 0, 0, 0, 0])
     tokens = TrainedTokens(
         logprobs=tensor([-1.0, -2.0, *[-LN2] * 4]),
         entropy=torch.zeros(6),
-        behaviour=torch.zeros(6),
+        behaviour=tensor([-1.0, -2.0, 0.0, 0.0, 0.0, 0.0]),
         advantages=torch.ones(6),
         weights=torch.from_numpy(weights),
         sequence=tensor([0, 0, 1, 1, 2, 2]),
+        is_imported=tensor([False, False, True, True, True, True]),
     )
-    sampled, imported = parts(tokens, tensor([False, False, True, True, True, True]))
-    close(loss_of(sampled, rule), 1.2)
-    close(imported_loss(imported, rule), 0.2 * LN2)
-    close(imported_loss(imported, rule.model_copy(update={"mix_phi": True})), 0.05 * LN2)
+    sampled, imported = parts(tokens)
+    close(loss_of(sampled, chord), -0.8)
+    close(loss_of(imported, chord.imitation.algorithm), 0.2 * LN2)
+    close(loss_of(imported, algorithm("chord", phi=True).imitation.algorithm), 0.05 * LN2)
 
 
 def test_a_row_of_imported_tokens_alone_has_no_policy_loss():
-    """Every loss accepts no tokens, also those over whole chains."""
+    """No algorithm sees a row without tokens: it may count chains by the largest index."""
     tokens = TrainedTokens(
         logprobs=torch.zeros(2, requires_grad=True),
         **dict.fromkeys(("entropy", "behaviour", "advantages", "weights"), torch.ones(2)),
         sequence=tensor([0, 0]),
+        is_imported=tensor([True, True]),
     )
-    sampled, _ = parts(tokens, tensor([True, True]))
-    for algorithm in ("ppo", "gspo", "topr", "cispo"):
-        assert loss_of(sampled, MixingRule(algorithm=algorithm, off_policy_mask=0.1)).item() == 0.0
-
-
-def test_a_custom_loss_does_not_see_a_row_of_imported_tokens_alone():
-    """It may count chains by the largest index, which does not exist without tokens."""
-    tokens = TrainedTokens(
-        logprobs=torch.zeros(2, requires_grad=True),
-        **dict.fromkeys(("entropy", "behaviour", "advantages", "weights"), torch.ones(2)),
-        sequence=tensor([0, 0]),
-    )
-    loss = RowLoss(MixingRule(algorithm="custom", custom_loss="support.world_tasks:chain_loss"))
-    sampled, imported = parts(tokens, tensor([True, True]))
-    assert (loss.of(sampled).item(), loss.of(imported).item()) == (0.0, 2.0)
-    loss.of(sampled).backward()
+    sampled, _ = parts(tokens)
+    for name in ("grpo", "gspo", "topr", "cispo"):
+        assert loss_of(sampled, algorithm(name, off_policy_mask=0.1)).item() == 0.0
 
 
 def test_each_optimizer_step_gets_its_share_of_both():
@@ -125,10 +115,10 @@ def logprob(directory: Path, reply: list[int]) -> float:
     return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(reply)[:, None]).sum())
 
 
-@pytest.mark.parametrize("loss", [{"mix_imported": "sft"}, {"mix_imported": "sft", "mix_phi": True, "mix_mu": 0.9}])
+@pytest.mark.parametrize("loss", [{}, {"phi": True, "mu": 0.9}])
 def test_imported_replies_are_imitated_beside_the_policy_loss(tmp_path, model, loss):
     """The better reply of each pair gains; the update records its session, and its group stays for later batches."""
-    database, settings = played(tmp_path, model, reuse_epochs=4, **loss)
+    database, settings = played(tmp_path, model, reuse_epochs=4, algorithm={"name": "chord", **loss})
     state = train(settings)
     assert (state.metrics["num_imported_sessions"], state.metrics["num_sessions"]) == (2, 2 * 4 + 2)
     assert state.metrics["imported_tokens"] == 4 * 2 * len(WANTED)
@@ -141,7 +131,9 @@ def test_imported_replies_are_imitated_beside_the_policy_loss(tmp_path, model, l
 
 
 def test_imported_pairs_are_preferred_beside_the_policy_loss(tmp_path, model):
-    database, settings = played(tmp_path, model, reuse_epochs=4, mix_imported="dpo", mix_mu=0.5)
+    database, settings = played(
+        tmp_path, model, reuse_epochs=4, algorithm={"name": "chord", "imitation": "dpo", "mu": 0.5}
+    )
     database.close()
     assert train(settings).metrics["num_imported_sessions"] == 4
     newest = tmp_path / "policies" / "v000001"
@@ -151,18 +143,18 @@ def test_imported_pairs_are_preferred_beside_the_policy_loss(tmp_path, model):
 
 def test_imported_sessions_are_trained_while_no_reward_differs(tmp_path, model):
     """As at the start of a hard task: groups without an advantage are dropped, and the update imitates, in one step."""
-    database, settings = played(tmp_path, model, group_size=1, mix_imported="sft", singleton="zero", num_minibatches=2)
+    changes = {"kind_pattern": ".*", "num_minibatches": 2}  # each task's session is of a kind of its own
+    database, settings = played(tmp_path, model, group_size=1, algorithm="chord", **changes)
     database.close()
     metrics = train(settings).metrics
     assert metrics["num_updates"] == 1
-    assert (metrics["num_uniform_groups"], metrics["num_sessions"], metrics["tokens"]) == (2, 2, 0)
+    assert (metrics["num_refused_groups"], metrics["num_sessions"], metrics["tokens"]) == (2, 2, 0)
     assert logprob(tmp_path / "policies" / "v000001", WANTED) > logprob(model, WANTED)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.slow)])
-def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model, estimator):
+def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model):
     """Two batches at once, or one and then one after a restart; one imported group of two is drawn for each."""
-    changes = {"mix_imported": "sft", "mix_groups": 1, "groups_per_batch": 1, "estimator": estimator}
+    changes = {"algorithm": {"name": "chord", "imported_groups": 1}, "groups_per_batch": 1}
     database, settings = played(tmp_path / "whole", model, total_batches=2, **changes)
     database.close()
     whole = train(settings)
@@ -175,14 +167,6 @@ def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model, estim
     assert dataclasses.asdict(whole.progress) == dataclasses.asdict(resumed.progress)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"mix_imported": "sft", "algorithm": "sft"}, "remove mix_imported"),
-        ({"mix_imported": "dpo", "dpo_reference": "behaviour"}, "set dpo_reference='base'"),
-        ({"mix_imported": "dpo", "mix_phi": True}, "remove one of them"),
-    ],
-)
-def test_mixing_that_contradicts_another_setting_is_refused(tmp_path, model, given, named):
-    with pytest.raises((SettingsError, ValueError), match=named):
-        settings_for(tmp_path, model, **given)
+def test_phi_does_not_fit_pairs():
+    with pytest.raises(SettingsError, match="remove one of them"):
+        algorithm("chord", imitation="dpo", phi=True)

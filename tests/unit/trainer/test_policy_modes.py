@@ -56,7 +56,7 @@ def policy_for(model, *, compiled=False, **spec) -> Policy:
 
 
 def loss_and_gradient(policy, batch) -> tuple[float, torch.Tensor]:
-    agent = PolicyAgent(policy, AgentRule(entropy_coef=0.01, row_tokens=ROW_TOKENS))
+    agent = PolicyAgent(policy, AgentRule(algorithm={"entropy_coef": 0.01}, row_tokens=ROW_TOKENS))
     gauges, _ = agent.accumulate_gradient(batch, range(len(batch.experiences)))
     return gauges.read()["loss"], torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 

@@ -1,4 +1,4 @@
-"""Rewards for training: weighted by name, normalised separately, shaped by length, or by the user's function."""
+"""Rewards for training: weighted by name, normalised separately, shaped by length."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.algorithms import algorithm, assigned, selected
 from support.experience_factory import experience
 
-from trainer.learning.advantages import AdvantageRule, assign
 from trainer.learning.batch import build
 from trainer.learning.rewards import RewardRule, overlong_penalty, shape_rewards
-from trainer.learning.selection import SelectionRule, select
-from turnwise.errors import SettingsError
 
 
 def named(session_id, rewards, **fields):
@@ -23,24 +21,11 @@ def named(session_id, rewards, **fields):
 def test_named_rewards_are_weighted_by_hand():
     """3 * 1 + 1 * 2 = 5: names without a weight have weight 1. All turns of a propagated session get it."""
     (shaped,) = shape_rewards(
-        [named("s", {"correct": 1.0, "style": 2.0}, turns=2)], RewardRule(reward_weights={"correct": 3})
+        [named("s", {"correct": 1.0, "style": 2.0}, turns=2)],
+        RewardRule(reward_weights={"correct": 3}),
+        algorithm().reward,
     )
     assert (shaped.reward, shaped.turn_returns.tolist()) == (5.0, [5.0, 5.0])
-
-
-def test_the_users_function_computes_the_reward(tmp_path, monkeypatch):
-    """0.5 * 1 + 2 = 2.5."""
-    (tmp_path / "my_rewards.py").write_text(
-        "def combine(rewards, metadata):\n    return 0.5 * rewards['correct'] + metadata['bonus']\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    (shaped,) = shape_rewards([named("s", {"correct": 1.0})], RewardRule(custom_reward="my_rewards:combine"))
-    assert shaped.reward == 2.5
-
-
-def test_a_missing_function_is_named_with_its_setting():
-    with pytest.raises(SettingsError, match="custom_reward='nowhere:f' cannot be imported"):
-        shape_rewards([named("s", {"a": 1.0})], RewardRule(custom_reward="nowhere:f"))
 
 
 @pytest.mark.parametrize(("num_tokens", "penalty"), [(60, 0.0), (70, 0.25), (100, 1.0), (500, 1.0)])
@@ -52,16 +37,16 @@ def test_the_overlong_penalty_equals_the_numbers_worked_by_hand(num_tokens, pena
 def test_rewards_are_normalised_separately_by_hand():
     """GDPO: the large reward a and the small reward b count alike.
 
-    Of (a, b): (0, 0), (100, 0), (0, 1), (100, 1). Each is normalised in its group to ± 0.866025 (ddof 1): sums -1.732,
-    0, 0, 1.732. Over the batch: squares 6, ddof 1, deviation sqrt(2) = 1.414214.
+    Of (a, b): (0, 0), (100, 0), (0, 1), (100, 1). Each is normalised in its group to ± 0.866025: sums -1.732,
+    0, 0, 1.732. Over the batch: squares 6, deviation sqrt(2) = 1.414214.
     """
     group = [
         named(f"s{i}", {"a": a, "b": b})
         for i, (a, b) in enumerate([(0.0, 0.0), (100.0, 0.0), (0.0, 1.0), (100.0, 1.0)])
     ]
-    advantages = [turns[0] for turns in assign(group, AdvantageRule(estimator="gdpo"))]
+    advantages = [turns[0] for turns in assigned(group, "gdpo")]
     np.testing.assert_allclose(advantages, [-1.224745, 0, 0, 1.224745], atol=1e-5)
-    summed = [turns[0] for turns in assign(group, AdvantageRule(estimator="grpo"))]
+    summed = [turns[0] for turns in assigned(group, "grpo")]
     assert abs(summed[1] - summed[2]) > 1.7  # summed first, a hides b
 
 
@@ -70,17 +55,14 @@ def test_long_and_truncated_chains_are_not_trained_but_count_in_the_baseline():
     good = experience(session_id="good", reward=1.0)
     long = experience(session_id="long", reward=0.0, turns=4)
     cut = dataclasses.replace(experience(session_id="cut", reward=0.0), info={"finish_reasons": ["length"]})
-    rule = SelectionRule(max_chain_tokens=10, overlong_mask=True, estimator="dr_grpo")
-    chosen = select([good, long, cut], [("default", "g")], "ppo", rule)
+    chosen = selected([good, long, cut], algorithm("dr_grpo"), max_chain_tokens=10, overlong_mask=True)
     assert [one.session_id for one in chosen.experiences] == ["good"]
     assert chosen.advantages[0].tolist() == [pytest.approx(2 / 3)]
     assert chosen.refused == {}
 
 
 def test_a_group_of_long_chains_is_refused_with_the_reason():
-    chosen = select(
-        [experience(turns=4)], [("default", "g")], "ppo", SelectionRule(max_chain_tokens=10, estimator="dr_grpo")
-    )
+    chosen = selected([experience(turns=4)], algorithm(), max_chain_tokens=10)
     assert chosen.refused == {("default", "g"): "chain_too_long: 12 tokens, max_chain_tokens=10"}
 
 
@@ -89,7 +71,7 @@ def test_dpo_pairs_every_better_session_with_every_worse_one():
     group = [experience(session_id=f"s{reward}", reward=reward) for reward in (2.0, 1.0, 0.0)]
     found = {}
     for pairs in ("all", "best_worst"):
-        chosen = select(group, [("default", "g")], "dpo", SelectionRule(dpo_pairs=pairs))
+        chosen = selected(group, algorithm("dpo", pairs=pairs))
         found[pairs] = [
             (chosen.experiences[n].session_id, chosen.pairs[n], chosen.chosen[n]) for n in range(len(chosen.pairs))
         ]
@@ -104,8 +86,9 @@ def test_all_pairs_of_a_group_weigh_the_same():
     group = [
         experience(session_id=name, reward=reward, turns=1 + n) for n, (name, reward) in enumerate(rewards.items())
     ]
-    chosen = select(group, [("default", "g")], "dpo", SelectionRule(dpo_pairs="all"))
+    dpo = algorithm("dpo", pairs="all")
+    chosen = selected(group, dpo)
     batch = build(chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs, chosen=chosen.chosen)
-    weights = batch.weights(range(len(batch.experiences)), "session_mean", 1)
+    weights = dpo.weights(batch, range(len(batch.experiences)))
     of_pair = np.bincount(np.array(chosen.pairs)[batch.table.experience], weights=weights)
     np.testing.assert_allclose(of_pair, [1 / 5] * 5, atol=1e-6)

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.algorithms import algorithm, assigned
+from support.algorithms import selected as selected_by
 from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for, train
 
-from trainer.learning.advantages import AdvantageRule, assign
-from trainer.learning.selection import SelectionRule, select
+from trainer.learning.selection import SelectionRule
 from trainer.learning.singles import MOST_ROWS, WINDOW, Row, baseline, moved_on
 from turnwise.store import ledger, queries
 from turnwise.store.experiences import SessionFilter, agent_digest
@@ -29,9 +30,8 @@ def single(name, reward, *, agent="shop", task="", role="main", **changes):
     return dataclasses.replace(found, eid=dataclasses.replace(found.eid, task=task), info=info)
 
 
-def selected(experiences, window=(), **rule):
-    keys = sorted({each.group_key for each in experiences})
-    return select(experiences, keys, "ppo", SelectionRule(**rule), window)
+def selected(experiences, window=(), chosen="grpo", kind_pattern=None, **settings):
+    return selected_by(experiences, algorithm(chosen, **settings), window, kind_pattern=kind_pattern)
 
 
 def advantages_of(chosen):
@@ -119,12 +119,12 @@ def test_single_sessions_with_step_wise_credit_are_compared_step_by_step():
         single("a", 9.0, turns=2, turn_returns=(1.0, 4.0), credit="step_wise"),
         single("b", 9.0, turns=2, turn_returns=(3.0, 0.0), credit="step_wise"),
     ]
-    assert [turns.tolist() for turns in assign(batch, AdvantageRule(estimator="rloo"))] == [[-2.0, 4.0], [2.0, -4.0]]
+    assert [turns.tolist() for turns in assigned(batch, "rloo")] == [[-2.0, 4.0], [2.0, -4.0]]
 
 
 def test_sub_agents_of_a_session_share_its_reward_and_count_once():
     chains = [single("a", 1.0), single("a", 1.0), single("b", 0.0)]
-    found = assign(chains, AdvantageRule(estimator="rloo"))
+    found = assigned(chains, "rloo")
     assert [turns.tolist() for turns in found] == [[1.0], [1.0], [-1.0]]
 
 
@@ -134,7 +134,7 @@ def test_named_rewards_of_single_sessions_are_compared_by_name():
         return dataclasses.replace(found, info=found.info | {"rewards": rewards})
 
     batch = [named("a", solved=1.0, polite=0.0), named("b", solved=0.0, polite=0.01)]
-    chosen = selected(batch, estimator="gdpo", reward_weights={"solved": 2.0})
+    chosen = selected(batch, chosen="gdpo", reward_weights={"solved": 2.0})
     assert advantages_of(chosen)["a"][0] > 0 > advantages_of(chosen)["b"][0]
     assert {row.part for row in chosen.single_rows} == {"reward solved", "reward polite"}
 
@@ -149,7 +149,7 @@ def test_the_window_gives_a_batch_of_one_session_its_baseline():
 def test_a_session_that_is_trained_again_is_not_its_own_baseline():
     """Session a had 0 and has 1 now: the window without it holds only b's 0.5."""
     window = moved_on((), selected([single("a", 0.0), single("b", 0.5)]).single_rows)
-    again = selected([single("a", 1.0)], window, estimator="rloo")
+    again = selected([single("a", 1.0)], window, chosen="rloo")
     assert advantages_of(again) == {"a": [0.5]}
     assert sorted(row.value for row in moved_on(window, again.single_rows)) == [0.5, 1.0]
 
@@ -161,13 +161,6 @@ def test_the_window_keeps_the_latest_values_of_each_kind():
     assert [row.value for row in window[1:]] == [float(number) for number in range(5, WINDOW + 5)]
     many = [Row(f"k{number}", "session", f"s{number}", 0.0) for number in range(MOST_ROWS + 1)]
     assert [row.kind for row in (*moved_on((), many)[:1],)] == ["k1"]
-
-
-def test_zero_trains_no_single_session():
-    chosen = selected([single("a", 0.0), single("b", 1.0)], singleton="zero")
-    assert not chosen.experiences
-    assert set(chosen.refused.values()) == {"uniform_rewards"}
-    assert not chosen.single_rows
 
 
 def test_the_digest_of_an_agent_is_that_of_its_system_prompt_without_numbers():

@@ -10,12 +10,14 @@ import time
 from datetime import timedelta
 
 import pytest
+from support.algorithms import algorithm
 from support.ledger_samples import add_session, finish, make_turn
 from support.trainer_ledger import Rollouts, load_model, settings_for
 from support.waiting import wait_until
 
+from trainer.algorithms.algorithm import select
 from trainer.learning.batch import build
-from trainer.learning.selection import SelectionRule, select
+from trainer.learning.selection import SelectionRule
 from trainer.outages import SteadyClock, StopFlag, outlast
 from trainer.pacing import Position, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
@@ -135,7 +137,7 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_separately(database)
             finish(database, f"kim-{run}", reward, tenant)
     batch = source_for(database, groups_per_batch=2).next_batch(Position())
     keys = [group.key for group in batch.claim.groups]
-    chosen = select(batch.experiences, keys, "reinforce", SelectionRule(estimator="dr_grpo"))
+    chosen = select(batch.experiences, keys, algorithm("dr_grpo"), SelectionRule())
     advantages = {
         experience.session_key: float(turns[0])
         for experience, turns in zip(chosen.experiences, chosen.advantages, strict=True)

@@ -16,7 +16,7 @@ from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, train
 from support.waiting import wait_until
 
-from trainer.learning.losses import loss_of
+from trainer.algorithms.algorithm import loss_of
 from trainer.main import run
 from trainer.policy import agent
 from trainer.train import OnPolicyWorkflow
@@ -175,11 +175,11 @@ def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, le
     assert (state.progress.num_batches, state.progress.policy_version) == (2, 1)
 
 
-def test_uniform_groups_are_skipped_and_counted(tmp_path, model, ledger):
+def test_sessions_that_are_compared_with_none_are_skipped_and_counted(tmp_path, model, ledger):
     policy = load_model(model)
     Rollouts(ledger, policy, sampled=1, num_turns=1).play("a", num_groups=3, group_size=1)
-    state = train(settings_for(tmp_path, model, total_batches=1, singleton="zero"))
-    assert state.metrics["num_uniform_groups"] == 3
+    state = train(settings_for(tmp_path, model, total_batches=1, kind_pattern=".*"))
+    assert state.metrics["num_refused_groups"] == 3
     assert state.progress.policy_version == 0
     assert groups_by_status(ledger) == {"dropped": 3}
 
@@ -282,7 +282,7 @@ def test_a_refused_batch_behind_an_unwritten_state_is_acknowledged_with_it(tmp_p
     policy = load_model(model)
     Rollouts(ledger, policy).play("a", num_groups=3)
     Rollouts(ledger, policy, sampled=1, num_turns=1).play("b", num_groups=3, group_size=1)
-    train(settings_for(tmp_path, model, checkpoint_every=3, singleton="zero"))
+    train(settings_for(tmp_path, model, checkpoint_every=3, kind_pattern=".*"))
     assert groups_by_status(ledger) == {"trained": 3, "dropped": 3}
     with ledger.read() as conn:
         assert [(one.update_id, one.policy_version) for one in queries.updates(conn)[0]] == [(2, 1), (1, 1)]
@@ -324,7 +324,7 @@ def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger)
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_logged(tmp_path, model, ledger, monkeypatch):
     """The weights stay unchanged and the run continues; JSON has no NaN, so the line has null."""
     losses = iter([1.0, float("nan")])
-    monkeypatch.setattr(agent, "loss_of", lambda tokens, rule, _: loss_of(tokens, rule) * next(losses))
+    monkeypatch.setattr(agent, "loss_of", lambda tokens, chosen: loss_of(tokens, chosen) * next(losses))
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=1, row_tokens=1000))
     assert (state.progress.num_optimizer_steps, state.metrics["num_skipped_updates"]) == (2, 1)

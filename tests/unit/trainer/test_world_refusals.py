@@ -22,20 +22,6 @@ def experts(tmp_path: Path) -> Path:
     return write_experts(tmp_path / "experts", num_experts=4)
 
 
-def test_a_loss_that_refuses_a_row_in_one_process_drops_the_batch_in_all_and_training_continues(
-    tmp_path, model, ledger
-):
-    """The second process refuses a row of the first batch; the second batch is trained."""
-    Rollouts(ledger, load_model(model)).play("a", num_groups=4)
-    loss = {"algorithm": "custom", "custom_loss": "support.world_tasks:refusing_loss"}
-    settings = settings_for(tmp_path, model, groups_per_batch=2, row_tokens=48, total_batches=2, **loss)
-    assert run_world(2, train_ledger, settings) == [2, 2]
-    with ledger.read() as connection:
-        assert queries.counts(connection).groups == {"dropped": 2, "trained": 2}
-        reasons = [record.metrics.get("refused") for record in queries.updates(connection)[0]]
-    assert reasons == [None, "the loss refuses this row"]
-
-
 def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart_its_group_is_refused(
     tmp_path, model, ledger
 ):

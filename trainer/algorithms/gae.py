@@ -1,9 +1,8 @@
-"""Values of states: advantages by GAE, and the loss that trains the critic.
+"""GAE: a critic values the state before each token, and advantages are computed token by token.
 
-The value of a token is that of the state before it was sampled. Each chain is one trajectory: what follows a trained
-token is the next trained token of its own chain, also where several chains share the token's prefix. Prompt tokens
-between two turns belong to the environment and are no states. Legend: M trained tokens of a batch, T of a chain,
-K turns of an experience.
+Each chain is one trajectory: what follows a trained token is the next trained token of its own chain, also where
+several chains share the token's prefix. Prompt tokens between two turns belong to the environment and are no states.
+Legend: M trained tokens of a batch, T of a chain.
 """
 
 from __future__ import annotations
@@ -17,28 +16,59 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trainer.algorithms.algorithm import Scorer, needed
+from trainer.algorithms.grpo import GRPO
 from trainer.learning.advantages import whiten
 from trainer.learning.batch import Batch, Reals
 from trainer.learning.forest import Indices
+from trainer.learning.ratios import TrainedTokens
+from trainer.learning.selection import Offer
 from trainer.learning.singles import Floats
 from turnwise.experience import Experience
-from turnwise.settings import Settings
 from turnwise.types import Credit, Json
 
 
-class ValueRule(Settings):
-    """The critic of `estimator = "gae"`, and its loss."""
+class GAE(GRPO):
+    """Generalized Advantage Estimation, with PPO's clip. Schulman et al. 2016 (arXiv:1506.02438)."""
 
-    gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """GAE's λ a token: 1 compares the whole return with the value, smaller ones trust the critic more."""
-    gae_gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a token in the return."""
-    value_coef: float = Field(default=0.5, gt=0)
-    """Weight of the value loss."""
-    value_clip: float | None = Field(default=0.2, gt=0)
-    """How far a value may move from that at the start of the batch before its gradient is cut off; None: any way."""
-    critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Learning rate of the critic's own weights, constant over the run. None: ten times `learning_rate`."""
+    name = "gae"
+    needs_values = True
+    credits_tokens = True
+    compares_singles = False
+
+    class Settings(GRPO.Settings):
+        """The critic and its loss."""
+
+        gae_lambda: float = Field(default=1.0, ge=0, le=1)
+        """λ a token: 1 compares the whole return with the value, smaller ones trust the critic more."""
+        gae_gamma: float = Field(default=1.0, gt=0, le=1)
+        """Discount of a token in the return."""
+        value_coef: float = Field(default=0.5, gt=0)
+        """Weight of the value loss."""
+        value_clip: float | None = Field(default=0.2, gt=0)
+        """How far a value may move from that at the start of the batch before its gradient is cut off; None: any
+        way."""
+        critic_learning_rate: float | None = Field(default=None, gt=0)
+        """Learning rate of the critic's own weights, constant over the run. None: ten times `learning_rate`."""
+
+    settings: Settings
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.critic_rate = settings.critic_learning_rate
+
+    def assign(self, offer: Offer) -> list[Floats]:
+        """Return zeros: `credit` computes the advantages."""
+        return [np.zeros(len(experience.turn_ids)) for experience in offer.experiences]
+
+    def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:
+        """Compare rewards with the critic's values."""
+        return with_values(batch, members, scorer.values_of(batch, members), self.settings)
+
+    def critic_loss(self, tokens: TrainedTokens) -> Tensor:
+        """Return the weighted value loss."""
+        values, old, returns = needed(tokens.values), needed(tokens.old_values), needed(tokens.returns)
+        return self.settings.value_coef * value_loss(values, old, returns, self.settings.value_clip)
 
 
 def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> Floats:
@@ -82,7 +112,7 @@ def token_rewards(experience: Experience, places: Indices) -> Floats:
     return rewards
 
 
-def with_values(batch: Batch, members: Sequence[int], values: Reals, rule: ValueRule) -> tuple[Batch, Json]:
+def with_values(batch: Batch, members: Sequence[int], values: Reals, rule: GAE.Settings) -> tuple[Batch, Json]:
     """Return the batch with GAE's advantages, normalised over the members' tokens, returns and values; and gauges.
 
     Args:
@@ -114,17 +144,6 @@ def explained_variance(values: npt.NDArray[np.floating], returns: Floats) -> flo
     """Return 1 − Var(R − V) / Var(R); None where all returns are equal."""
     spread = float(np.var(returns))
     return None if spread == 0 else 1 - float(np.var(returns - values)) / spread
-
-
-def turn_advantages(batch: Batch) -> list[Floats]:
-    """Return the mean advantage of each turn's tokens, 0 for turns that are not trained; [K] an experience."""
-    found = []
-    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
-        turns = experience.turn_index[batch.table.place[tokens]]
-        size = len(experience.turn_ids)
-        sums = np.bincount(turns, weights=batch.table.advantages[tokens], minlength=size)
-        found.append(sums / np.maximum(np.bincount(turns, minlength=size), 1))
-    return found
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:

@@ -1,0 +1,36 @@
+"""Algorithms by name, and what they make of experiences, for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.algorithms.algorithm import Algorithm, select
+from trainer.algorithms.loading import load
+from trainer.learning.selection import Selection, SelectionRule, offer
+from trainer.learning.singles import Floats, Row
+from turnwise.experience import Experience
+
+
+def algorithm(name: str = "grpo", **settings: Any) -> Algorithm:
+    """Return an algorithm that comes with Turnwise."""
+    return load({"name": name, **settings})
+
+
+def assigned(experiences: Sequence[Experience], name: str, **settings: Any) -> list[Floats]:
+    """Return the advantages that a policy gradient gives to experiences."""
+    chosen = algorithm(name, **settings)
+    offered = offer(experiences, keys_of(experiences), SelectionRule(), (), chosen.reward)
+    return chosen.assign(offered)  # type: ignore[attr-defined,no-any-return]
+
+
+def selected(
+    experiences: Sequence[Experience], chosen: Algorithm, window: Sequence[Row] = (), **rule: Any
+) -> Selection:
+    """Return what an algorithm trains of experiences."""
+    return select(experiences, keys_of(experiences), chosen, SelectionRule(**rule), window)
+
+
+def keys_of(experiences: Sequence[Experience]) -> list[tuple[str, str]]:
+    """Return the keys of the groups."""
+    return sorted({each.group_key for each in experiences})

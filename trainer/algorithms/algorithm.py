@@ -1,0 +1,192 @@
+"""What an algorithm is: the class that every file in this folder, and every user's own file, derives from.
+
+The trainer claims sessions, computes logprobs, packs rows, weighs tokens, steps and publishes. An algorithm decides
+what of a batch is trained (`choose`), with what loss a token (`loss`), and says which further numbers it needs. It
+holds no state of the run. Legend: M trained tokens, K turns and L tokens of a chain.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainer.learning import selection
+from trainer.learning.batch import Aggregation, Batch, Reals
+from trainer.learning.ratios import TrainedTokens
+from trainer.learning.selection import Offer, Selection, SelectionRule
+from trainer.learning.singles import Row
+from trainer.parallel import World
+from turnwise.experience import Experience
+from turnwise.settings import Settings as BaseSettings
+from turnwise.types import GroupKey, Json
+
+
+class Scorer(Protocol):
+    """What computes a batch's tokens with the trained model, before the first optimizer step of the batch."""
+
+    world: World
+    """The processes that train together; all call a method in step."""
+
+    def logprobs_of(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the logprobs of the members' trained tokens. [M]."""
+
+    def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the critic's values of the members' trained tokens; only where the algorithm needs them. [M]."""
+
+
+class Algorithm(abc.ABC):
+    """A learning algorithm."""
+
+    name: ClassVar[str] = ""
+    """The name in the settings, for those that come with Turnwise."""
+
+    class Settings(BaseSettings):
+        """The algorithm's settings, of the table `[trainer.algorithm]`."""
+
+    settings: BaseSettings
+
+    needs_behaviour: bool = True
+    """Whether it reads the logprobs under the policy that sampled. One that does not can train imported sessions."""
+    needs_proximal: bool = False
+    """Whether it reads the logprobs under the weights at the start of a batch."""
+    needs_reference: bool = False
+    """Whether it reads the logprobs under the base model."""
+    needs_values: bool = False
+    """Whether a critic is trained beside the policy, with `critic_loss`."""
+    critic_rate: float | None = None
+    """Learning rate of the critic's own weights; None: ten times that of the policy."""
+    credits_tokens: bool = False
+    """Whether `credit` computes the advantages, so that groups without a difference in reward are trained too."""
+    trains_pairs: bool = False
+    """Whether chains are trained in pairs of a better and a worse session."""
+    imitation: Imitation | None = None
+    """How imported sessions are trained beside the sampled ones; None where they are not."""
+
+    def __init__(self, settings: BaseSettings) -> None:
+        self.settings = settings
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Algorithm) and type(other) is type(self) and other.settings == self.settings
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __str__(self) -> str:
+        kind = type(self)
+        return str(vars(kind).get("name") or f"{kind.__module__}:{kind.__qualname__}")
+
+    def table(self) -> Json:
+        """Return the table in the settings: the name, and the settings that have a value."""
+        return {"name": str(self), **self.settings.model_dump(mode="json", exclude_none=True)}
+
+    def reward(self, rewards: Mapping[str, float], metadata: Json) -> float | None:  # noqa: ARG002  for subclasses
+        """Return the reward of a session from its rewards by name and its metadata; None: as it is stored."""
+        return None
+
+    @abc.abstractmethod
+    def choose(self, offer: Offer) -> Selection:
+        """Return what is trained of a batch, and with what credit."""
+
+    def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:  # noqa: ARG002
+        """Return the batch with the advantages of the members' tokens, and gauges; where `credits_tokens`."""
+        return batch, {}
+
+    def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the weight of each trained token in the optimizer step over these members; they sum to 1. [M]."""
+        return batch.weights(members, "token_mean", 1)
+
+    @abc.abstractmethod
+    def loss(self, tokens: TrainedTokens) -> Tensor:
+        """Return the loss of each token. [M]."""
+
+    def critic_loss(self, tokens: TrainedTokens) -> Tensor:
+        """Return the critic's loss of each token; where `needs_values`. [M]."""
+        raise NotImplementedError(f"{self} needs values and has no critic_loss")
+
+    def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:  # noqa: ARG002  for subclasses
+        """Return numbers of each token by name; their means are recorded with each batch. [M] each."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027  most algorithms hold nothing
+        """Release what is held."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Imitation:
+    """Imported sessions that are trained beside sampled ones."""
+
+    algorithm: Algorithm
+    """Their own loss."""
+    num_groups: int
+    """Imported groups of a batch, drawn again for each batch."""
+    share: Callable[[int], float]
+    """Returns the weight of their loss after so many batches; that of the sampled sessions is the rest."""
+
+
+class WeighedSettings(BaseSettings):
+    """How tokens are weighed against each other."""
+
+    aggregation: Aggregation = "token_mean"
+    """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
+    session_tokens: int = Field(default=1024, ge=1)
+    """The constant that `session_sum` divides by."""
+
+
+def select(
+    experiences: Sequence[Experience],
+    keys: Iterable[GroupKey],
+    algorithm: Algorithm,
+    rule: SelectionRule,
+    window: Sequence[Row] = (),
+) -> Selection:
+    """Return what is trained of the experiences of the claimed groups with these keys.
+
+    Args:
+        experiences: Everything that the claimed groups hold.
+        keys: The claimed groups.
+        algorithm: Decides.
+        rule: How rewards are shaped, and what is left out.
+        window: Values of earlier single sessions.
+    """
+    return algorithm.choose(selection.offer(experiences, keys, rule, window, algorithm.reward))
+
+
+def loss_of(tokens: TrainedTokens, algorithm: Algorithm) -> Tensor:
+    """Return the share of a row's tokens in the optimizer step's loss, a scalar; 0 of no tokens."""
+    if not len(tokens.logprobs):
+        return tokens.logprobs.sum()
+    return (tokens.weights * algorithm.loss(tokens)).sum()
+
+
+def step_weights(batch: Batch, members: Sequence[int], algorithm: Algorithm) -> Reals:
+    """Return the weight of every trained token in the optimizer step over `members`, imported ones apart. [M]."""
+    imported = [member for member in members if batch.is_imported(member)]
+    if not imported or algorithm.imitation is None:
+        return algorithm.weights(batch, members)
+    sampled = [member for member in members if not batch.is_imported(member)]
+    weights: Reals = (1 - batch.mu) * algorithm.weights(batch, sampled)
+    return weights + batch.mu * algorithm.imitation.algorithm.weights(batch, imported)
+
+
+def parts(tokens: TrainedTokens) -> tuple[TrainedTokens, TrainedTokens | None]:
+    """Return the sampled tokens of a row, and the imported ones; None where the batch has none."""
+    if tokens.is_imported is None:
+        return tokens, None
+    return tokens.subset(~tokens.is_imported), tokens.subset(tokens.is_imported)
+
+
+def needed(tensor: Tensor | None) -> Tensor:
+    """Return the tensor, which the batch must have for this loss."""
+    assert tensor is not None, "the batch was built without what this loss needs"
+    return tensor
+
+
+def no_tokens(tokens: TrainedTokens) -> Tensor:
+    """Return False for each token. [M]."""
+    return torch.zeros_like(tokens.advantages, dtype=torch.bool)

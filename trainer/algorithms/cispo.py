@@ -1,0 +1,40 @@
+"""CISPO: the weight is clipped, and no token loses its gradient. MiniMax 2025 (arXiv:2506.13585)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from trainer.algorithms.policy_gradient import PolicyGradient, ratio
+from trainer.learning.ratios import TrainedTokens
+
+
+class CISPO(PolicyGradient):
+    """Clipped IS-weight Policy Optimization, by default without a lower bound."""
+
+    name = "cispo"
+
+    class Settings(PolicyGradient.Settings):
+        """The bounds of the weight."""
+
+        clip_low: float = Field(default=1.0, ge=0)
+        """Lower bound of the weight: 1 − clip_low."""
+        clip_high: float = Field(default=0.5, ge=0)
+        """Upper bound of the weight: 1 + clip_high."""
+
+    settings: Settings
+
+    def policy_loss(self, tokens: TrainedTokens) -> Tensor:
+        """Weigh the policy gradient."""
+        settings = self.settings
+        return cispo(tokens.logprobs, ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
+
+    def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
+        """Return where the weight is bounded."""
+        found = ratio(tokens)
+        return {"clip_fraction": (found > 1 + self.settings.clip_high) | (found < 1 - self.settings.clip_low)}
+
+
+def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return −sg(clip(r)) A log π; eq. 4 and 5."""
+    return -ratio.detach().clamp(1 - low, 1 + high) * advantages * logprobs

@@ -1,0 +1,47 @@
+"""Masked importance sampling: tokens whose ratio is out of bounds are left out, both ways.
+
+The mask is that of IcePop (Ling Team 2025, arXiv:2510.18855), which puts it on the ratio between trainer and engine and
+clips the trainer's own ratio as PPO does; here one ratio, to the behaviour, carries both.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainer.algorithms.policy_gradient import PolicyGradient, ratio
+from trainer.learning.ratios import TrainedTokens
+
+
+class MaskedIS(PolicyGradient):
+    """The policy gradient of the tokens within IcePop's bounds [0.5, 5]."""
+
+    name = "masked_is"
+
+    class Settings(PolicyGradient.Settings):
+        """The bounds of the ratio."""
+
+        clip_low: float = Field(default=0.5, ge=0)
+        """Lower bound of the ratio: 1 − clip_low."""
+        clip_high: float = Field(default=4.0, ge=0)
+        """Upper bound of the ratio: 1 + clip_high."""
+
+    settings: Settings
+
+    def policy_loss(self, tokens: TrainedTokens) -> Tensor:
+        """Mask the policy gradient."""
+        settings = self.settings
+        low, high = settings.clip_low, settings.clip_high
+        return masked_importance(tokens.logprobs, ratio(tokens), tokens.advantages, low, high)
+
+    def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
+        """Return which tokens are left out."""
+        found = ratio(tokens)
+        return {"clip_fraction": (found > 1 + self.settings.clip_high) | (found < 1 - self.settings.clip_low)}
+
+
+def masked_importance(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return −1[1 − low ≤ r ≤ 1 + high] sg(r) A log π."""
+    inside = (ratio >= 1 - low) & (ratio <= 1 + high)
+    return -torch.where(inside, ratio.detach(), 0.0) * advantages * logprobs

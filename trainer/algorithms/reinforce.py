@@ -1,0 +1,19 @@
+"""REINFORCE on GRPO's advantages: no ratio and no clip. Williams 1992, sections 4 and 5."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.learning.ratios import TrainedTokens
+
+
+class Reinforce(PolicyGradient):
+    """The plain policy gradient, for sessions of the version that is trained."""
+
+    name = "reinforce"
+    has_ratio = False
+
+    def policy_loss(self, tokens: TrainedTokens) -> Tensor:
+        """Return −A log π."""
+        return -tokens.advantages * tokens.logprobs

@@ -1,0 +1,47 @@
+"""SFT: behaviour cloning of good sessions, sampled or imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from trainer.algorithms.algorithm import Algorithm, WeighedSettings
+from trainer.learning.batch import Batch, Reals
+from trainer.learning.ratios import TrainedTokens
+from trainer.learning.selection import Offer, Selection
+
+
+class SFT(Algorithm):
+    """Imitation of the sessions with enough reward."""
+
+    name = "sft"
+    needs_behaviour = False
+
+    class Settings(WeighedSettings):
+        """Which sessions are good."""
+
+        min_reward: float = 1.0
+        """Train sessions with at least this reward."""
+
+    settings: Settings
+
+    def choose(self, offer: Offer) -> Selection:
+        """Choose the good sessions."""
+        good = [experience for experience in offer.fit if experience.reward >= self.settings.min_reward]
+        kept = {experience.group_key for experience in good}
+        low = {group: "reward_too_low" for group in offer.keys if group not in kept}
+        return Selection(
+            experiences=good,
+            advantages=[np.ones(len(experience.turn_ids)) for experience in good],
+            refused=low | offer.refused,
+        )
+
+    def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Weigh tokens by `aggregation`."""
+        return batch.weights(members, self.settings.aggregation, self.settings.session_tokens)
+
+    def loss(self, tokens: TrainedTokens) -> Tensor:
+        """Return −log π."""
+        return -tokens.logprobs

@@ -1,0 +1,41 @@
+"""TOPR: good samples are imitated however old they are, bad ones count as far as they are still probable.
+
+Le Roux et al. 2025 (arXiv:2503.14286).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.learning.batch import Aggregation
+from trainer.learning.ratios import TrainedTokens, sequence_log_ratio
+
+
+class TOPR(PolicyGradient):
+    """Tapered Off-Policy REINFORCE."""
+
+    name = "topr"
+
+    class Settings(PolicyGradient.Settings):
+        """Those of all policy gradients."""
+
+        aggregation: Aggregation = "session_mean"
+        """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
+
+    settings: Settings
+
+    def policy_loss(self, tokens: TrainedTokens) -> Tensor:
+        """Taper the weight of bad chains."""
+        log_ratio = sequence_log_ratio(tokens.logprobs.detach(), tokens.behaviour, tokens.sequence)
+        return topr(tokens.logprobs, log_ratio, tokens.advantages)
+
+
+def topr(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return −w A log π with w = 1 where A > 0 and w = sg(min(ρ, 1)) elsewhere, ρ the ratio of the whole chain.
+
+    `log_ratio` is each token's log ρ. [M]
+    """
+    tapered = log_ratio.detach().clamp(max=0.0).exp()
+    return -torch.where(advantages > 0, torch.ones_like(tapered), tapered) * advantages * logprobs

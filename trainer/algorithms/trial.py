@@ -1,0 +1,137 @@
+"""One call of an algorithm on a small made-up batch, before anything is loaded: its faults end the start."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.algorithms.algorithm import Algorithm, select
+from trainer.learning.batch import Batch, build
+from trainer.learning.gauges import RESERVED
+from trainer.learning.ratios import TrainedTokens
+from trainer.learning.selection import Selection, SelectionRule, check_advantages
+from turnwise.errors import SettingsError
+from turnwise.experience import EID, Experience
+from turnwise.types import Role
+
+REWARDS = (0.0, 0.5, 1.0)
+"""Of the three sessions of each group."""
+LOGPROB = -1.5
+"""Of each token, under every policy but the trained one."""
+
+
+def try_algorithm(algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the names of the algorithm's own gauges, after it chose from a small batch and computed a loss.
+
+    Raises:
+        SettingsError: It fails, or returns something else than an algorithm must.
+    """
+    try:
+        return _tried(algorithm)
+    except Exception as error:  # whatever a class of the user raises
+        raise SettingsError(
+            f"algorithm={str(algorithm)!r} fails on a small batch: {type(error).__name__}: {error}; docs/algorithms.md "
+            "says what each method gets and returns"
+        ) from error
+
+
+def _tried(algorithm: Algorithm) -> tuple[str, ...]:
+    experiences = [_experience(group, run, reward) for group in "ab" for run, reward in enumerate(REWARDS)]
+    experiences += [_experience("single", run, reward) for run, reward in enumerate(REWARDS)]
+    chosen = select(experiences, sorted({one.group_key for one in experiences}), algorithm, SelectionRule())
+    for experience, advantages in zip(chosen.experiences, chosen.advantages, strict=True):
+        check_advantages(experience, advantages)
+        if not np.isfinite(advantages).all():
+            raise ValueError(f"an advantage is not finite: {advantages}")
+    if not chosen.experiences:  # settings may ask for what this batch does not have
+        chosen = Selection(experiences=experiences, advantages=[np.ones(2)] * len(experiences), refused={})
+    batch = build(
+        chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs, chosen=chosen.chosen or None
+    )
+    members = range(len(batch.experiences))
+    _check_shape("weights", torch.from_numpy(algorithm.weights(batch, members)), len(batch.table))
+    if algorithm.credits_tokens:
+        inspect.signature(algorithm.credit).bind(batch, members, None)
+    tokens = _tokens(algorithm, batch)
+    loss = algorithm.loss(tokens)
+    _check_shape("loss", loss, len(batch.table))
+    if not loss.requires_grad:
+        raise TypeError("loss has no gradient: it must depend on tokens.logprobs")
+    if algorithm.needs_values:
+        _check_shape("critic_loss", algorithm.critic_loss(tokens), len(batch.table))
+    with torch.no_grad():
+        gauges = algorithm.gauges(tokens)
+    for name, values in gauges.items():
+        _check_shape(f"the gauge {name!r}", values, len(batch.table))
+        if name in RESERVED:
+            raise ValueError(f"the name {name!r} is that of a gauge of the trainer: choose another one")
+    return tuple(gauges)
+
+
+def _check_shape(what: str, values: Tensor, size: int) -> None:
+    if not isinstance(values, Tensor) or values.shape != (size,):
+        shown = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        raise TypeError(f"{what} is {shown}, not one number for each of the {size} tokens")
+
+
+def _tokens(algorithm: Algorithm, batch: Batch) -> TrainedTokens:
+    """Return the batch's tokens as the trainer would, with what the algorithm says it needs."""
+    size = len(batch.table)
+
+    def column(value: float, *, is_needed: bool = True) -> Tensor | None:
+        return torch.full((size,), value) if is_needed else None
+
+    return TrainedTokens(
+        logprobs=(LOGPROB + 0.01 * torch.arange(size)).requires_grad_(),
+        entropy=torch.ones(size),
+        behaviour=torch.full((size,), LOGPROB),
+        advantages=torch.from_numpy(batch.table.advantages),
+        weights=torch.full((size,), 1 / size),
+        sequence=torch.from_numpy(batch.table.experience),
+        proximal=column(LOGPROB, is_needed=algorithm.needs_proximal),
+        reference=column(LOGPROB, is_needed=algorithm.needs_reference),
+        values=column(0.0, is_needed=algorithm.needs_values),
+        old_values=column(0.0, is_needed=algorithm.needs_values),
+        returns=column(1.0, is_needed=algorithm.needs_values),
+        pair=torch.tensor(_numbered(batch.unit_of)),
+        chosen=torch.tensor(batch.chosen),
+    )
+
+
+def _numbered(units: Sequence[int]) -> list[int]:
+    return np.unique(np.array(units), return_inverse=True)[1].tolist()  # type: ignore[no-any-return]
+
+
+def _experience(group: str, run: int, reward: float) -> Experience:
+    """Return a session of one chain: two turns of a prompt token and two sampled ones."""
+    mask = np.array([False, True, True] * 2)
+    session_id = f"{group}-{run}"
+    return Experience(
+        eid=EID(batch=group, task=group, run=run),
+        session_id=session_id,
+        group_id=session_id if group == "single" else group,
+        turn_ids=(f"{session_id}-0", f"{session_id}-1"),
+        turn_steps=(0, 1),
+        tokens=np.array([1, 2 + run, 3, 4, 5, 6 + run], np.int32),
+        prompt_length=1,
+        loss_mask=mask,
+        turn_index=np.array([-1, 0, 0, -1, 1, 1], np.int32),
+        turn_messages=([{"role": "user", "content": "Go."}], [{"role": "user", "content": "On."}]),
+        logprobs=np.where(mask, LOGPROB, 0.0).astype(np.float32),
+        turn_rewards=np.array([0.0, reward]),
+        turn_own_rewards=np.zeros(2),
+        turn_returns=np.array([reward, reward]),
+        reward=reward,
+        policy_version_first=0,
+        policy_version_last=0,
+        info={
+            "single": group == "single",
+            "roles": [Role.MAIN, Role.MAIN],
+            "rewards": {"reward": reward},
+            "metadata": {},
+        },
+    )
