@@ -14,7 +14,6 @@ import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from hashlib import blake2b
 
 from proxy.auth import Principal, session_deleted
 from proxy.continuation.conversation import Conversation, Prefixes, read_conversation
@@ -43,6 +42,7 @@ from turnwise.errors import Conflict, NotFound
 from turnwise.store import history, queries
 from turnwise.store.database import Database
 from turnwise.store.forks import fork_session
+from turnwise.store.idempotency import claim_target
 from turnwise.types import Session, SessionKey, SessionStatus
 
 log = logging.getLogger(__name__)
@@ -352,22 +352,21 @@ class Sessions:
     async def _infer(self, call: Call, conversation: Conversation, caller: Caller) -> Placement:
         """Return the open session of this caller that contains what the call extends, or a new session."""
         found = await self._find_by_conversation(conversation, caller)
-        if found is not None:
-            placement = Placement(found.live, caller.key_id)
-            if found.turn.history_digest in conversation.history.full:
-                self._reserve(placement, found.turn)
-            return placement
-        if live := await self._find_by_calls(conversation, caller):
-            return Placement(live, caller.key_id)
-        self._metrics.sessions.labels("inferred").inc()
+        live = await self._find_by_calls(conversation, caller) if found is None else found.live
+        session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
         if call.idempotency_key is not None:
-            # A retry derives the same id, so it finds the session and its turn even after a restart.
-            derived = blake2b("\0".join((*caller, call.idempotency_key)).encode(), digest_size=16).hexdigest()
-            live = await self.open(_opened_by_call(f"auto-{derived}", caller.tenant, end_user(call)))
-            if live.session.status is SessionStatus.OPEN:
-                return Placement(live, caller.key_id)
-        session = _opened_by_call(f"auto-{uuid.uuid4().hex}", caller.tenant, end_user(call))
-        return Placement(await self.open(session), caller.key_id)
+            target = await self._writer.do(claim_target, *caller, call.idempotency_key, session_id)
+            if target != session_id:
+                first = await self.open(_opened_by_call(target, caller.tenant))
+                if first.session.status is SessionStatus.OPEN:
+                    return Placement(first, caller.key_id)
+        if live is None:
+            self._metrics.sessions.labels("inferred").inc()
+            live = await self.open(_opened_by_call(session_id, caller.tenant))
+        placement = Placement(live, caller.key_id)
+        if found is not None and found.turn.history_digest in conversation.history.full:
+            self._reserve(placement, found.turn)
+        return placement
 
     async def _find_by_calls(self, conversation: Conversation, caller: Caller) -> LiveSession | None:
         """Return the newest open session that sampled one of the repeated tool calls: the client has cut its history.

@@ -81,6 +81,7 @@ def _rewards(conn: sa.Connection) -> None:
     ]
     for _ in range(2):
         ledger.add_rewards(conn, lines, idempotency_key="k", retrain=True)
+        idempotency.claim_target(conn, "t", "key", "k", "s")
 
 
 def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archived_rows.Row]]:
@@ -129,6 +130,7 @@ def _keys(conn: sa.Connection) -> None:
     key_id, key = keys.create_key(conn, "t", keys.KeyRole.AGENT, "another key")
     keys.verify_key(conn, key)
     keys.get_key(conn, key_id)
+    keys.valid_key(conn, key_id)
     keys.record_use(conn, key_id)
     keys.list_keys(conn, "t")
     keys.revoke_key(conn, key_id, tenant="t")

@@ -45,6 +45,19 @@ def keep_answer(conn: sa.Connection, tenant: str, session_id: str, key: str, ans
     conn.execute(sa.update(idempotency).where(_is_key(tenant, session_id, key)).values(answer=dump(list(answer))))
 
 
+def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, session_id: str) -> str:
+    """Return the session of the first call that an API key made under an idempotency key; for that call `session_id`.
+
+    A retry at another proxy, which may find another session, joins it.
+    """
+    scope = f"call/{key_id}"  # no session's id has a slash
+    row = {"tenant": tenant, "session_id": scope, "key": key, "body_digest": b"", "created_at": to_micros(utc_now())}
+    if insert_ignoring(conn, idempotency, {**row, "answer": session_id}):
+        return session_id
+    found = sa.select(idempotency.c.answer).where(_is_key(tenant, scope, key))
+    return str(conn.execute(found).scalar_one())
+
+
 def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
     """Delete older answers; return their number. A later request with one of their keys is a new request."""
     return conn.execute(sa.delete(idempotency).where(idempotency.c.created_at < to_micros(before))).rowcount

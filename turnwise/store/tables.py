@@ -145,7 +145,7 @@ idempotency = sa.Table(
     sa.Column("answer", sa.Text, nullable=False),
     sa.Column("created_at", Instant, nullable=False, index=True),
 )
-"""Answers to reward posts with an `Idempotency-Key`; a replay gets the same answer."""
+"""Answers to reward posts with an `Idempotency-Key`, and the sessions of calls with one; a replay gets the same."""
 
 groups = sa.Table(
     "groups",

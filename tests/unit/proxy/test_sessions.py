@@ -264,6 +264,20 @@ def test_the_sessions_of_a_conversation_are_bounded_too():
     assert inferred.find(Caller("other", "key"), b"once") == []
 
 
+async def test_a_keyed_retry_at_another_proxy_belongs_to_the_session_that_the_first_call_found(
+    sessions: Sessions, database: CountedReads, writer: Writer
+):
+    """The other proxy does not know the conversation, whose last turn is not stored yet."""
+    first = call_of(HELLO)
+    placement = await found(sessions, first)
+    replied(sessions, placement, first)
+    retried = [
+        await found(each, call_of(HELLO, REPLY, HELLO, idempotency_key="k"))
+        for each in (sessions, Sessions(database, writer, ProxySettings(), Metrics()))
+    ]
+    assert [each.live.key for each in retried] == [placement.live.key] * 2
+
+
 async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sessions: Sessions, database: CountedReads):
     """Calls of another API key do not share it."""
     keyed = [(await found(sessions, call_of(HELLO, idempotency_key="k"))).live for _ in range(2)]
