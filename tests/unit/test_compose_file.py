@@ -87,6 +87,7 @@ def test_every_container_is_locked_down(profile: str, name: str) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["logging"]["options"].keys() == {"max-size", "max-file"}, "a log that grows fills the disk"
     assert not service.keys() & {"privileged", "cap_add", "network_mode", "pid", "ipc", "devices", "userns_mode"}
 
 

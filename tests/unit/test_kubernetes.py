@@ -98,6 +98,14 @@ def test_every_container_is_locked_down_and_gets_no_service_links(name: str) -> 
         assert security["allowPrivilegeEscalation"] is False
         assert security["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["requests"]
+        assert container["resources"]["limits"]["memory"], "a leak must end one container, not its node"
+
+
+def test_a_drained_node_never_takes_the_last_proxy() -> None:
+    (budget,) = [document for document in RENDERED if document["kind"] == "PodDisruptionBudget"]
+    labels = WORKLOADS["turnwise-proxy"]["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"] == {"minAvailable": 1, "selector": {"matchLabels": labels}}
+    assert WORKLOADS["turnwise-proxy"]["spec"]["replicas"] > 1
 
 
 @each_workload
