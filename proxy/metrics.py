@@ -172,7 +172,7 @@ class Metrics:
         )
         self.trainers = Gauge(
             "turnwise_trainers",
-            "Trainers by state; `died` and `silent` ones need attention; read from the store",
+            "Trainers by state; `blocked`, `died` and `silent` ones need attention; read from the store",
             ["state"],
             registry=r,
             multiprocess_mode=NEWEST,

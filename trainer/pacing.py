@@ -10,17 +10,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pydantic import Field
 
 from turnwise.settings import Settings
 from turnwise.store.claims import Claim
-from turnwise.types import Role
+from turnwise.types import PolicyVersion, Role
 
 log = logging.getLogger(__name__)
 
+MOST_REFUSED = 3
+"""Versions in a row that engines refuse before the training waits for a person."""
 REPORT_SECONDS = 5.0
 """Shortest time between two log lines about the same wait."""
 
@@ -112,6 +114,8 @@ class Look:
     """The oldest version that sampled a turn of an open group."""
     failed: frozenset[int] = frozenset()
     """The failed ones among the versions that the weights came from."""
+    refused: Sequence[PolicyVersion] = ()
+    """The newest `MOST_REFUSED` versions, if engines refused each of them."""
 
     def num_due(self, rule: SourceRule) -> int:
         """Return how many groups need not wait for a whole batch forever."""
@@ -132,6 +136,11 @@ class Rewind:
 
 def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
     """Return why no batch may be claimed now, None where one may, or the version to go back to."""
+    if look.refused:
+        return (
+            f"engines refused the last {len(look.refused)} versions, so training waits: {look.refused[0].error}. Mend "
+            f"the cause, then load one again: turnwise policies activate {look.refused[0].version}"
+        )
     good = _last_good(look, at)
     if good is not None and good != at.rewound_to and rule.when_failed == "go_back":
         return Rewind(version=good, reason=f"version {min(look.failed)} failed")

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from trainer.outages import Lease, SignsOfLife, SteadyClock, StopFlag, outlast
-from trainer.pacing import Look, Position, Rewind, SourceRule, WaitingLog, describe_claim, why_held
+from trainer.pacing import MOST_REFUSED, Look, Position, Rewind, SourceRule, WaitingLog, describe_claim, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.experience import Experience
 from turnwise.store import claims, evaluations, experiences, groups, policies, queries, regression, weight_servers
@@ -138,6 +138,8 @@ class LedgerSource:
         self._clock = SteadyClock()
         self._signs: SignsOfLife | None = None
         self._has_failed = False
+        self._is_blocked = False
+        """Whether engines refused the last versions."""
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`.
@@ -374,6 +376,7 @@ class LedgerSource:
             if num_due and seen_at is None:
                 seen_at = time.monotonic()
             left = None if patience is None or seen_at is None else seen_at + patience - time.monotonic()
+            self._is_blocked = bool(look.refused)
             waiting.observe(look, left, held)
             is_late = num_due > 0 and left is not None and left <= 0
             if held is None and (is_late or look.num_filled(self._rule) >= self._rule.groups_per_batch):
@@ -385,6 +388,8 @@ class LedgerSource:
 
     def _report_status(self, text: str, seconds_left: float | None, state: TrainerState = TrainerState.RUNNING) -> None:
         """Store what the trainer is doing, for the page; training does not depend on it."""
+        if state is TrainerState.RUNNING and self._is_blocked:
+            state = TrainerState.BLOCKED
         try:
             with self._db.write() as conn:
                 now = from_micros(clock(conn))
@@ -416,6 +421,7 @@ class LedgerSource:
                     pinned=policies.pinned_version(conn) if at.is_paced else None,
                     oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
                     failed=policies.failed_versions(conn, at.recent_versions),
+                    refused=policies.refused_in_a_row(conn, MOST_REFUSED),
                 )
         except StoreUnavailable as error:
             if error.is_permanent:

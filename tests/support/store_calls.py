@@ -260,7 +260,7 @@ OF_ALL: dict[str, Ask] = {
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
     "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1)),
     "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c), policies.serving_state(c)),
-    "failed policies": lambda c: policies.failed_versions(c, [1]),
+    "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),
     "pins": _pins,
     "states of a version": _versions,
     "a lease": _lease,

@@ -24,6 +24,8 @@ from turnwise.store.tables import policies as table
 from turnwise.store.tables import serving
 from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
+_NOT_BY_ENGINES = ("refused by the publishing gate", "rolled back as a canary")
+"""Beginnings of the errors of versions that engines have loaded, or never got."""
 _SERVING = 1
 """Key of the only row of `serving`."""
 
@@ -307,6 +309,16 @@ def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset
     """Return the failed ones among these versions."""
     failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(versions))
     return frozenset(conn.execute(sa.select(table.c.version).where(failed)).scalars())
+
+
+def refused_in_a_row(conn: sa.Connection, count: int) -> list[PolicyVersion]:
+    """Return so many newest versions, newest first, if engines refused each of them; else none."""
+    newest = conn.execute(sa.select(table).order_by(table.c.version.desc()).limit(count)).all()
+    found = [rows.POLICIES.record(row) for row in newest]
+    is_refused = [
+        each.status is PolicyStatus.FAILED and not (each.error or "").startswith(_NOT_BY_ENGINES) for each in found
+    ]
+    return found if len(found) == count and all(is_refused) else []
 
 
 def newest_policy(conn: sa.Connection) -> PolicyVersion | None:

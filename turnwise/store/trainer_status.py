@@ -25,6 +25,8 @@ class TrainerState(enum.StrEnum):
     """State of a trainer."""
 
     RUNNING = "running"
+    BLOCKED = "blocked"
+    """It runs, and waits for a person: engines refused its last versions."""
     STOPPED = "stopped"
     """It was told to stop, or reached its configured end."""
     DIED = "died"
@@ -34,8 +36,11 @@ class TrainerState(enum.StrEnum):
 
     @property
     def needs_attention(self) -> bool:
-        """Whether training has ended and nobody ended it."""
-        return self in {TrainerState.DIED, TrainerState.SILENT}
+        """Whether nothing is trained any more and nobody asked for that."""
+        return self in {TrainerState.BLOCKED, TrainerState.DIED, TrainerState.SILENT}
+
+
+_LIVING = {TrainerState.RUNNING, TrainerState.BLOCKED}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,4 +96,4 @@ def trainer_statuses(conn: sa.Connection, now: datetime.datetime | None = None) 
 
 def _state_of(row: sa.Row[*tuple[object, ...]], seen_since: float) -> TrainerState:
     state = TrainerState(row.state)
-    return TrainerState.SILENT if state is TrainerState.RUNNING and row.seen_at < seen_since else state
+    return TrainerState.SILENT if state in _LIVING and row.seen_at < seen_since else state

@@ -49,7 +49,7 @@ function outcomes(found) {
 }
 
 // What is said first of a trainer that ended without being told to.
-export const attention = (trainer) => ["died", "silent"].includes(trainer.state) ? [status(trainer.state), " "] : [];
+export const attention = (trainer) => ["blocked", "died", "silent"].includes(trainer.state) ? [status(trainer.state), " "] : [];
 
 function learning(counts) {
   const lines = (counts.trainers ?? []).map((each) => {

@@ -1,6 +1,6 @@
 // Elements, requests and numbers. What comes from the store is put into the page as text, never as markup.
 const GOOD = new Set(["active", "exact", "open", "ready", "trained", "ok", "ended"]);
-const BAD = new Set(["failed", "error", "down", "died", "silent"]);
+const BAD = new Set(["failed", "error", "down", "blocked", "died", "silent"]);
 const WARN = new Set(["canary", "aborted", "untrainable", "expired", "dropped"]);
 let key = "";
 

@@ -269,6 +269,40 @@ def test_the_reason_of_the_trainers_wait_is_stored(database):
         waiting.join(timeout=PATIENCE_SECONDS)
 
 
+def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_one_is_loaded_again(
+    database: Database,
+) -> None:
+    """The trainer would go back and make the same version again, for ever."""
+    with database.write() as connection:
+        for version in range(4):
+            policies.publish_policy(connection, PolicyVersion(version=version, path=f"/v{version}"))
+        policies.activate_policy(connection, 0)
+        for version in (1, 2):
+            policies.fail_policy(connection, version, "the engine differs")
+        policies.fail_policy(connection, 3, "rolled back as a canary: worse")
+        assert policies.refused_in_a_row(connection, 3) == []
+        policies.fail_policy(connection, 3, "the engine differs")
+    add_session(database, "s")
+    finish(database, "s")
+    source = source_for(database, groups_per_batch=1)
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(source.next_batch(Position())))
+    waiting.start()
+    try:
+        wait_until(lambda: statuses(database), "the trainer has reported")
+        (reported,) = statuses(database)
+        assert (reported.state.value, found) == ("blocked", [])
+        assert "turnwise policies activate 3" in reported.text
+        with database.write() as connection:
+            policies.reconsider_policy(connection, 3)
+        wait_until(lambda: found, "the batch is claimed")
+        assert statuses(database)[0].state.value == "running"
+    finally:
+        source.stop()
+        waiting.join(timeout=PATIENCE_SECONDS)
+        source.close()
+
+
 def statuses(database: Database) -> list[TrainerStatus]:
     with database.read() as connection:
         return queries.counts(connection).trainers
