@@ -156,7 +156,7 @@ def _session(session_id: str, **fields: Any) -> Session:
 TENANT = SessionFilter(tenant="t")
 OF_TENANT: dict[str, Ask] = {
     "a page of sessions": lambda c: queries.sessions(c, TENANT),
-    "a later page": lambda c: queries.sessions(c, TENANT, after="over"),
+    "a later page": lambda c: queries.sessions(c, TENANT, after="over", max_bytes=1),
     "sessions of a task": lambda c: queries.sessions(c, SessionFilter(tenant="t", task_id="x")),
     "sessions of a group": lambda c: queries.sessions(c, SessionFilter(tenant="t", group_id="g")),
     "sessions of a split": lambda c: queries.sessions(c, SessionFilter(tenant="t", split=Split.EVAL)),
@@ -168,8 +168,8 @@ OF_TENANT: dict[str, Ask] = {
     "a search by rewards": lambda c: search.search_sessions(c, TENANT, Contents(min_reward=0.0)),
     "changes": lambda c: changes.read_state(c, "t"),
     "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over")),
-    "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False),
-    "a later page of turns": lambda c: queries.turns(c, "t", "s", after="t-s-t1"),
+    "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False, max_bytes=1),
+    "a later page of turns": lambda c: queries.turns(c, "t", "s", after="t-s-t1", max_bytes=1),
     "whole turns": lambda c: queries.turns(c, "t", "s"),
     "a turn": lambda c: queries.turn(c, "t", "t-s-t1"),
     "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
@@ -258,7 +258,7 @@ OF_ALL: dict[str, Ask] = {
     "an update": lambda c: acknowledge(c, 2, "over"),
     "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
-    "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1)),
+    "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1, max_bytes=1)),
     "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c), policies.serving_state(c)),
     "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),
     "pins": _pins,
