@@ -85,8 +85,8 @@ def play_grammars(url_of: Callable[[str], str]) -> None:
 
 
 def test_a_grammar_that_the_request_does_not_name_is_stored_with_the_turn(start_proxy):
-    """An engine that does not say whether it enforces strict tools may: the trainer cannot compute such logprobs."""
-    with running_fake_engine() as engine:
+    """The trainer cannot compute the logprobs of tokens that a grammar constrained."""
+    with running_fake_engine(Script(enforces_strict_tools=True)) as engine:
         proxy = start_proxy(engine.url)
         play_grammars(proxy.session_v1)
         stored = {view.turn.session_id: TOOL_GRAMMAR in view.turn.sampling for view in proxy.turns()}

@@ -75,9 +75,9 @@ async def version(_state: EngineState, _request: Request) -> Response:
     return reply_json({"version": "0.32.0"})
 
 
-async def server_info(_state: EngineState, _request: Request) -> Response:
-    """Return the environment that the proxy asks for: no grammar constrains what a script says."""
-    return reply_json({"vllm_env": {ENFORCE_STRICT_TOOLS: False}})
+async def server_info(state: EngineState, _request: Request) -> Response:
+    """Return the environment that the proxy asks for."""
+    return reply_json({"vllm_env": {ENFORCE_STRICT_TOOLS: state.script.enforces_strict_tools}})
 
 
 async def models(state: EngineState, _request: Request) -> Response:

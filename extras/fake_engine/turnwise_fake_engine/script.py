@@ -112,6 +112,8 @@ class Script(_Strict):
     """Delay before each token; 0 sends without delay."""
     tokens_per_chunk: int = pydantic.Field(default=1, ge=1)
     max_model_len: int = 32768
+    enforces_strict_tools: bool = False
+    """Whether it says that it samples calls of strict tools under a grammar; what it says, no grammar constrains."""
     lora: bool = False
     """Whether it was started with LoRA: it has the routes that load adapters, and a metric of them."""
     routed_layers: int = 0
