@@ -357,12 +357,12 @@ class Sessions:
         if call.idempotency_key is not None:
             target = await self._writer.do(claim_target, *caller, call.idempotency_key, session_id)
             if target != session_id:
-                first = await self.open(_opened_by_call(target, caller.tenant))
+                first = await self.open(_opened_by_call(target, caller.tenant, end_user(call)))
                 if first.session.status is SessionStatus.OPEN:
                     return Placement(first, caller.key_id)
         if live is None:
             self._metrics.sessions.labels("inferred").inc()
-            live = await self.open(_opened_by_call(session_id, caller.tenant))
+            live = await self.open(_opened_by_call(session_id, caller.tenant, end_user(call)))
         placement = Placement(live, caller.key_id)
         if found is not None and found.turn.history_digest in conversation.history.full:
             self._reserve(placement, found.turn)
