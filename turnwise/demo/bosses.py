@@ -12,24 +12,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "train": (
-        *("Ada", "Ben", "Carl", "Dan", "Emma", "Finn", "Greta", "Hugo", "Ines", "Jack", "Kim", "Leo", "Mia", "Nora"),
-        *("Olga", "Paul", "Quinn", "Rosa", "Sam", "Tess", "Uma", "Vera", "Will", "Xenia", "Yara", "Zoe", "Alma", "Bob"),
-        *("Clara", "David", "Elsa", "Frank", "Gina", "Henry"),
+    "train": _words(
+        "Ada Adam Agnes Alan Albert Alex Alice Alma Andrew Angela Anton Arthur Axel Barbara Bella Ben Bernard "
+        "Betty Bob Boris Brian Bruno Carl Carla Carol Cecil Celia Chloe Claire Clara Colin Daisy Dan Daphne "
+        "David Dennis Diana Dora Doris Dylan Edgar Edith Edward Ella Elsa Emil Emily Emma Ernest Esther Eva "
+        "Felix Finn Fiona Flora Frank Freda Gary George Gerald Gina Gloria Gordon Grace Greta Hannah Harold "
+        "Harry Hazel Heidi Helen Henry Herbert Hilda Hugo Ian Ida Ines Irene Isaac Ivan Jack Jacob Jane Janet "
+        "Jasper Jenny Jerome Joan Joel Jonas Joseph Judith Julian Karen Keith Kevin Kim Kurt Lara Laura Leo "
+        "Leon Lewis Lillian Linda Lisa Lorenz Louis Luke Lydia Mabel Magnus Marcel Maria Martha Martin Max "
+        "Mia Miles Mona Monica Nadia Nathan Neil Nicole Nora Norman Olga Oliver Otto Pamela Paul Paula Philip "
+        "Quinn Ralph Rebecca Richard Rita Robert Roger Rosa Roy Sally Sam Sandra Sean Selma Simon Stella "
+        "Steven Susan Sven Sylvia Tess Theo Thomas Tina Uma Ursula Vera Vincent Walter Will Xenia Yara Zoe"
     ),
-    "eval": (
-        *("Iris", "John", "Karl", "Lucy", "Mark", "Nina", "Oscar", "Peter", "Ruth", "Sara", "Tim", "Victor", "Wendy"),
-        *("Amy", "Eric", "Julia"),
+    "eval": _words(
+        "Amy Anita Bill Bruce Cora Eric Fred Glenn Iris James John Julia Karl Kate Lena Lucy Mark Mary Nina "
+        "Oscar Peter Rachel Ruth Sara Tim Toby Victor Vivian Wendy Zack"
     ),
 }
-"""First names by split; no name is in both."""
+"""First names by split; no name is in both, nor in the agent's example."""
 CITIES: Mapping[str, tuple[str, ...]] = {
-    "train": (
-        *("Paris", "London", "Madrid", "Berlin", "Vienna", "Oslo", "Dublin", "Lisbon", "Athens", "Cairo", "Tokyo"),
-        *("Delhi", "Lima", "Boston", "Chicago", "Denver", "Sydney", "Toronto", "Seoul", "Moscow"),
+    "train": _words(
+        "Accra Algiers Amman Ankara Antwerp Athens Atlanta Austin Baghdad Bangkok Barcelona Basel Beirut "
+        "Belfast Belgrade Bergen Berlin Bogota Bologna Bombay Bonn Boston Bremen Brisbane Bristol Brussels "
+        "Bucharest Budapest Cairo Calgary Canberra Caracas Cardiff Chicago Cologne Copenhagen Cork Dakar "
+        "Delhi Denver Detroit Dortmund Dresden Dubai Dublin Durban Edinburgh Florence Geneva Genoa Ghent "
+        "Glasgow Granada Graz Hamburg Hanoi Hanover Helsinki Houston Istanbul Jakarta Kabul Kiev Kingston "
+        "Kyoto Lagos Leeds Leipzig Lima Linz Lisbon Liverpool London Lyon Madrid Malaga Manchester Manila "
+        "Marseille Melbourne Memphis Montreal Moscow Nagoya Nairobi Nantes Naples Oslo Ottawa Oxford Palermo "
+        "Paris Perth Philadelphia Phoenix Porto Quebec Quito Riga Rotterdam Salzburg Santiago Seattle Seoul "
+        "Seville Shanghai Singapore Sofia Stockholm Strasbourg Stuttgart Sydney Tallinn Tehran Tokyo Toronto "
+        "Toulouse Trieste Tripoli Tunis Turin Utrecht Valencia Vancouver Venice Vienna Vilnius Wellington "
+        "York"
     ),
-    "eval": ("Rome", "Prague", "Warsaw", "Geneva", "Milan", "Dallas", "Miami", "Havana", "Zurich", "Munich"),
+    "eval": _words(
+        "Bilbao Dallas Havana Krakow Leiden Lublin Miami Milan Munich Nice Odessa Orlando Prague Rome Tampa "
+        "Tbilisi Verona Warsaw Zagreb Zurich"
+    ),
 }
 """Cities by split; no city is in both."""
 _ANSWER = re.compile(r"ANSWER\((\w+)\)")
