@@ -39,6 +39,7 @@ from turnwise.store import (
     search,
     session_changes,
     session_records,
+    tables,
     trained,
     trainer_status,
     update_summaries,
@@ -96,6 +97,14 @@ def _archive(conn: sa.Connection) -> None:
     conn.execution_options(yield_per=0, stream_results=False)  # reading rows in portions has changed them
     retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
     assert all(archived_rows.insert_session(conn, each) for each in archived_rows.grouped(rows_of))
+
+
+def _base(conn: sa.Connection) -> None:
+    """Bind an empty store to a model, and one that another release has bound."""
+    conn.execute(sa.delete(tables.policies).where(tables.policies.c.version >= 0))
+    base = PolicyVersion(version=0, path="/no/model")
+    policies.adopt_base(conn, base)
+    policies.adopt_base(conn, dataclasses.replace(base, model_digest="d"))
 
 
 def _lease(conn: sa.Connection) -> None:
@@ -262,6 +271,7 @@ OF_ALL: dict[str, Ask] = {
     "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c), policies.serving_state(c)),
     "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),
     "pins": _pins,
+    "the base model": _base,
     "states of a version": _versions,
     "a lease": _lease,
     "engine activity": lambda c: [engine_activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
@@ -270,9 +280,6 @@ OF_ALL: dict[str, Ask] = {
         trainer_status.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
         trainer_status.note_sign_of_life(c, "trainer"),
         trainer_status.trainer_statuses(c),
-    ),
-    "the base model": lambda c: policies.adopt_base(
-        c, dataclasses.replace(policies.get_policy(c, 1), model_digest="d")
     ),
     "weights in memory": lambda c: (
         weight_servers.announce_weights(c, "trainer", "http://trainer", NOW),
