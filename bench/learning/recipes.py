@@ -6,6 +6,7 @@ The settings were chosen on seed 7, which is not one of the reported seeds; docs
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from trainer.algorithms.loading import DEFAULT, class_of
 from turnwise.types import Credit
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "examples/gigpo"))
 DEMO_SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "examples/trail/train.toml").read_text(encoding="utf-8"))
 
 
@@ -89,6 +91,7 @@ RECIPES = {
     "dr_grpo": Recipe(settings=by("dr_grpo", session_tokens=32)),
     "sapo": Recipe(settings=calm("sapo", temperatures=[5.0, 10.0])),
     "topr": Recipe(settings=calm("topr")),
+    "gigpo": Recipe(settings=by("gigpo:GiGPO")),
     "decoupled": Recipe(settings=by("grpo", tis_cap=2.0)),
     "gae_head": Recipe(
         settings=calm("gae", critic_learning_rate=1e-3, value_coef=0.05, gae_lambda=0.95),
@@ -142,6 +145,7 @@ CPU_SECONDS = {
     "dr_grpo": 58,
     "sapo": 69,
     "topr": 73,
+    "gigpo": 70,
     "decoupled": 67,
     "gae_head": 96,
     "reinforce": 96,
