@@ -84,3 +84,29 @@ class Experience:
     def session_key(self) -> SessionKey:
         """The key of its session."""
         return self.tenant, self.session_id
+
+
+def experience_json(experience: Experience) -> Json:
+    """Return an experience as the API's JSON; as in Trinity-RFT, mask and logprobs begin after the prompt."""
+    after = experience.prompt_length
+    return {
+        "eid": dataclasses.asdict(experience.eid),
+        "session_id": experience.session_id,
+        "group_id": experience.group_id,
+        "turn_ids": list(experience.turn_ids),
+        "turn_steps": list(experience.turn_steps),
+        "tokens": experience.tokens.tolist(),
+        "prompt_length": after,
+        "loss_mask": experience.loss_mask[after:].tolist(),
+        "logprobs": [float(value) for value in experience.logprobs[after:]],
+        "reward": experience.reward,
+        "turn_rewards": experience.turn_rewards.tolist(),
+        "turn_own_rewards": experience.turn_own_rewards.tolist(),
+        "return": experience.turn_returns.tolist(),
+        "policy_version_first": experience.policy_version_first,
+        "policy_version_last": experience.policy_version_last,
+        "split": experience.split.value,
+        "trained_in": experience.trained_in,
+        "metrics": experience.metrics,
+        "info": experience.info,
+    }

@@ -32,11 +32,12 @@ from proxy.http.asgi import Receive, Scope, Send
 from proxy.routes.checked_route import CheckedRoute, Count, Id, LabelName, RewardValue, Text
 from proxy.routes.models import RewardsAnswer, describe_answer
 from proxy.routes.search import MetadataFilter
-from proxy.routes.serialise import caller, experience_json
+from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from proxy.settings import ProxySettings
 from proxy.writer.rewards import add_pickled
 from turnwise.errors import InvalidRequest
+from turnwise.experience import experience_json
 from turnwise.store import experiences, queries, trained
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role, SessionStatus, Split
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fastapi import Request
 
@@ -16,7 +14,6 @@ from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.routes.models import PUBLIC
 from proxy.services import services_of
 from turnwise.errors import FilesNotRead, NotFound
-from turnwise.experience import Experience
 from turnwise.store import policies, queries
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
@@ -107,30 +104,3 @@ def turn_json(view: TurnView) -> Json:
         "rewards": [record_json(reward) for reward in view.rewards],
         "logprobs": view.turn.logprobs.astype(float),
     }
-
-
-def experience_json(experience: Experience) -> Json:
-    """Return an experience as the API's JSON; as in Trinity-RFT, mask and logprobs begin after the prompt."""
-    after = experience.prompt_length
-    shown: dict[str, Any] = {
-        "eid": dataclasses.asdict(experience.eid),
-        "session_id": experience.session_id,
-        "group_id": experience.group_id,
-        "turn_ids": list(experience.turn_ids),
-        "turn_steps": list(experience.turn_steps),
-        "tokens": experience.tokens.tolist(),
-        "prompt_length": after,
-        "loss_mask": experience.loss_mask[after:].tolist(),
-        "logprobs": [float(value) for value in experience.logprobs[after:]],
-        "reward": experience.reward,
-        "turn_rewards": experience.turn_rewards.tolist(),
-        "turn_own_rewards": experience.turn_own_rewards.tolist(),
-        "return": experience.turn_returns.tolist(),
-        "policy_version_first": experience.policy_version_first,
-        "policy_version_last": experience.policy_version_last,
-        "split": experience.split.value,
-        "trained_in": experience.trained_in,
-        "metrics": experience.metrics,
-        "info": experience.info,
-    }
-    return shown

@@ -57,6 +57,7 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
             served = lines_of(run("export", *options, **variables))
             key = lambda line: json.dumps(line["messages"] if "messages" in line else line["tokens"])  # noqa: E731
             assert sorted(map(key, served)) == sorted(map(key, stored))
+        assert set(stored[0]) - set(served[0]) == {"tenant", "routed_experts"}  # of the last format, experiences
         (document,) = lines_of(run("export", "--format", "sessions", "--session-id", "a", *there))
         (whole,) = lines_of(run("export", "--format", "sessions", "--session-id", "a", "--database", url))
         assert set(document) == set(whole)

@@ -102,7 +102,7 @@ def _remote_lines(
         yield from lines(session_document(client, session) for session in sessions_of(client, filters))
         return
     found = client.experiences(**filters, **{name: value for name, value in given.items() if value is not None})
-    rewarded = (each for each in found if min_reward is None or each["reward"] >= min_reward)
+    rewarded = (each for each in found if _is_at_least(each["reward"], min_reward))
     yield from rewarded if format_name == "jsonl" else map(training_formats.axolotl_line, rewarded)
 
 
@@ -173,9 +173,9 @@ def _write_experiences(
     found = experiences(conn, wanted, merge=merge, credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff)
     found = (each for each in found if _is_at_least(each.reward, min_reward))
     if format_name == "jsonl":
-        return _write_lines(map(experience_json, found), output)
+        return _write_lines(map(_experience_line, found), output)
     if format_name == "axolotl":
-        return _write_lines(map(training_formats.axolotl_line, map(experience_json, found)), output)
+        return _write_lines(map(training_formats.axolotl_line, map(_experience_line, found)), output)
     from turnwise.exchange.experience_table import write_dataset, write_parquet
 
     return (write_dataset if format_name == "hf" else write_parquet)(found, _named(output, format_name))
@@ -193,16 +193,14 @@ def _named(output: Path | None, format_name: str) -> Path:
     return output
 
 
-def experience_json(experience: Experience) -> Json:
-    """Return an experience as in the API: mask and logprobs cover the tokens after the prompt."""
+def _experience_line(experience: Experience) -> Json:
+    """Return an experience as in the API, with its tenant and its routing."""
     from turnwise.exchange.session_document import as_json
+    from turnwise.experience import experience_json
 
-    after = experience.prompt_length
-    shown: Json = as_json(experience)
-    shown["loss_mask"], shown["logprobs"] = shown["loss_mask"][after:], shown["logprobs"][after:]
-    shown["return"] = shown.pop("turn_returns")
-    del shown["turn_index"]
-    return shown
+    shown = experience_json(experience)
+    own = {"tenant": experience.tenant, "routed_experts": experience.routed_experts}
+    return {name: as_json(value) for name, value in (shown | own).items()}
 
 
 def _opened_source(url: str, archive: Path | None) -> contextlib.AbstractContextManager[Database]:
