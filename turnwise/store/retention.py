@@ -85,7 +85,7 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
 def delete_user(conn: sa.Connection, tenant: str, user_id: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
     """Delete some sessions of an end user; call it until it deletes no session."""
     own = sessions.c.tenant == tenant, sessions.c.user_id == user_id
-    return _delete(conn, conn.execute(sa.select(sessions).where(*own).limit(limit)).all())
+    return _delete(conn, _with_few_turns(conn.execute(sa.select(sessions).where(*own).limit(limit)).all()))
 
 
 def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:

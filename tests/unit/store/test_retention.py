@@ -121,6 +121,15 @@ def test_a_transaction_deletes_few_turns_even_of_many_sessions(
     assert rounds == [3, 3, 4, 0]
 
 
+def test_a_transaction_deletes_few_turns_of_an_end_user(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "TURNS_AT_ONCE", 3)
+    for number in range(3):
+        add_session(database, f"s{number}", turns=2, user_id="kim")
+    with database.write() as connection:
+        rounds = [retention.delete_user(connection, "default", "kim").num_turns for _ in range(4)]
+    assert rounds == [2, 2, 2, 0]
+
+
 @pytest.mark.parametrize("dialect", ["sqlite"])
 def test_a_backup_is_a_whole_database_while_another_writes(database: Database, tmp_path: Path) -> None:
     add_session(database, "s", turns=3)
