@@ -26,6 +26,7 @@ from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, FinishedBatch, Source
 from trainer.state import MOST_RECENT_VERSIONS, State, copied
 from turnwise.experience import Experience
+from turnwise.store.policies import REFUSED_BY_GATE
 from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest
 
@@ -195,7 +196,7 @@ class Commits:
             update_id=after.progress.num_batches,
             metrics=after.metrics,
             weights_digest=weights_digest(path),
-            error=None if refusal is None else f"refused by the publishing gate: {refusal}",
+            error=None if refusal is None else f"{REFUSED_BY_GATE}: {refusal}",
         )
 
     def _write(self, state: State) -> None:

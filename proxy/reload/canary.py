@@ -315,7 +315,7 @@ class Canary:
         """Roll a version back and mark it failed."""
         log.error("policy version %d is rolled back: %s", policy.version, reason)
         await self._restore(policy, active)
-        await self._lease.write(policies.fail_policy, policy.version, f"rolled back as a canary: {reason}")
+        await self._lease.write(policies.fail_policy, policy.version, f"{policies.ROLLED_BACK}: {reason}")
         await self._end()
         self._metrics.canaries.labels("rolled_back").inc()
 

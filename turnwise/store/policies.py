@@ -24,8 +24,9 @@ from turnwise.store.tables import policies as table
 from turnwise.store.tables import serving
 from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
-_NOT_BY_ENGINES = ("refused by the publishing gate", "rolled back as a canary")
-"""Beginnings of the errors of versions that engines have loaded, or never got."""
+REFUSED_BY_GATE = "refused by the publishing gate"
+ROLLED_BACK = "rolled back as a canary"
+"""Beginnings of the errors of versions that engines never got, or have loaded."""
 _SERVING = 1
 """Key of the only row of `serving`."""
 
@@ -315,8 +316,9 @@ def refused_in_a_row(conn: sa.Connection, count: int) -> list[PolicyVersion]:
     """Return so many newest versions, newest first, if engines refused each of them; else none."""
     newest = conn.execute(sa.select(table).order_by(table.c.version.desc()).limit(count)).all()
     found = [rows.POLICIES.record(row) for row in newest]
+    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK
     is_refused = [
-        each.status is PolicyStatus.FAILED and not (each.error or "").startswith(_NOT_BY_ENGINES) for each in found
+        each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
     ]
     return found if len(found) == count and all(is_refused) else []
 
