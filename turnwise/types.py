@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import json
 import operator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from turnwise.errors import BadLine
 
 Json = dict[str, Any]
 """A decoded JSON object."""
@@ -31,6 +34,18 @@ SessionKey = tuple[str, str]
 
 IMPORT = "import"
 """`Session.opened_by` of an imported session."""
+
+
+def value_of_json(text: str) -> Any:
+    """Return the value of JSON text.
+
+    Raises:
+        BadLine: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadLine(f"{text!r:.80} is not JSON: {error}") from error
 
 
 def utc_now() -> datetime.datetime:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import hashlib
 import itertools
 import pickle
@@ -29,9 +30,9 @@ from pydantic import (
 
 from proxy.auth import Principal
 from proxy.http.asgi import Receive, Scope, Send
-from proxy.routes.checked_route import CheckedRoute, Count, Id, LabelName, RewardValue, Text
+from proxy.routes.checked_route import CheckedRoute, Count, Id, RewardValue, Text
 from proxy.routes.models import RewardsAnswer, describe_answer
-from proxy.routes.search import MetadataFilter
+from proxy.routes.search import session_filter
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from proxy.settings import ProxySettings
@@ -39,7 +40,8 @@ from proxy.writer.rewards import add_pickled
 from turnwise.errors import InvalidRequest
 from turnwise.experience import experience_json
 from turnwise.store import experiences, queries, trained
-from turnwise.types import TRAINED_ROLES, Credit, Reward, Role, SessionStatus, Split
+from turnwise.store.experiences import SessionFilter
+from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000
 """Most reward lines in one request."""
@@ -228,15 +230,8 @@ def _last_updates(services: Services, tenant: str, lines: list[RewardLine]) -> l
 @router.get("/experiences", response_class=StreamingResponse)
 async def list_experiences(
     services: Here,
-    principal: Caller,
+    matching: Annotated[SessionFilter, Depends(session_filter)],
     session_id: Id | None = None,
-    task_id: Id | None = None,
-    group_id: Id | None = None,
-    split: Split | None = None,
-    status: SessionStatus | None = None,
-    user_id: Id | None = None,
-    label: LabelName | None = None,
-    metadata: MetadataFilter = None,
     credit: Credit | None = None,
     gamma: Annotated[float | None, Query(ge=0.0, le=1.0)] = None,
     reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
@@ -252,17 +247,7 @@ async def list_experiences(
             "leave `gamma` out",
             param="gamma",
         )
-    wanted = experiences.SessionFilter(
-        tenant=principal.tenant,
-        session_id=session_id,
-        task_id=task_id,
-        group_id=group_id,
-        split=split,
-        status=status,
-        user_id=user_id,
-        label=label,
-        metadata=metadata,
-    )
+    wanted = dataclasses.replace(matching, session_id=session_id)
 
     def lines() -> Generator[bytes]:
         with services.exports.read() as connection:

@@ -1,17 +1,42 @@
-"""The query parameters that filter sessions by what they hold."""
+"""The query parameters that filter sessions, by their own fields and by what they hold."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Query
+from fastapi import Depends, Query
 
-from proxy.routes.checked_route import Id
+from proxy.auth import Principal
+from proxy.routes.checked_route import Id, LabelName
+from proxy.routes.serialise import caller
+from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
-from turnwise.types import Outcome
+from turnwise.types import Outcome, SessionStatus, Split
 
-MetadataFilter = Annotated[Id | None, Query(description="`KEY=VALUE`: a pair of the session's metadata.")]
 FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]
+
+
+def session_filter(
+    principal: Annotated[Principal, Depends(caller)],
+    task_id: Id | None = None,
+    group_id: Id | None = None,
+    split: Split | None = None,
+    status: SessionStatus | None = None,
+    user_id: Id | None = None,
+    label: LabelName | None = None,
+    metadata: Annotated[Id | None, Query(description="`KEY=VALUE`: a pair of the session's metadata.")] = None,
+) -> SessionFilter:
+    """Return the conditions on a session of the caller's tenant."""
+    return SessionFilter(
+        tenant=principal.tenant,
+        task_id=task_id,
+        group_id=group_id,
+        split=split,
+        status=status,
+        user_id=user_id,
+        label=label,
+        metadata=metadata,
+    )
 
 
 def contents(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from proxy.auth import Principal
 from proxy.continuation.which_session import SESSION_ID, check_id
-from proxy.routes.checked_route import CheckedRoute, Count, Id, LabelName, Number, RewardValue, Text
+from proxy.routes.checked_route import CheckedRoute, Count, Id, Number, RewardValue, Text
 from proxy.routes.models import (
     ChainRole,
     DeletedAnswer,
@@ -26,11 +26,12 @@ from proxy.routes.models import (
     describe_answer,
     encode_page,
 )
-from proxy.routes.search import MetadataFilter, contents
+from proxy.routes.search import contents, session_filter
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import experiences, groups, ledger, pages, queries, retention, search, session_changes
+from turnwise.store import groups, ledger, pages, queries, retention, search, session_changes
+from turnwise.store.experiences import SessionFilter
 from turnwise.store.roles import set_chain_role
 from turnwise.store.search import Contents
 from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
@@ -158,15 +159,8 @@ def new_session_json(
 @router.get("/sessions", responses=describe_answer(SessionPage))
 async def list_sessions(
     services: Here,
-    principal: Caller,
+    wanted: Annotated[SessionFilter, Depends(session_filter)],
     held: Annotated[Contents, Depends(contents)],
-    task_id: Id | None = None,
-    group_id: Id | None = None,
-    split: Split | None = None,
-    status: SessionStatus | None = None,
-    user_id: Id | None = None,
-    label: LabelName | None = None,
-    metadata: MetadataFilter = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
 ) -> Response:
@@ -177,16 +171,6 @@ async def list_sessions(
     or no sessions. `has_more` is true then; `after=` the answer's `next_after` continues. One turn must satisfy
     `outcome`, `reason`, `policy_version` and `text` together.
     """
-    wanted = experiences.SessionFilter(
-        tenant=principal.tenant,
-        task_id=task_id,
-        group_id=group_id,
-        split=split,
-        status=status,
-        user_id=user_id,
-        label=label,
-        metadata=metadata,
-    )
 
     def read() -> Json:
         with services.database.read() as connection:

@@ -21,7 +21,7 @@ def assigned(experiences: Sequence[Experience], name: str, **settings: Any) -> l
     """Return the advantages that a policy gradient gives to experiences."""
     chosen = algorithm(name, **settings)
     offered = offer(experiences, keys_of(experiences), SelectionRule(), (), chosen.reward)
-    return chosen.assign(offered)  # type: ignore[attr-defined,no-any-return]
+    return chosen.assign(offered, {})  # type: ignore[attr-defined,no-any-return]
 
 
 def selected(

@@ -129,13 +129,22 @@ class Imitation:
     """Returns the weight of their loss after so many batches; that of the sampled sessions is the rest."""
 
 
-class WeighedSettings(BaseSettings):
-    """How tokens are weighed against each other."""
+class Weighed(Algorithm):
+    """An algorithm with a setting for how tokens are weighed against each other."""
 
-    aggregation: Aggregation = "token_mean"
-    """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
-    session_tokens: int = Field(default=1024, ge=1)
-    """The constant that `session_sum` divides by."""
+    class Settings(BaseSettings):
+        """How tokens are weighed."""
+
+        aggregation: Aggregation = "token_mean"
+        """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
+        session_tokens: int = Field(default=1024, ge=1)
+        """The constant that `session_sum` divides by."""
+
+    settings: Settings
+
+    def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Weigh tokens by `aggregation`."""
+        return batch.weights(members, self.settings.aggregation, self.settings.session_tokens)
 
 
 def select(

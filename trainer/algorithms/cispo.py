@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient, ratio
+from trainer.algorithms.policy_gradient import PolicyGradient, out_of_bounds, ratio
 from trainer.learning.ratios import TrainedTokens
 
 
@@ -31,8 +31,7 @@ class CISPO(PolicyGradient):
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
         """Return where the weight is bounded."""
-        found = ratio(tokens)
-        return {"clip_fraction": (found > 1 + self.settings.clip_high) | (found < 1 - self.settings.clip_low)}
+        return {"clip_fraction": out_of_bounds(ratio(tokens), self.settings.clip_low, self.settings.clip_high)}
 
 
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

@@ -19,7 +19,7 @@ from trainer.algorithms.algorithm import Scorer
 from trainer.algorithms.grpo import GRPO
 from trainer.learning.batch import Batch
 from trainer.learning.selection import Offer
-from trainer.learning.singles import Floats
+from trainer.learning.singles import Floats, PastValues
 from trainer.teachers import Teacher, Teachers, TeacherScores
 from turnwise.errors import BatchRefused
 from turnwise.settings import parsed_json
@@ -59,10 +59,10 @@ class Distillation(GRPO):
         self.compares_singles = settings.with_rewards
         self._asked: Teachers | None = None
 
-    def assign(self, offer: Offer) -> list[Floats]:
+    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
         """Return the advantages of rewards, or zeros."""
         if self.settings.with_rewards:
-            return super().assign(offer)
+            return super().assign(offer, past)
         return [np.zeros(len(experience.turn_ids)) for experience in offer.experiences]
 
     def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:

@@ -23,7 +23,7 @@ from trainer.learning.batch import Batch, Reals
 from trainer.learning.forest import Indices
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.selection import Offer
-from trainer.learning.singles import Floats
+from trainer.learning.singles import Floats, PastValues
 from turnwise.experience import Experience
 from turnwise.types import Credit, Json
 
@@ -57,7 +57,7 @@ class GAE(GRPO):
         super().__init__(settings)
         self.critic_rate = settings.critic_learning_rate
 
-    def assign(self, offer: Offer) -> list[Floats]:
+    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:  # noqa: ARG002
         """Return zeros: `credit` computes the advantages."""
         return [np.zeros(len(experience.turn_ids)) for experience in offer.experiences]
 

@@ -15,7 +15,7 @@ from trainer.learning.batch import Aggregation
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.rewards import rewards_by_name
 from trainer.learning.selection import Offer
-from trainer.learning.singles import Floats, Row, past_values
+from trainer.learning.singles import Floats, PastValues, Row
 from turnwise.settings import parsed_json
 from turnwise.types import SessionKey
 
@@ -86,7 +86,7 @@ class ReinforcePlusPlus(GRPO):
     name = "reinforce_plus_plus"
     compares_singles = False
 
-    def assign(self, offer: Offer) -> list[Floats]:
+    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:  # noqa: ARG002  it has no single sessions
         """Normalise all values together."""
         those = compared(offer.experiences, self.settings.group_by)
         return those.of_turns(whiten(those.values))
@@ -98,11 +98,11 @@ class ReinforcePlusPlusBaseline(GRPO):
     name = "reinforce_plus_plus_baseline"
     scales_singles = False
 
-    def assign(self, offer: Offer) -> list[Floats]:
+    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
         """Normalise what is left after the baseline."""
         those = compared(offer.experiences, self.settings.group_by)
         centred = np.zeros(len(those.values))
-        for place, advantages in zip(those.places, super().assign(offer), strict=True):
+        for place, advantages in zip(those.places, super().assign(offer, past), strict=True):
             centred[place] = advantages
         return those.of_turns(whiten(centred))
 
@@ -133,9 +133,8 @@ class GDPO(GRPO):
 
     settings: Settings
 
-    def assign(self, offer: Offer) -> list[Floats]:
+    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
         """Compare each named reward apart."""
-        past = past_values(offer.window, self.single_rows(offer))
         sessions: dict[tuple[SessionKey, Hashable], int] = {}
         members = [(one.session_key, bucket_for(one, None, offer.kind_pattern)) for one in offer.experiences]
         for member in members:

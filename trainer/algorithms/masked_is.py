@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient, ratio
+from trainer.algorithms.policy_gradient import PolicyGradient, out_of_bounds, ratio
 from trainer.learning.ratios import TrainedTokens
 
 
@@ -37,8 +37,7 @@ class MaskedIS(PolicyGradient):
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
         """Return which tokens are left out."""
-        found = ratio(tokens)
-        return {"clip_fraction": (found > 1 + self.settings.clip_high) | (found < 1 - self.settings.clip_low)}
+        return {"clip_fraction": out_of_bounds(ratio(tokens), self.settings.clip_low, self.settings.clip_high)}
 
 
 def masked_importance(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

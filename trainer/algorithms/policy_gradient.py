@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.algorithm import Algorithm, WeighedSettings, needed
+from trainer.algorithms.algorithm import Weighed, needed
 from trainer.algorithms.group import Chain, Group
 from trainer.learning.advantages import (
     GroupBy,
@@ -25,7 +25,6 @@ from trainer.learning.advantages import (
     single_rows,
     uniform_groups,
 )
-from trainer.learning.batch import Batch, Reals
 from trainer.learning.ratios import (
     CorrectionRule,
     TrainedTokens,
@@ -36,15 +35,15 @@ from trainer.learning.ratios import (
     to_go,
 )
 from trainer.learning.selection import Offer, Selection, check_advantages, without_advantage
-from trainer.learning.singles import Floats, Row, is_single, past_values
+from trainer.learning.singles import Floats, PastValues, Row, is_single, past_values
 
 Estimate = Literal["k1", "k2", "k3"]
 
 
-class PolicyGradient(Algorithm):
+class PolicyGradient(Weighed):
     """A loss of advantages and importance ratios."""
 
-    class Settings(WeighedSettings, CorrectionRule):
+    class Settings(Weighed.Settings, CorrectionRule):
         """The settings that all policy gradients have."""
 
         group_by: GroupBy = "auto"
@@ -77,8 +76,9 @@ class PolicyGradient(Algorithm):
 
     def choose(self, offer: Offer) -> Selection:
         """Choose the groups with an advantage. Turns that are left out still count in their group's baseline."""
-        advantages = self.assign(offer)
         rows = self.single_rows(offer)
+        past = past_values(offer.window, rows)
+        advantages = self.assign(offer, past)
         uniform = set() if self.credits_tokens else uniform_groups(offer.experiences, advantages)
         kept = [
             (experience, turns)
@@ -88,12 +88,17 @@ class PolicyGradient(Algorithm):
         return Selection(
             experiences=[experience for experience, _ in kept],
             advantages=[turns for _, turns in kept],
-            refused=without_advantage(offer, uniform, rows) | offer.refused,
+            refused=without_advantage(offer, uniform, rows, past) | offer.refused,
             single_rows=rows,
         )
 
-    def assign(self, offer: Offer) -> list[Floats]:
-        """Return the advantages of every experience, of each turn [K] or of each token [L]."""
+    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
+        """Return the advantages of every experience, of each turn [K] or of each token [L].
+
+        Args:
+            offer: What may be trained.
+            past: Values of earlier single sessions.
+        """
         found: list[Floats] = [np.empty(0)] * len(offer.experiences)
         singles = [n for n, one in enumerate(offer.experiences) if self.compares_singles and is_single(one)]
         for members in groups_of(offer.experiences, set(singles)):
@@ -101,7 +106,6 @@ class PolicyGradient(Algorithm):
             for member, advantages in zip(members, self.advantages(group), strict=True):
                 found[member] = np.asarray(advantages, np.float64)
                 check_advantages(offer.experiences[member], found[member])
-        past = past_values(offer.window, self.single_rows(offer))
         those = compared([offer.experiences[n] for n in singles], self.settings.group_by, offer.kind_pattern)
         of_singles = by_bucket(those.values, those.buckets, self.centre, past, is_scaled=self.scales_singles)
         for member, advantages in zip(singles, those.of_turns(of_singles), strict=True):
@@ -122,10 +126,6 @@ class PolicyGradient(Algorithm):
         if not self.compares_singles:
             return []
         return single_rows(offer.experiences, self.settings.group_by, offer.kind_pattern)
-
-    def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
-        """Weigh tokens by `aggregation`."""
-        return batch.weights(members, self.settings.aggregation, self.settings.session_tokens)
 
     @abc.abstractmethod
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
@@ -153,6 +153,11 @@ class PolicyGradient(Algorithm):
 def ratio(tokens: TrainedTokens) -> Tensor:
     """Return π / π_old of each token, π_old being that of the start of the batch where it is known. [M]."""
     return ratio_of(tokens.logprobs, anchor(tokens))
+
+
+def out_of_bounds(ratio: Tensor, low: float, high: float) -> Tensor:
+    """Return where the ratio is not in [1 − low, 1 + high]. [M]."""
+    return (ratio > 1 + high) | (ratio < 1 - low)
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None) -> Tensor:

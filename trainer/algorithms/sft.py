@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
-from trainer.algorithms.algorithm import Algorithm, WeighedSettings
-from trainer.learning.batch import Batch, Reals
+from trainer.algorithms.algorithm import Weighed
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.selection import Offer, Selection
 
 
-class SFT(Algorithm):
+class SFT(Weighed):
     """Imitation of the sessions with enough reward."""
 
     name = "sft"
     needs_behaviour = False
 
-    class Settings(WeighedSettings):
+    class Settings(Weighed.Settings):
         """Which sessions are good."""
 
         min_reward: float = 1.0
@@ -37,10 +34,6 @@ class SFT(Algorithm):
             advantages=[np.ones(len(experience.turn_ids)) for experience in good],
             refused=low | offer.refused,
         )
-
-    def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
-        """Weigh tokens by `aggregation`."""
-        return batch.weights(members, self.settings.aggregation, self.settings.session_tokens)
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
         """Return −log π."""

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from trainer.learning.rewards import RewardRule, is_truncated, rewards_by_name, shape_rewards
 from trainer.learning.sampling import why_untrainable
-from trainer.learning.singles import UNIFORM, Floats, Row, is_single, past_values, session_digest, why_without_advantage
+from trainer.learning.singles import UNIFORM, Floats, PastValues, Row, is_single, session_digest, why_without_advantage
 from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json, SessionKey
 
@@ -191,9 +191,10 @@ def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
     return refused
 
 
-def without_advantage(offer: Offer, groups: Collection[GroupKey], rows: Sequence[Row]) -> dict[GroupKey, str]:
+def without_advantage(
+    offer: Offer, groups: Collection[GroupKey], rows: Sequence[Row], past: PastValues
+) -> dict[GroupKey, str]:
     """Return the groups without an advantage, with the reason."""
-    past = past_values(offer.window, rows)
     of_session: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         of_session[row.session].append(row)

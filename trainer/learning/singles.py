@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +62,10 @@ class Row(NamedTuple):
     def bucket(self) -> Bucket:
         """What the value is compared with."""
         return Bucket(self.kind, self.part)
+
+
+PastValues = Mapping[Bucket, Floats]
+"""The values of earlier single sessions."""
 
 
 def is_single(experience: Experience) -> bool:
@@ -117,7 +121,7 @@ def is_uniform(values: Floats) -> bool:
     return bool(np.ptp(values) <= UNIFORM_TOLERANCE * np.abs(values).max())
 
 
-def past_values(rows: Iterable[Row], batch: Collection[Row]) -> dict[Bucket, Floats]:
+def past_values(rows: Iterable[Row], batch: Collection[Row]) -> PastValues:
     """Return the values in the window by bucket, without those of the batch's own sessions."""
     own = {row.session for row in batch}
     found: dict[Bucket, list[float]] = defaultdict(list)
@@ -139,7 +143,7 @@ def moved_on(rows: Sequence[Row], batch: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(reversed(kept[:MOST_ROWS]))
 
 
-def why_without_advantage(rows: Sequence[Row], batch: Sequence[Row], past: dict[Bucket, Floats]) -> str:
+def why_without_advantage(rows: Sequence[Row], batch: Sequence[Row], past: PastValues) -> str:
     """Return why a single session with these rows has no advantage in this batch."""
     pools = []
     for row in rows:

@@ -9,16 +9,12 @@ turn, by default of the last. Which session a key belongs to is known to this pr
 
 from __future__ import annotations
 
-import click
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from turnwise.client.connection import DEFAULT_BASE_URL
 from turnwise.types import Json
-from turnwise_adapters.relay import Relay, application
+from turnwise_adapters.relay import Relay, gateway_command
 
 SOURCE = "areal"
 SUCCESS = {"message": "success"}
@@ -93,21 +89,11 @@ def _unknown_key() -> Response:
     return JSONResponse({"detail": "this key is that of no open session; start one by /rl/start_session"}, 401)
 
 
-def create_app(proxy: str, api_key: str | None) -> Starlette:
-    """Return the server as an application."""
-    relay = Relay(proxy, api_key)
-    return application(Sessions(relay).routes(), relay)
-
-
-@click.command()
-@click.option("--proxy", default=DEFAULT_BASE_URL, show_default=True, help="The proxy.")
-@click.option("--api-key", envvar="TURNWISE_API_KEY", help="A key of the proxy that may create sessions.")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), default=8020, show_default=True)
-def main(proxy: str, api_key: str | None, host: str, port: int) -> None:
-    """Serve AReaL's session routes over a proxy. It checks no admin key."""
-    uvicorn.run(create_app(proxy, api_key), host=host, port=port, log_level="warning")
-
+main = gateway_command(
+    lambda relay: Sessions(relay).routes(),
+    port=8020,
+    summary="Serve AReaL's session routes over a proxy. It checks no admin key.",
+)
 
 if __name__ == "__main__":
     main()

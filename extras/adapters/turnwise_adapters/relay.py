@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import click
 import httpx2
+import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -14,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from turnwise.client import AsyncClient
+from turnwise.client.connection import DEFAULT_BASE_URL
 from turnwise.errors import ClientError, Conflict, NotFound
 
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"})
@@ -48,6 +51,21 @@ class Relay:
         answer = await self.http.send(request_to_proxy, stream=True)
         close = BackgroundTask(answer.aclose)
         return StreamingResponse(answer.aiter_raw(), answer.status_code, _end_to_end(answer.headers), background=close)
+
+
+def gateway_command(routes: Callable[[Relay], Sequence[Route]], *, port: int, summary: str) -> click.Command:
+    """Return the command that serves a gateway's routes, by default at this port."""
+
+    @click.command(help=summary)
+    @click.option("--proxy", default=DEFAULT_BASE_URL, show_default=True, help="The proxy.")
+    @click.option("--api-key", envvar="TURNWISE_API_KEY", help="A key of the proxy; it is used for calls without one.")
+    @click.option("--host", default="127.0.0.1", show_default=True)
+    @click.option("--port", type=click.IntRange(1, 65535), default=port, show_default=True)
+    def main(proxy: str, api_key: str | None, host: str, port: int) -> None:
+        relay = Relay(proxy, api_key)
+        uvicorn.run(application(routes(relay), relay), host=host, port=port, log_level="warning")
+
+    return main
 
 
 def application(routes: Sequence[Route], relay: Relay) -> Starlette:

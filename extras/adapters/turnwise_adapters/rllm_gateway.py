@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import datetime as dt
 
-import click
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from turnwise.client.connection import DEFAULT_BASE_URL
 from turnwise.types import Json
-from turnwise_adapters.relay import Relay, application
+from turnwise_adapters.relay import Relay, gateway_command
 
 WORKERS_REFUSED = "engines are named when the proxy starts: turnwise proxy --engine URL"
 
@@ -129,21 +125,11 @@ def _timestamp(text: str) -> float:
     return dt.datetime.fromisoformat(text).timestamp()
 
 
-def create_app(proxy: str, api_key: str | None) -> Starlette:
-    """Return the gateway as an application."""
-    relay = Relay(proxy, api_key)
-    return application(Gateway(relay).routes(), relay)
-
-
-@click.command()
-@click.option("--proxy", default=DEFAULT_BASE_URL, show_default=True, help="The proxy.")
-@click.option("--api-key", envvar="TURNWISE_API_KEY", help="A key of the proxy, for clients that send none.")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), default=9090, show_default=True)
-def main(proxy: str, api_key: str | None, host: str, port: int) -> None:
-    """Serve rLLM's gateway routes over a proxy. It checks no key: everybody who reaches it has the key's rights."""
-    uvicorn.run(create_app(proxy, api_key), host=host, port=port, log_level="warning")
-
+main = gateway_command(
+    lambda relay: Gateway(relay).routes(),
+    port=9090,
+    summary="Serve rLLM's gateway routes over a proxy. It checks no key: all who reach it have the key's rights.",
+)
 
 if __name__ == "__main__":
     main()

@@ -9,16 +9,12 @@ was not committed is known to this process alone.
 
 from __future__ import annotations
 
-import click
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from turnwise.client.connection import DEFAULT_BASE_URL
 from turnwise.types import Json
-from turnwise_adapters.relay import Relay, application
+from turnwise_adapters.relay import Relay, gateway_command
 
 SOURCE = "trinity"
 SUCCESS = {"status": "success"}
@@ -75,21 +71,11 @@ class Explorer:
         return JSONResponse(SUCCESS)
 
 
-def create_app(proxy: str, api_key: str | None) -> Starlette:
-    """Return the explorer as an application."""
-    relay = Relay(proxy, api_key)
-    return application(Explorer(relay).routes(), relay)
-
-
-@click.command()
-@click.option("--proxy", default=DEFAULT_BASE_URL, show_default=True, help="The proxy.")
-@click.option("--api-key", envvar="TURNWISE_API_KEY", help="A key of the proxy, for clients that send none.")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), default=8010, show_default=True)
-def main(proxy: str, api_key: str | None, host: str, port: int) -> None:
-    """Serve the routes of Trinity's explorer over a proxy. It checks no key."""
-    uvicorn.run(create_app(proxy, api_key), host=host, port=port, log_level="warning")
-
+main = gateway_command(
+    lambda relay: Explorer(relay).routes(),
+    port=8010,
+    summary="Serve the routes of Trinity's explorer over a proxy. It checks no key.",
+)
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,8 @@ replies joins their turns.
 from __future__ import annotations
 
 from turnwise.errors import SkippedLine
-from turnwise.types import Json
-from turnwise_formats.values import as_object, call_draft, message_list, parsed, reply_of
+from turnwise.types import Json, value_of_json
+from turnwise_formats.values import as_object, call_draft, message_list, reply_of
 
 CHAT_CALLS = ("completion", "acompletion", "anthropic_messages", "")
 SESSION_FIELDS = ("session_id", "litellm_session_id", "trace_id", "litellm_trace_id")
@@ -41,7 +41,7 @@ def drafts_of(document: Json) -> list[Json]:
     found = document.get("messages") or request.get("messages")
     parameters = as_object(document.get("model_parameters")) or as_object(document.get("optional_params"))
     conversation = call_draft(
-        message_list(parsed(found) if isinstance(found, str) else found),
+        message_list(value_of_json(found) if isinstance(found, str) else found),
         reply_of(document.get("response")),
         tools=parameters.get("tools") or request.get("tools"),
         model=str(document.get("model") or ""),

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 from typing import Any
 
 from turnwise.errors import BadLine
-from turnwise.types import Json
-
-
-def parsed(text: str) -> Any:
-    """Return the value of JSON text.
-
-    Raises:
-        BadLine: it is not JSON.
-    """
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise BadLine(f"{text!r:.80} is not JSON: {error}") from error
+from turnwise.types import Json, value_of_json
 
 
 def as_object(value: Any) -> Json:
     """Return an object, which may be JSON text; an empty one for anything else."""
-    found = parsed(value) if isinstance(value, str) and value.startswith("{") else value
+    found = value_of_json(value) if isinstance(value, str) and value.startswith("{") else value
     return found if isinstance(found, dict) else {}
 
 
@@ -45,7 +32,7 @@ def reply_of(response: Any) -> Json:
     Raises:
         BadLine: it has no message.
     """
-    value = parsed(response) if isinstance(response, str) and response[:1] in "{[" else response
+    value = value_of_json(response) if isinstance(response, str) and response[:1] in "{[" else response
     if isinstance(value, str) and value:
         return {"role": "assistant", "content": value}
     if isinstance(value, list) and len(value) == 1:

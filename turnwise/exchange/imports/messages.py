@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from turnwise.errors import BadLine
-from turnwise.types import Json
+from turnwise.types import Json, value_of_json
 
 ROLES = {
     **dict.fromkeys(("system", "user", "assistant", "tool", "developer")),
@@ -67,24 +67,12 @@ def tool_schemas(found: Any) -> list[Json] | None:
     Raises:
         BadLine: they cannot be tool schemas.
     """
-    schemas = parsed(found) if isinstance(found, str) else found
+    schemas = value_of_json(found) if isinstance(found, str) else found
     if not schemas:
         return None
     if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
         raise BadLine(f"its tools are {_shown(schemas)}, not a list of tool schemas")
     return [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
-
-
-def parsed(text: str) -> Any:
-    """Return the value of JSON text.
-
-    Raises:
-        BadLine: it is not JSON.
-    """
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise BadLine(f"{text!r:.80} is not JSON: {error}") from error
 
 
 def _content(content: Any) -> Any:
