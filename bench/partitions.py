@@ -184,8 +184,10 @@ def delete_month(database: Database, layout: Layout) -> str:
             for part in range(layout.num_partitions // MONTHS):
                 conn.exec_driver_sql(f"DROP TABLE turns_{part}")
             dropped = time.perf_counter() - started
-        while (some := retention.prune(conn, START + DAYS // MONTHS * DAY)).sessions:
+        while (some := retention.prune(conn, START + DAYS // MONTHS * DAY)).has_more:
             deleted += some
+        while retention.sweep(conn):
+            pass
         spent = time.perf_counter() - started
         raise UndoneError
     cpu, megabytes = server_cpu(database) - before, (log_position(database) - wal) / 1e6

@@ -332,18 +332,21 @@ async def _refresh_gauges(metrics: Metrics) -> None:
 
 
 async def _sweep(services: Services) -> None:
-    """Expire idle sessions and delete old stored answers until cancelled."""
+    """Expire idle sessions, and delete old stored answers and the rows of deleted sessions, until cancelled."""
     idle = datetime.timedelta(seconds=services.settings.session_idle_seconds)
     remembered = datetime.timedelta(seconds=services.settings.reward_replay_seconds)
     while True:
         try:
-            await services.writer.do(idempotency.forget_answers, utc_now() - remembered)
+            while await services.writer.do(idempotency.forget_answers, utc_now() - remembered):
+                pass
             while expired := await services.writer.do(ledger.expire_idle_sessions, utc_now() - idle):
                 for tenant, session_id in expired:
                     services.forget_session(tenant, session_id)
                 services.metrics.sessions.labels("expired").inc(len(expired))
             await _prune(services)
+            await services.writer.sweep()
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()
             log.warning("could not expire idle sessions and delete old data, will retry: %s", error)
-        await asyncio.sleep(SWEEP_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(services.writer.has_deleted.wait(), SWEEP_SECONDS)

@@ -39,9 +39,8 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import history, queries
+from turnwise.store import forks, history, queries
 from turnwise.store.database import Database
-from turnwise.store.forks import fork_session
 from turnwise.store.idempotency import claim_target
 from turnwise.types import Session, SessionKey, SessionStatus
 
@@ -144,15 +143,23 @@ class Sessions:
         return stored
 
     async def fork(self, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False) -> Session:
-        """Store `session` with copies of a turn and its ancestors, in short transactions; see `forks.fork_session`."""
-        is_complete = False
-        while not is_complete:
+        """Store `session` with copies of a turn and its ancestors, in short transactions; see `store.forks`."""
+
+        def read() -> tuple[list[str], int]:
+            with self._database.read() as connection:
+                return forks.read_path(connection, session, turn_id, before=before)
+
+        path, num_copied = await asyncio.to_thread(read)
+        root_id = path[0] if path else None
+        sampled_here = turn_id if is_sampled_here else None
+        while True:
+            some = path[num_copied : num_copied + forks.SLICE_TURNS]
             async with self._writer.slices:
-                session, is_complete = await self._writer.do(
-                    fork_session, session, turn_id, before=before, is_sampled_here=is_sampled_here
-                )
-        self.forget(session.tenant, session.session_id)
-        return session
+                stored, num_more = await self._writer.do(forks.copy_turns, session, root_id, some, sampled_here)
+            num_copied += num_more
+            if num_copied == len(path):
+                self.forget(session.tenant, session.session_id)
+                return stored
 
     async def open(self, session: Session) -> LiveSession:
         """Return the session with this id; store `session` if there is none."""

@@ -280,7 +280,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
 @router.delete("/sessions/{session_id}", responses=describe_answer(DeletedAnswer))
 async def delete_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Delete a session with its turns and rewards; the answer names the policy versions that were trained on it."""
-    deleted = await services.writer.do(retention.delete_session, principal.tenant, session_id)
+    deleted = await services.writer.delete_all(retention.delete_session, principal.tenant, session_id)
     return answer(_deleted(services, deleted))
 
 

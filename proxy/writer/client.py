@@ -1,7 +1,7 @@
 """The proxy's side of group commit: sends jobs to the writing process, and waits for each job's commit.
 
-Every job has a deadline here as well as in the writing process. A writing process that has not answered a job by then
-is stopped, or its database is silent: it is killed and replaced, and its jobs fail.
+Every job has a deadline here as well as in the writing process. A writing process that has neither answered a job by
+then nor made progress is stopped, or its database is silent: it is killed and replaced, and its jobs fail.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from proxy.metrics import Metrics
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work, answer
 from turnwise.errors import StoreUnavailable
+from turnwise.store import retention
 from turnwise.store.database import Connection
 from turnwise.store.new_turns import TurnRow
 from turnwise.store.retention import Deleted
@@ -77,6 +78,8 @@ class Writer:
         """Jobs by their numbers, oldest first."""
         self.slices = asyncio.Lock()
         """Held while one slice of a long change is written, so that many such changes delay other writes like one."""
+        self.has_deleted = asyncio.Event()
+        """Set when sessions were deleted whose rows are to be swept."""
         self._outgoing: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -154,7 +157,7 @@ class Writer:
     async def delete_all(
         self, delete_some: Callable[Concatenate[Connection, P], Deleted], *arguments: P.args, **options: P.kwargs
     ) -> Deleted:
-        """Repeat a deletion, one short transaction each time, until it deletes no session.
+        """Repeat a deletion, one short transaction each time, while it has more; then wake whoever sweeps the rest.
 
         Raises:
             StoreUnavailable: when a transaction could not be committed in time; those before it are.
@@ -163,9 +166,22 @@ class Writer:
         while True:
             async with self.slices:
                 deleted = await self.do(delete_some, *arguments, **options)
-            if not deleted.sessions:
-                return total
             total += deleted
+            if not deleted.has_more:
+                self.has_deleted.set()
+                return total
+
+    async def sweep(self) -> None:
+        """Delete the rows of deleted sessions, one short transaction each time.
+
+        Raises:
+            StoreUnavailable: when a transaction could not be committed in time; those before it are.
+        """
+        self.has_deleted.clear()
+        has_more = True
+        while has_more:
+            async with self.slices:
+                has_more = await self.do(retention.sweep)
 
     async def close(self) -> None:
         """Write the queued jobs, then stop the process."""
@@ -208,7 +224,7 @@ class Writer:
         return future
 
     def _check_deadline(self) -> None:
-        """Kill a writing process that has not answered its oldest job in time; `lost` then replaces it."""
+        """Fail the jobs that are too old; kill a writing process that makes no progress, which `lost` replaces."""
         self._watch = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check_deadline)
         now, longest = time.monotonic(), self._timeout_seconds + GRACE_SECONDS
         if self._ready_at is None:
@@ -222,12 +238,12 @@ class Writer:
             if not future.done():
                 future.set_exception(
                     StoreUnavailable(
-                        f"the writing process has not answered for {longest:g} s; whether this was stored is not "
-                        "known, retry"
+                        f"the writing process has not committed this within {longest:g} s; whether it was stored is "
+                        "not known, retry"
                     )
                 )
             if self._process is not None and now - self._reported_at > longest:
-                log.error("the writing process has not answered for %.0f s and is killed", now - self._reported_at)
+                log.error("the writing process has made no progress for %.0f s and is killed", now - self._reported_at)
                 self._reported_at = now
                 self._process.kill()
 
@@ -243,7 +259,7 @@ class Writer:
         now = self._reported_at = time.monotonic()
         if self._ready_at is None:
             self._ready_at = now
-        if not report.results:  # the first report only says that the process can write
+        if not report.results:  # it only says that the process can write, or makes progress
             return
         if report.num_retries:
             metrics.retries.labels("commit").inc(report.num_retries)

@@ -40,6 +40,8 @@ MAX_BATCH = 256
 """Jobs in one transaction."""
 RETRY_SECONDS = 0.05
 """Pause before a transaction is tried again while the store is locked or unreachable."""
+PROGRESS_SECONDS = 0.5
+"""How often a transaction of many jobs reports that it goes on."""
 READ_BYTES = 1 << 20
 GC_ALLOCATIONS = 50_000
 """Allocations between two garbage collections: decoding one reply makes thousands of objects without cycles."""
@@ -167,8 +169,11 @@ def ids_from_text(text: bytes) -> bytes:
 class Committer:
     """Writes batches of jobs."""
 
-    def __init__(self, database: Database, faults: FaultPoints, proxy_pid: int) -> None:
+    def __init__(
+        self, database: Database, faults: FaultPoints, proxy_pid: int, note_progress: Callable[[], None]
+    ) -> None:
         self._database = database
+        self._note_progress = note_progress
         self._faults = faults
         self._proxy_pid = proxy_pid
         self._results: dict[int, Any] = {}
@@ -229,6 +234,7 @@ class Committer:
             for job in batch:
                 if isinstance(job.work, Work):
                     results[job.number] = _attempt(connection, job.work)
+                    self._note_progress()
             if appends:
                 results |= _append(connection, appends)
                 self._faults.point("in_transaction")
@@ -298,8 +304,10 @@ def serve(link: socket.socket) -> None:
     setup, *early = first
     log_handler = configure_logging("warning", setup.log_format)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
-    committer = Committer(database, FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid)), setup.proxy_pid)
-    link.sendall(b"".join(frame(tuple(Report({}, 0, 0)))))
+    faults = FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid))
+    note_progress = _progress_reports(link)
+    committer = Committer(database, faults, setup.proxy_pid, note_progress)
+    note_progress()
     num_lost = 0
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
@@ -309,6 +317,20 @@ def serve(link: socket.socket) -> None:
                 num_lost += report.num_lost_log_lines
             link.sendall(b"".join(frame(tuple(report))))
     database.close()
+
+
+def _progress_reports(link: socket.socket) -> Callable[[], None]:
+    """Return a function that reports to the proxy that this process works, if the last such report is old."""
+    reported_at = float("-inf")
+
+    def note_progress() -> None:
+        nonlocal reported_at
+        now = time.monotonic()
+        if now - reported_at >= PROGRESS_SECONDS:
+            reported_at = now
+            link.sendall(b"".join(frame(tuple(Report({}, 0, 0)))))
+
+    return note_progress
 
 
 def _kill_both(proxy_pid: int) -> None:

@@ -76,8 +76,8 @@ def test_a_fork_into_a_session_that_is_no_fork_of_the_turn_is_refused(proxy: Run
     with Client(proxy.url) as client:
         first = call(client.create_session(session_id="s").base_url, FIRST)
         call(client.create_session(session_id="other").base_url, OTHER)
-        with pytest.raises(Conflict, match="session 'other' exists and is no fork of turn"):
+        with pytest.raises(Conflict, match="session 'other' exists and does not begin with a copy of turn"):
             client.fork(first["id"], session_id="other")
-        with pytest.raises(Conflict, match="session 's' exists and is no fork of turn"):
+        with pytest.raises(Conflict, match="session 's' exists and does not begin with a copy of turn"):
             client.fork(first["id"], session_id="s")
         assert [client.session(name)["num_turns"] for name in ("s", "other")] == [1, 1]

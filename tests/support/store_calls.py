@@ -96,6 +96,8 @@ def _archive(conn: sa.Connection) -> None:
     rows_of = _rows_to_archive(conn)
     conn.execution_options(yield_per=0, stream_results=False)  # reading rows in portions has changed them
     retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
+    while retention.sweep(conn):
+        pass
     assert all(archived_rows.insert_session(conn, each) for each in archived_rows.grouped(rows_of))
 
 
@@ -207,8 +209,8 @@ OF_TENANT: dict[str, Ask] = {
     "a changed group": _regroup,
     "a turn to append": lambda c: ledger.append_turns(c, [_turn()]),
     "a turn that is stored": lambda c: ledger.append_turns(c, [inferred_turn("t8")]),
-    "a fork": lambda c: forks.fork_session(c, _session("f"), "t-s-t2", before=False),
-    "a fork again": lambda c: [forks.fork_session(c, _session("f"), "t-s-t2", before=True) for _ in range(2)],
+    "the path of a fork": lambda c: forks.read_path(c, _session("f"), "t-s-t2", before=True),
+    "a fork": lambda c: [forks.copy_turns(c, _session("f"), "t-s-t1", ["t-s-t1", "t-s-t2"]) for _ in range(2)],
     "a chain's role": lambda c: roles.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
     "rewards": _rewards,
     "a label": lambda c: session_changes.set_label(c, "t", "s", Label(label="golden")),
@@ -217,7 +219,10 @@ OF_TENANT: dict[str, Ask] = {
     "keys and their usage": _keys,
     "a deleted session": lambda c: retention.delete_session(c, "t", "s"),
     "a deleted tenant": lambda c: retention.delete_tenant(c, "t"),
-    "the sessions of an end user": lambda c: retention.delete_user(c, "t", "kim"),
+    "the sessions of an end user": lambda c: (
+        session_changes.change_session(c, _session("over", user_id="kim"), {"user_id"}),
+        retention.delete_all(opened(c), lambda conn: retention.delete_user(conn, "t", "kim")),
+    ),
     "a tenant without sessions": lambda c: retention.delete_tenant(c, "nobody"),
 }
 """Calls of one tenant: their work must not grow with the data of others."""

@@ -105,8 +105,7 @@ def forget(
         elif session_id is None:
             deleted = _delete_all(store, lambda conn: retention.delete_tenant(conn, tenant))
         else:
-            with store.write() as conn:
-                deleted = _deleted(retention.delete_session(conn, tenant, session_id))
+            deleted = _delete_all(store, lambda conn: retention.delete_session(conn, tenant, session_id))
     print_records(deleted, as_json=as_json)
 
 
@@ -176,18 +175,9 @@ def archive(
 
 def _delete_all(database: Database, delete_some: Callable[[Connection], Deleted]) -> Json:
     """Repeat a deletion, one short transaction each time, until nothing is left."""
-    from turnwise.store.retention import Deleted
+    from turnwise.store import retention
 
-    total = Deleted()
-    while True:
-        with database.write() as conn:
-            deleted = delete_some(conn)
-        if not deleted.sessions:
-            return _deleted(total)
-        total += deleted
-
-
-def _deleted(deleted: Deleted) -> Json:
+    deleted = retention.delete_all(database, delete_some)
     return {
         "num_sessions": len(deleted.sessions),
         "num_turns": deleted.num_turns,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from turnwise.errors import Conflict, InvalidRequest
@@ -22,7 +23,6 @@ from turnwise.store import archived_rows, retention
 from turnwise.store.archived_rows import TABLES, ArchivedSession, Row
 from turnwise.store.database import Database
 from turnwise.store.retention import Deleted
-from turnwise.store.rows import StoredRow
 from turnwise.types import utc_now
 
 SESSIONS_AT_ONCE = 50
@@ -81,12 +81,7 @@ def _move(database: Database, directory: Path, before: datetime.datetime) -> Del
                 return total
             _write_batch(directory, {name: archived_rows.select_rows(conn, name, found) for name in TABLES})
         last = found[-1]
-        total += _delete(database, found)
-
-
-def _delete(database: Database, found: Sequence[StoredRow]) -> Deleted:
-    with database.write() as conn:
-        return retention.delete_unchanged(conn, found)
+        total += retention.delete_all(database, functools.partial(retention.delete_unchanged, read=found))
 
 
 def restore(database: Database, directory: Path) -> int:

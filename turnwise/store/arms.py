@@ -12,7 +12,7 @@ from turnwise import credit
 from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
-from turnwise.store.tables import sessions, turns
+from turnwise.store.tables import DELETED, sessions, turns
 from turnwise.types import FORKED, SHADOW, Credit, Json, Outcome, SessionStatus
 
 
@@ -50,7 +50,7 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
     finished = conn.execute(
         sa.select(sessions.c.session_pk, sessions.c.credit).where(
             sessions.c.created_at >= to_micros(since),
-            sessions.c.status != SessionStatus.OPEN.value,
+            sessions.c.status.not_in([SessionStatus.OPEN.value, DELETED]),
             sessions.c.opened_by.is_distinct_from(SHADOW),  # no agent went on from their replies
         )
     ).all()

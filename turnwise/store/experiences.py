@@ -22,7 +22,7 @@ from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.errors import InvalidRequest
 from turnwise.experience import EID, Experience
 from turnwise.store import lineage, rows, trained
-from turnwise.store.tables import session_labels, sessions
+from turnwise.store.tables import DELETED, session_labels, sessions
 from turnwise.types import (
     IMPORT,
     TRAINED_ROLES,
@@ -65,6 +65,8 @@ class SessionFilter:
             for field in dataclasses.fields(self)
             if field.name not in ("label", "metadata") and getattr(self, field.name) is not None
         ]
+        if self.tenant is None and self.status is None:
+            wanted.append(sessions.c.status != DELETED)
         if self.metadata is not None:
             wanted.append(_has_metadata(self.metadata))
         if self.label is not None:

@@ -2,18 +2,22 @@
 
 A copy keeps its tokens, messages and digests, so the next call extends it as it would extend the original. It is not
 trained, and not counted as a sampled turn: its outcome is `untrainable` with the reason `forked`.
+
+Turns are copied, not referred to: then each session has all of its tokens, so that training, exports, archives and
+deletions read and write one session at a time, and the deletion of one changes no other. The path is read before the
+first transaction, and each transaction copies a slice of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import sqlalchemy as sa
 
-from turnwise.errors import Conflict
-from turnwise.store import ledger, lineage, pages, queries
+from turnwise.errors import Conflict, NotFound
+from turnwise.store import ledger, lineage, queries
 from turnwise.types import FORKED, Outcome, Session, Turn
 
 SLICE_TURNS = 20
@@ -21,63 +25,77 @@ SLICE_BYTES = 2 * 2**20
 """Most turns, and most bytes of them, that one transaction copies; the first one may be larger."""
 
 
-def fork_session(
-    conn: sa.Connection, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False
-) -> tuple[Session, bool]:
-    """Create a session that begins with copies of a turn and its ancestors, and make some of these copies.
+def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bool) -> tuple[list[str], int]:
+    """Return the turns to copy, in order, and how many of them an earlier attempt has copied.
 
-    Call it until the copies are complete: a transaction that copied them all would keep other writers waiting. Each
-    copy is made once. A session that exists and holds no copy of the turn's root is another one, and stays as it is.
+    Args:
+        conn: A transaction.
+        session: The new session.
+        turn_id: The last turn, of the new session's tenant.
+        before: Leave the turn itself out, so that its prompt can be sampled again.
+
+    Raises:
+        NotFound: no such turn.
+    """
+    session_pk = queries.session_pk_of_turn(conn, turn_id, session.tenant)
+    path = lineage.path_ids(conn, session_pk, turn_id)
+    if before:
+        path.pop()
+    copied = queries.sessions_of_turns(conn, session.tenant, [_copy_id(session, each) for each in path])
+    return path, len(copied)
+
+
+def copy_turns(
+    conn: sa.Connection, session: Session, root_id: str | None, turn_ids: Sequence[str], sampled_here: str | None = None
+) -> tuple[Session, int]:
+    """Create the new session if it is not stored, and copy the first of these turns, each once.
 
     Args:
         conn: A transaction of `Database.write`.
         session: The new session.
-        turn_id: The turn, of the new session's tenant.
-        before: Leave the turn itself out, so that its prompt can be sampled again.
-        is_sampled_here: The turn itself keeps its outcome, so that it is trained in the new session.
+        root_id: The first turn of the path; None if the path is empty. A session that exists and holds no copy of it
+            is another one, and stays as it is.
+        turn_ids: The next turns of the path, `SLICE_TURNS` at most.
+        sampled_here: A turn that keeps its outcome, so that it is trained in the new session.
 
     Returns:
-        The stored session, and whether all copies are made.
+        The stored session, and how many of the turns are copied.
 
     Raises:
-        NotFound: no such turn.
-        Conflict: the session's group takes no more sessions, or the session exists and is no fork of the turn.
+        NotFound: a turn was deleted.
+        Conflict: the session's group takes no more sessions, or the session exists and is no fork of the path.
     """
-    session_pk = queries.session_pk_of_turn(conn, turn_id, session.tenant)
-    names = {each: _copy_id(session, each) for each in lineage.path_ids(conn, session_pk, turn_id)}
-    if before:
-        del names[turn_id]
     stored, is_new = ledger.create_session(conn, session)
-    copied = {} if is_new else queries.sessions_of_turns(conn, session.tenant, names.values())
-    left = [each for each in names if names[each] not in copied]
-    if len(left) == len(names) and names and not is_new:
+    if (
+        root_id is not None
+        and not is_new
+        and not queries.sessions_of_turns(conn, session.tenant, [_copy_id(session, root_id)])
+    ):
         raise Conflict(
-            f"session {session.session_id!r} exists and is no fork of turn {turn_id!r}; choose another session_id",
+            f"session {session.session_id!r} exists and does not begin with a copy of turn {root_id!r}; choose "
+            "another session_id",
             param="session_id",
         )
-    some = _first_slice(conn, left)
+    some = lineage.fitting(conn, turn_ids, SLICE_BYTES)
     if some:
-        sampled_here = turn_id if is_sampled_here else None
-        ledger.append_turns(conn, [_copy(turn, session, names, sampled_here) for turn in some])
+        present = queries.sessions_of_turns(conn, session.tenant, some)
+        if missing := [each for each in some if each not in present]:
+            raise NotFound(f"there is no turn {missing[0]!r} any more; its session was deleted", param="turn_id")
+        copies = [_copy(lineage.turn_by_id(conn, each), session, sampled_here) for each in some]
+        ledger.append_turns(conn, copies)
         stored = queries.session(conn, session.tenant, session.session_id)
-    return stored, len(some) == len(left)
+    return stored, len(some)
 
 
-def _first_slice(conn: sa.Connection, turn_ids: list[str]) -> list[Turn]:
-    """Return the first of these turns of a path, as many as one transaction copies."""
-    sizes = lineage.sizes_of(conn, turn_ids[:SLICE_TURNS])
-    num_turns, _ = pages.num_fitting((sizes[each] for each in turn_ids[:SLICE_TURNS]), SLICE_TURNS, SLICE_BYTES)
-    return [lineage.turn_by_id(conn, each) for each in turn_ids[:num_turns]]
-
-
-def _copy(turn: Turn, session: Session, names: Mapping[str, str], sampled_here: str | None) -> Turn:
+def _copy(turn: Turn, session: Session, sampled_here: str | None) -> Turn:
     is_sampled_here = turn.turn_id == sampled_here
+    copy_id, parent_id = _copy_id(session, turn.turn_id), turn.parent_turn_id
     return dataclasses.replace(
         turn,
-        turn_id=names[turn.turn_id],
+        turn_id=copy_id,
         session_id=session.session_id,
-        parent_turn_id=names.get(turn.parent_turn_id or ""),
-        chain_id=next(iter(names.values())),
+        parent_turn_id=None if parent_id is None else _copy_id(session, parent_id),
+        chain_id=copy_id,  # the store sets the chain of a turn that extends another
         seq=-1,
         outcome=turn.outcome if is_sampled_here else Outcome.UNTRAINABLE,
         reason=turn.reason if is_sampled_here else FORKED,

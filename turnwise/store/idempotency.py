@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict
 from turnwise.store.database import to_micros
 from turnwise.store.rows import dump
-from turnwise.store.statements import insert_ignoring, is_among, members
+from turnwise.store.statements import ROWS_AT_ONCE, delete_some, insert_ignoring
 from turnwise.store.tables import idempotency
 from turnwise.types import SessionKey, utc_now
 
@@ -59,22 +59,20 @@ def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, sessio
 
 
 def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
-    """Delete older answers; return their number. A later request with one of their keys is a new request."""
-    return conn.execute(sa.delete(idempotency).where(idempotency.c.created_at < to_micros(before))).rowcount
+    """Delete some older answers; return their number. A later request with one of their keys is a new request."""
+    return delete_some(conn, idempotency, idempotency.c.created_at < to_micros(before))
 
 
-def forget_sessions(conn: sa.Connection, deleted: Iterable[SessionKey]) -> None:
-    """Delete the answers for deleted sessions."""
+def forget_sessions(conn: sa.Connection, deleted: Iterable[SessionKey]) -> int:
+    """Delete answers for deleted sessions, at most `ROWS_AT_ONCE`; return their number."""
     ids: dict[str, list[str]] = defaultdict(list)
     for tenant, session_id in deleted:
         ids[tenant].append(session_id)
-    dialect = conn.dialect.name
+    num_deleted = 0
     for tenant, session_ids in ids.items():
-        of_sessions = is_among(dialect, idempotency.c.session_id, "session_ids")
-        conn.execute(
-            sa.delete(idempotency).where(idempotency.c.tenant == tenant, of_sessions),
-            {"session_ids": members(dialect, session_ids)},
-        )
+        own = idempotency.c.tenant == tenant, idempotency.c.session_id.in_(session_ids)
+        num_deleted += delete_some(conn, idempotency, *own, limit=ROWS_AT_ONCE - num_deleted)
+    return num_deleted
 
 
 def _is_key(tenant: str, session_id: str, key: str) -> sa.ColumnElement[bool]:

@@ -15,11 +15,11 @@ import secrets
 
 import sqlalchemy as sa
 
-from turnwise.errors import NotFound
+from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store.database import from_micros, to_micros
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_ignoring
-from turnwise.store.tables import api_keys
+from turnwise.store.tables import NO_TENANT, api_keys
 from turnwise.store.tables import secrets as secrets_table
 from turnwise.types import utc_now
 
@@ -69,7 +69,13 @@ def create_key(
     expires_at: datetime.datetime | None = None,
     token_budget: int | None = None,
 ) -> tuple[str, str]:
-    """Create a key; return its id and the whole key, which cannot be read again."""
+    """Create a key; return its id and the whole key, which cannot be read again.
+
+    Raises:
+        InvalidRequest: the tenant has no name.
+    """
+    if tenant == NO_TENANT:
+        raise InvalidRequest("a tenant needs a name; give one with --tenant", param="tenant")
     key_id = secrets.token_hex(8)
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     conn.execute(

@@ -14,7 +14,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from turnwise.store import rows
-from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, size_of
+from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, num_fitting, size_of
 from turnwise.store.tables import rewards, sessions, turns
 from turnwise.types import Json, Reward, TokenIds, Turn
 
@@ -83,12 +83,15 @@ def path_ids(conn: sa.Connection, session_pk: int, turn_id: str) -> list[str]:
     return list(conn.execute(sa.select(turns.c.turn_id).where(*through).order_by(turns.c.seq)).scalars())
 
 
-def sizes_of(conn: sa.Connection, turn_ids: Sequence[str]) -> dict[str, int]:
-    """Return the stored bytes of turns."""
+def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> list[str]:
+    """Return the first of these turns that have so many stored bytes together; always the first one."""
     held = turns.c
-    size = size_of(conn.dialect.name, held.messages, held.tools, held.response, held.prompt_delta, held.token_ids)
-    found = conn.execute(sa.select(held.turn_id, size).where(held.turn_id.in_(turn_ids)))
-    return {row.turn_id: row[1] for row in found}
+    arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts
+    size = size_of(conn.dialect.name, held.messages, held.tools, held.response, *arrays)
+    # One by one: SQLite reads a text to measure it, and those behind the last one that fits may be large.
+    sizes = (conn.execute(sa.select(size).where(held.turn_id == each)).scalar_one_or_none() or 0 for each in turn_ids)
+    num_turns, _ = num_fitting(sizes, len(turn_ids), max_bytes)
+    return list(turn_ids[:num_turns])
 
 
 def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenIds:

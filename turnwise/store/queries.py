@@ -290,6 +290,8 @@ def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
 
 def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict[str, int]:
     counted = sa.select(table.c.status, sa.func.count().label("number")).group_by(table.c.status)
+    if tenant is None:
+        counted = counted.where(table.c.tenant != tables.NO_TENANT)
     found = conn.execute(counted if tenant is None else counted.where(table.c.tenant == tenant))
     return {status: count for status, count in found}  # noqa: C416  a Row is a tuple, but not to the type checker
 

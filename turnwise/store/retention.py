@@ -1,8 +1,9 @@
 """Deletion of old sessions, of one session, of an end user's sessions, and of all data of a tenant.
 
-Deletion uses short transactions of a few sessions each, so that agents do not wait. A deletion does not change trained
-weights, so it returns the policy versions that were trained on the deleted sessions; all later versions descend from
-them.
+A deletion moves sessions out of their tenant, in short transactions, so that no query finds them any more: their rows
+keep only a number. `sweep` then deletes their turns and rewards, some in each transaction, so that agents do not wait
+however long a session is; after a crash, any process goes on. A deletion does not change trained weights, so it returns
+the policy versions that were trained on the deleted sessions; all later versions descend from them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import queries
-from turnwise.store.database import to_micros
+from turnwise.store import lineage, queries
+from turnwise.store.database import Database, to_micros
 from turnwise.store.idempotency import forget_sessions
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import is_among, members
+from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, members
 from turnwise.store.tables import (
+    DELETED,
+    NO_TENANT,
     api_keys,
     groups,
     idempotency,
@@ -31,12 +34,13 @@ from turnwise.store.tables import (
     trained_sessions,
     turns,
 )
-from turnwise.types import GroupStatus, SessionKey, SessionStatus
+from turnwise.types import GroupStatus, SessionKey, SessionStatus, Split
 
 SESSIONS_AT_ONCE = 100
-"""Maximum number of sessions that one transaction deletes."""
-TURNS_AT_ONCE = 200
-"""Maximum number of turns that one transaction deletes, unless a single session has more."""
+"""Maximum number of sessions that one transaction moves out of their tenant."""
+TURNS_AT_ONCE = 100
+BYTES_AT_ONCE = 4 * 2**20
+"""Maximum number of turns, and of bytes of them, that one transaction deletes; the first turn may be larger."""
 _OVER = (SessionStatus.ENDED, SessionStatus.EXPIRED)
 _IS_OVER = sessions.c.status.in_([status.value for status in _OVER])
 
@@ -49,6 +53,8 @@ class Deleted:
     num_turns: int = 0
     policy_versions: tuple[int, ...] = ()
     """The versions that were trained on the deleted sessions, oldest first; all later versions descend from them."""
+    has_more: bool = False
+    """Whether the deletion has to be called again."""
 
     def __add__(self, other: Deleted) -> Deleted:
         """Return the sum of two deletions."""
@@ -56,11 +62,12 @@ class Deleted:
             sessions=self.sessions + other.sessions,
             num_turns=self.num_turns + other.num_turns,
             policy_versions=tuple(sorted({*self.policy_versions, *other.policy_versions})),
+            has_more=other.has_more,
         )
 
 
 def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted:
-    """Delete a session with its turns and rewards.
+    """Delete a session with its turns and rewards; call it while it has more.
 
     Raises:
         NotFound: no such session.
@@ -69,32 +76,47 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
 
 
 def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
-    """Delete some sessions of a tenant; together with the last of them, delete its keys, usage and stored answers.
+    """Delete some sessions of a tenant, or after the last of them its keys, usage and stored answers.
 
-    Call it until it deletes no session.
+    Call it while it has more.
     """
-    found = conn.execute(
-        sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.session_id).limit(limit)
-    ).all()
-    if not found:
-        for table in (groups, api_keys, token_usage, idempotency):
-            conn.execute(sa.delete(table).where(table.c.tenant == tenant))
-    return _delete(conn, _with_few_turns(found))
+    own = sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.session_pk)
+    if found := conn.execute(own.limit(limit).with_for_update()).all():
+        return dataclasses.replace(_delete(conn, found), has_more=True)
+    for table in (groups, token_usage, idempotency, api_keys):
+        if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
+            return Deleted(has_more=True)
+    return Deleted()
 
 
 def delete_user(conn: sa.Connection, tenant: str, user_id: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
-    """Delete some sessions of an end user; call it until it deletes no session."""
-    own = sessions.c.tenant == tenant, sessions.c.user_id == user_id
-    return _delete(conn, _with_few_turns(conn.execute(sa.select(sessions).where(*own).limit(limit)).all()))
+    """Delete some sessions of an end user; call it while it has more."""
+    own = sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.user_id == user_id)
+    found = conn.execute(own.limit(limit).with_for_update()).all()
+    return dataclasses.replace(_delete(conn, found), has_more=bool(found))
 
 
 def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
     """Delete some sessions that ended before an instant, unless their group is open, ready or claimed.
 
     A group that has been open since before that instant does not protect its sessions: its missing sessions are not
-    expected any more. Call it until it deletes no session.
+    expected any more. Call it while it has more.
     """
-    return _delete(conn, _with_few_turns(conn.execute(_select_over(before).limit(limit)).all()))
+    found = conn.execute(_select_over(before).limit(limit).with_for_update(of=sessions)).all()
+    return dataclasses.replace(_delete(conn, found), has_more=bool(found))
+
+
+def delete_all(database: Database, delete_some: Callable[[sa.Connection], Deleted]) -> Deleted:
+    """Repeat a deletion while it has more, then sweep, in short transactions."""
+    total = Deleted(has_more=True)
+    while total.has_more:
+        with database.write() as conn:
+            total += delete_some(conn)
+    is_left = True
+    while is_left:
+        with database.write() as conn:
+            is_left = sweep(conn)
+    return total
 
 
 def over_since(
@@ -140,7 +162,7 @@ def _with_few_turns(found: Sequence[StoredRow]) -> list[StoredRow]:
 
 
 def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
-    """Delete the sessions whose rows are as they were read."""
+    """Delete the sessions whose rows are as they were read; call it while it has more."""
     named = {"session_pks": members(conn.dialect.name, [row.session_pk for row in read])}
     present = conn.execute(
         sa.select(sessions).where(is_among(conn.dialect.name, sessions.c.session_pk, "session_pks")).with_for_update(),
@@ -168,8 +190,12 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
 
 
 def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
+    """Move sessions out of their tenant, without all that names a person or a task; `sweep` deletes the rest."""
+    names = tuple((row.tenant, row.session_id) for row in found)
     if not found:
         return Deleted()
+    if forget_sessions(conn, names) == ROWS_AT_ONCE:
+        return Deleted(has_more=True)
     dialect = conn.dialect.name
     named = {"session_pks": members(dialect, [row.session_pk for row in found])}
     versions = conn.execute(
@@ -179,14 +205,46 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         named,
     ).scalars()
     trained_on = tuple(sorted(versions))
-    num_turns = 0
-    for table in (session_labels, trained_sessions, rewards, turns, sessions):
-        deleted = conn.execute(sa.delete(table).where(is_among(dialect, table.c.session_pk, "session_pks")), named)
-        num_turns += deleted.rowcount if table is turns else 0
+    for table in (session_labels, trained_sessions):
+        conn.execute(sa.delete(table).where(is_among(dialect, table.c.session_pk, "session_pks")), named)
+    nothing = dict.fromkeys(("group_pk", "group_id", "group_size", "task_id", "user_id", "termination_reason"))
+    conn.execute(
+        sa.update(sessions)
+        .where(is_among(dialect, sessions.c.session_pk, "session_pks"))
+        .values(
+            **nothing,
+            tenant=NO_TENANT,
+            session_id=sa.cast(sessions.c.session_pk, sa.Text),
+            status=DELETED,
+            split=Split.TRAIN.value,
+            metadata="{}",
+            sampling="{}",
+            num_turns=0,
+            num_rewards=0,
+        ),
+        named,
+    )
     _leave_groups(conn, found)
-    names = tuple((row.tenant, row.session_id) for row in found)
-    forget_sessions(conn, names)
-    return Deleted(sessions=names, num_turns=num_turns, policy_versions=trained_on)
+    return Deleted(sessions=names, num_turns=sum(row.num_turns for row in found), policy_versions=trained_on)
+
+
+def sweep(conn: sa.Connection) -> bool:
+    """Delete some rows of a deleted session; return whether any deleted session was left.
+
+    Call it until none is left. Several processes may do so, each with another session.
+    """
+    oldest = sa.select(sessions.c.session_pk).where(sessions.c.status == DELETED).order_by(sessions.c.last_active_at)
+    session_pk = conn.execute(oldest.limit(1).with_for_update(skip_locked=True)).scalar_one_or_none()
+    if session_pk is None:
+        return False
+    first = sa.select(turns.c.turn_id).where(turns.c.session_pk == session_pk).order_by(turns.c.seq)
+    turn_ids = list(conn.execute(first.limit(TURNS_AT_ONCE)).scalars())
+    if turn_ids:
+        some = lineage.fitting(conn, turn_ids, BYTES_AT_ONCE)
+        conn.execute(sa.delete(turns).where(turns.c.turn_id.in_(some)))
+    elif delete_some(conn, rewards, rewards.c.session_pk == session_pk) < ROWS_AT_ONCE:
+        conn.execute(sa.delete(sessions).where(sessions.c.session_pk == session_pk))
+    return True
 
 
 def _leave_groups(conn: sa.Connection, deleted: Sequence[StoredRow]) -> None:

@@ -33,6 +33,19 @@ def insert_if_new(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) 
     return inserted.scalar_one_or_none()
 
 
+ROWS_AT_ONCE = 1000
+"""Maximum number of small rows that one transaction deletes of a table."""
+
+
+def delete_some(
+    conn: sa.Connection, table: sa.Table, *wanted: sa.ColumnElement[bool], limit: int = ROWS_AT_ONCE
+) -> int:
+    """Delete some of the rows that satisfy the conditions; return how many were deleted."""
+    key = tuple(table.primary_key.columns)
+    some = sa.select(*key).where(*wanted).limit(limit)
+    return conn.execute(sa.delete(table).where(sa.tuple_(*key).in_(some))).rowcount
+
+
 def last_assigned(conn: sa.Connection, key: sa.Column[int]) -> float:
     """Return the largest number that no later row gets from the database as its key."""
     if conn.dialect.name == "sqlite":

@@ -32,6 +32,10 @@ Serial = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 """SQLite assigns row numbers only to a key of type INTEGER."""
 Instant = sa.BigInteger
 """Microseconds since 1970-01-01 UTC."""
+DELETED = "deleted"
+"""Status of a session whose turns and rewards are still to be deleted. No record has it."""
+NO_TENANT = ""
+"""Tenant of such a session: no query of a tenant finds it, and its own tenant can use its id again."""
 
 
 def _column_type(kind: Any) -> type[sa.types.TypeEngine[Any]]:

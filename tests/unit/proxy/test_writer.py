@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from proxy.metrics import Metrics
+from proxy.writer import client
 from proxy.writer.client import Writer
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup
@@ -239,7 +240,7 @@ def fork_of(session_id: str) -> Session:
 
 def fork_and_die(connection: Connection, session: Session) -> None:
     """Fork, and kill this process before its transaction is committed."""
-    forks.fork_session(connection, session, "b", before=False)
+    forks.copy_turns(connection, session, "a", ["a", "b"])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -257,12 +258,10 @@ def test_a_fork_whose_writing_process_is_killed_is_stored_completely_or_not_at_a
             async with asyncio.timeout(60):
                 while True:
                     with contextlib.suppress(StoreUnavailable):
-                        first = await writer.do(forks.fork_session, fork_of("fork"), "b", before=False)
+                        first = await writer.do(forks.copy_turns, fork_of("fork"), "a", ["a", "b"])
                         break
                     await asyncio.sleep(0.05)
-            again = await writer.do(forks.fork_session, fork_of("fork"), "b", before=False)
-            assert again == first
-            assert again[1], "all copies are made"
+            assert await writer.do(forks.copy_turns, fork_of("fork"), "a", ["a", "b"]) == first
 
     asyncio.run(run())
     assert counted(database) == ({"open": 2}, {"open": 2}, 4)
@@ -288,6 +287,34 @@ def wait_for_errors(metrics: Metrics, count: int) -> None:
     while (errors_of_writer(metrics) or 0) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def take(connection: Connection, seconds: float) -> int:
+    """Work for so long, as a slice of a long change does; return the process."""
+    del connection
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def test_a_writing_process_that_makes_progress_is_not_killed(database_url, monkeypatch):
+    """Twenty jobs of 0.2 s are one transaction of 4 s; a process that is silent for 1 s is killed."""
+    monkeypatch.setattr(client, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "CHECK_SECONDS", 0.02)
+    metrics = Metrics()
+
+    async def run() -> list[object]:
+        async with writing(database_url, seconds=1.0, metrics=metrics) as writer:
+            pid = await writer.do(pid_of_writer)
+            await asyncio.gather(*(writer.do(take, 0.2) for _ in range(20)), return_exceptions=True)
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(StoreUnavailable):
+                        return [pid, await writer.do(pid_of_writer)]
+                    await asyncio.sleep(0.05)
+
+    before, after = asyncio.run(run())
+    assert before == after
+    assert not errors_of_writer(metrics)
 
 
 @pytest.mark.parametrize(

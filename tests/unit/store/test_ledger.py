@@ -348,10 +348,10 @@ def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database: Da
     with database.write() as connection:
         assert queries.counts(connection).num_rewards == 4
         retention.delete_session(connection, "default", "t")
-    add_session(database, "t")
+    add_session(database, "t", turns=0)
     with database.write() as connection:
         lines = [Reward(session_id="t", value=2)]
-        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"new") == [1]
+        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"new") == [0]
 
 
 def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> None:

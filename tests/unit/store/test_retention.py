@@ -10,9 +10,10 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish
 
 from turnwise.errors import NotFound, SettingsError
-from turnwise.store import claims, keys, queries, retention, tables
+from turnwise.store import claims, idempotency, keys, ledger, queries, retention, tables
 from turnwise.store.database import Database
-from turnwise.types import Split, UpdateRecord, utc_now
+from turnwise.store.experiences import SessionFilter
+from turnwise.types import Reward, Session, Split, UpdateRecord, utc_now
 
 HOUR = datetime.timedelta(hours=1)
 
@@ -25,6 +26,16 @@ def sizes(database: Database) -> dict[str, int]:
             for name in ("sessions", "turns", "rewards", "groups", "trained_sessions", "api_keys", "idempotency")
         }
     return {name: count for name, count in counted.items() if count}
+
+
+def sweeps(database: Database) -> int:
+    """Sweep in transactions of their own until nothing is left; return how many that took."""
+    number = 1
+    while True:
+        with database.write() as connection:
+            if not retention.sweep(connection):
+                return number
+        number += 1
 
 
 def train_all(database: Database) -> None:
@@ -46,8 +57,7 @@ def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -
     finish(database, "eval")
     with database.write() as connection:
         assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
-        deleted = retention.prune(connection, utc_now() + HOUR)
-        assert retention.prune(connection, utc_now() + HOUR) == retention.Deleted()
+    deleted = retention.delete_all(database, lambda connection: retention.prune(connection, utc_now() + HOUR))
     assert {session_id for _, session_id in deleted.sessions} == {"trained", "eval"}
     assert (deleted.num_turns, deleted.policy_versions) == (4, (4,))
     assert sizes(database) == {"sessions": 2, "turns": 2, "rewards": 1, "groups": 2}
@@ -59,6 +69,8 @@ def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> No
     with database.write() as connection:
         assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
         assert retention.prune(connection, utc_now() + HOUR).sessions == (("default", "a"),)
+        assert retention.sweep(connection)
+    assert sweeps(database) == 2
     assert sizes(database) == {}
 
 
@@ -95,39 +107,72 @@ def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database: D
         with database.write() as connection:
             keys.create_key(connection, tenant, keys.KeyRole.AGENT, "")
     rounds = []
-    while True:
-        with database.write() as connection:
-            deleted = retention.delete_tenant(connection, "acme", limit=2)
+
+    def delete_some(connection: sa.Connection) -> retention.Deleted:
+        deleted = retention.delete_tenant(connection, "acme", limit=2)
         rounds.append(len(deleted.sessions))
-        if not deleted.sessions:
-            break
+        return deleted
+
+    assert retention.delete_all(database, delete_some).num_turns == 6
     assert rounds == [2, 1, 0]
     assert sizes(database) == {"sessions": 3, "turns": 6, "rewards": 3, "groups": 3, "api_keys": 1}
     with database.read() as connection:
         assert queries.counts(connection, "zeta").num_turns == 6
 
 
-def test_a_transaction_deletes_few_turns_even_of_many_sessions(
+def test_a_long_session_is_gone_at_once_and_swept_in_slices(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most three turns, or a single session."""
+    """Seven turns at three a transaction, then the reward with the session's row, then nothing is left.
+
+    Its name and the keys of its requests can be used again at once.
+    """
     monkeypatch.setattr(retention, "TURNS_AT_ONCE", 3)
-    for number, num_turns in enumerate((1, 2, 3, 4)):
-        add_session(database, f"s{number}", turns=num_turns, split=Split.EVAL)
-        finish(database, f"s{number}")
+    add_session(database, "long", turns=7, task_id="secret", user_id="kim", metadata={"name": "Kim"})
     with database.write() as connection:
-        assert len(retention.over_since(connection, utc_now() + HOUR)) == 2
-        rounds = [retention.prune(connection, utc_now() + HOUR).num_turns for _ in range(4)]
-    assert rounds == [3, 3, 4, 0]
+        reward = Reward(session_id="long", value=1.0)
+        assert ledger.add_rewards(connection, [reward], idempotency_key="k") == [7]
+        deleted = retention.delete_session(connection, "default", "long")
+    assert (deleted.num_turns, deleted.has_more) == (7, False)
+    with database.read() as connection:
+        assert queries.sessions(connection, SessionFilter()) == ([], False)
+        assert (queries.counts(connection).sessions, queries.counts(connection).num_turns) == ({}, 0)
+        with pytest.raises(NotFound):
+            queries.turn(connection, "default", "long-t7")
+        (left,) = connection.execute(sa.select(tables.sessions)).all()
+        assert not {"default", "long", "secret", "kim", '{"name":"Kim"}'} & set(map(str, left))
+    assert sizes(database) == {"sessions": 1, "turns": 7, "rewards": 1}
+    with database.write() as connection:
+        ledger.create_session(connection, Session(session_id="long"))
+        assert ledger.add_rewards(connection, [reward], idempotency_key="k") == [0]
+    assert sweeps(database) == 5
+    assert sizes(database) == {"sessions": 1, "rewards": 1, "groups": 1, "idempotency": 1}
 
 
-def test_a_transaction_deletes_few_turns_of_an_end_user(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "TURNS_AT_ONCE", 3)
-    for number in range(3):
-        add_session(database, f"s{number}", turns=2, user_id="kim")
+def test_large_turns_are_swept_one_by_one(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "BYTES_AT_ONCE", 1)
+    add_session(database, turns=3)
     with database.write() as connection:
-        rounds = [retention.delete_user(connection, "default", "kim").num_turns for _ in range(4)]
-    assert rounds == [2, 2, 2, 0]
+        retention.delete_session(connection, "default", "s")
+    assert sweeps(database) == 3 + 2
+
+
+def test_stored_answers_of_a_deleted_session_are_deleted_in_slices_first(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five answers at two a transaction; the session goes with the last ones."""
+    for module in (retention, idempotency):
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", 2)
+    add_session(database)
+    with database.write() as connection:
+        for number in range(5):
+            ledger.add_rewards(connection, [Reward(session_id="s", value=1.0)], idempotency_key=f"k{number}")
+    parts = []
+    while not parts or parts[-1].has_more:
+        with database.write() as connection:
+            parts.append(retention.delete_session(connection, "default", "s"))
+    assert [len(part.sessions) for part in parts] == [0, 0, 1]
+    assert "idempotency" not in sizes(database)
 
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
