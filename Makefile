@@ -54,7 +54,7 @@ demo-real: .venv/.real ## Watch a pretrained model of 135 M parameters learn: ma
 
 .PHONY: demo-real
 
-up: .venv/.demo ## Run engine, proxy and trainer on this machine
+up: .venv/.real ## Run engine, proxy and trainer on this machine
 	$(BIN)/turnwise up
 
 .conformance/.installed: .venv/.dev tests/conformance/setup.sh

@@ -19,6 +19,7 @@ from turnwise.commands.cli import main
 from turnwise.commands.location import at_running_proxy
 from turnwise.commands.preflight import check_database_model
 from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
+from turnwise.demo import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.gpu_plan import GpuPlan, plan_gpus
@@ -63,6 +64,14 @@ def test_a_taken_port_is_found_before_anything_starts(model):
         assert f"the engine cannot listen on 127.0.0.1:{port}" in _refused(
             "up", "--model", model, "--engine-port", port, "--port", "8199"
         )
+
+
+@pytest.mark.parametrize(("installed", "name"), [(True, "SmolLM2-135M-Instruct"), (False, "model")])
+def test_without_a_model_the_pretrained_one_is_served_if_it_is_installed(monkeypatch, installed, name):
+    """A newcomer's first reply makes sense; without the package, the demo's small model is built."""
+    monkeypatch.setattr(pretrained, "is_installed", lambda: installed)
+    commands = json.loads(_run("up", "--dry-run", "--json").output)["commands"]
+    assert commands["engine"][commands["engine"].index("--model") + 1] == f"runs/up/{name}"
 
 
 @pytest.mark.parametrize("wrong", ["nowhere/at/all", "./nowhere", "model/typo"])

