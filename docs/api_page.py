@@ -64,6 +64,7 @@ def api() -> str:
         ("A session", "SessionAnswer"),
         ("A turn", "TurnAnswer"),
         ("A reward", "RewardAnswer"),
+        ("Feedback", "FeedbackAnswer"),
         ("An update", "UpdateAnswer"),
         ("A policy version", "PolicyAnswer"),
     ):

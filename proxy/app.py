@@ -21,6 +21,7 @@ from proxy.http import problems
 from proxy.routes import (
     dashboard,
     events,
+    feedback,
     forks,
     keys,
     labels,
@@ -83,7 +84,8 @@ def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_dire
         openapi_url=None,
         redirect_slashes=False,
     )
-    for module in (sessions, forks, labels, tokens, logprobs, rewards, policies, keys, operations, events, dashboard):
+    records = (sessions, forks, labels, tokens, logprobs, rewards, feedback)
+    for module in (*records, policies, keys, operations, events, dashboard):
         app.include_router(module.router)
     app.include_router(operations.control)
     app.add_exception_handler(TurnwiseError, _answer_error)

@@ -81,6 +81,8 @@ ACTION_OF_ROUTE = {
     "POST /v1/turns/{turn_id}/role": "reward",
     "POST /v1/turns/{turn_id}/fork": "create",
     "POST /v1/rewards": "reward",
+    "POST /v1/feedback": "reward",
+    "GET /v1/feedback": "read",
     "GET /v1/experiences": "experiences",
     "GET /v1/policies": "read",
     "POST /v1/policies": "publish",

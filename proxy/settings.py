@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
-from turnwise.settings import Settings, mask_credentials
+from turnwise.settings import Settings, mask_credentials, parsed_json
+from turnwise.types import MAX_REWARD
 
 DIVIDED = (
     "max_concurrent_calls",
@@ -60,6 +61,9 @@ class ProxySettings(Settings):
     retention_days: float | None = Field(default=None, gt=0)
     """Sessions that were over this many days ago are deleted with their turns and rewards, once they are trained or
     dropped; None keeps them."""
+    feedback_rewards: dict[Literal["up", "down"], float] = Field(default={"up": 1.0, "down": 0.0})
+    """Rewards of a thumb up and of a thumb down in `POST /v1/feedback`, as JSON. A rating on a scale lies between
+    them."""
     retrain_revised: bool = False
     """Whether a reward for a session that was trained makes its group ready to be trained again."""
     policy_tenant: str | None = None
@@ -226,6 +230,18 @@ class ProxySettings(Settings):
         """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""
         limits = {name: value for name in DIVIDED if (value := getattr(self, name)) is not None}
         return self.model_copy(update={name: math.ceil(value / self.workers) for name, value in limits.items()})
+
+    @field_validator("feedback_rewards", mode="before")
+    @classmethod
+    def _parse_feedback_rewards(cls, value: object) -> object:
+        return parsed_json(value)
+
+    @field_validator("feedback_rewards")
+    @classmethod
+    def _has_both_rewards(cls, table: dict[str, float]) -> dict[str, float]:
+        if table.keys() != {"up", "down"} or not all(abs(value) <= MAX_REWARD for value in table.values()):
+            raise ValueError(f'{table!r} needs a reward for "up" and one for "down", from -1e6 to 1e6')
+        return table
 
     @field_validator("model_names", mode="before")
     @classmethod

@@ -43,6 +43,7 @@ def downgrade() -> None:
         "trained_sessions",
         "updates",
         "idempotency",
+        "feedback",
         "rewards",
         "turns",
         "session_labels",
@@ -185,7 +186,7 @@ def _turns() -> None:
 
 
 def _rewards() -> None:
-    """The ledger of rewards, and the answers to repeated posts."""
+    """The ledger of rewards, the feedback of people, and the answers to repeated posts."""
     op.create_table(
         "rewards",
         sa.Column("reward_id", Serial, autoincrement=True, nullable=False),
@@ -202,6 +203,20 @@ def _rewards() -> None:
         sa.PrimaryKeyConstraint("reward_id", name="pk_rewards"),
     )
     op.create_index("ix_rewards_session", "rewards", ["session_pk"])
+    op.create_table(
+        "feedback",
+        sa.Column("session_pk", Serial, nullable=False),
+        sa.Column("turn_id", sa.Text, nullable=False),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("content", sa.Text, nullable=False),
+        sa.Column("group_id", sa.Text),
+        sa.Column("source", sa.Text),
+        sa.Column("written_by", sa.Text),
+        sa.Column("created_at", sa.BigInteger, nullable=False),
+        sa.ForeignKeyConstraint(["session_pk"], ["sessions.session_pk"], name="fk_feedback_session_pk_sessions"),
+        sa.PrimaryKeyConstraint("session_pk", "turn_id", "kind", "name", name="pk_feedback"),
+    )
     op.create_table(
         "idempotency",
         sa.Column("tenant", sa.Text, nullable=False),

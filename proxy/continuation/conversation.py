@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history, tool_call_ids
 from proxy.continuation.outline import Outlines
-from proxy.dialects.base import Call
+from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import with_readable_arguments
 from turnwise.types import Json
 
@@ -194,7 +194,7 @@ async def read_conversation(
     await pauses.pause()
     call.messages_json = await _encode(call.messages, pauses)
     earlier = None if prefixes is None or owner is None else prefixes.find(owner, call.messages_json)
-    context = context_digest(call.tools, call.template_arguments)
+    context = context_digest(call.tools, template_arguments(call.body))
     is_usable = earlier is not None and (earlier.history.context, earlier.history.fields) == (context, fields)
     history = earlier.history if earlier is not None and is_usable else None
     num_digested = 0 if history is None else len(history.full)

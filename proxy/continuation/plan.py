@@ -21,7 +21,7 @@ from proxy.continuation.encoded_ids import EncodedIds
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.reply import Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
-from proxy.dialects.base import Call
+from proxy.dialects.base import Call, template_arguments
 from turnwise.types import Json, TokenIds
 
 RENDERED_HERE = 4 * 2**10
@@ -115,7 +115,7 @@ async def _extended_prompt(
             replied,
             reply,
             call.tools,
-            call.template_arguments,
+            template_arguments(call.body),
             keep_thinking=keep_thinking,
             outlines=outlines,
             thinking=thinking,

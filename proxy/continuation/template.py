@@ -162,6 +162,22 @@ class ChatTemplate:
         """Return the ids of a rendered prompt."""
         return self._encode(text)
 
+    def reply_ids(self, messages: Sequence[Json], reply: str, tools: Any, arguments: Json) -> list[int]:
+        """Return the tokens of a reply that a person wrote, its end of turn included, as they would be sampled.
+
+        Raises:
+            Unsafe: when the template does not render the reply after its own generation prompt.
+        """
+        prompt = self.render(messages, tools, arguments, generate=True)
+        whole = self.render([*messages, {"role": "assistant", "content": reply}], tools, arguments, generate=False)
+        sampled = whole[len(prompt) :]
+        if not whole.startswith(prompt) or reply.strip() not in sampled:
+            raise Unsafe("template_unsafe")
+        ends = [sampled.rfind(end) + len(end) for end in self._ends.values() if end in sampled]
+        sampled = sampled[: max(ends, default=len(sampled))]
+        before, ids = self.tokenise(prompt), self.tokenise(prompt + sampled)
+        return ids[len(before) :] if ids[: len(before)] == before else self.tokenise(sampled)
+
     def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each of these tokens on its own; a part of a character becomes U+FFFD."""
         return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids}

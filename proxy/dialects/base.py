@@ -37,6 +37,17 @@ class Encoder(Protocol):
         """Return the event that reports an OpenAI-shaped error in the middle of the stream."""
 
 
+def template_arguments(fields: Json) -> Json:
+    """Return the arguments of the chat template besides messages and tools, as vLLM derives them from a request."""
+    arguments = dict(fields.get("chat_template_kwargs") or {})
+    effort = fields.get("reasoning_effort")
+    if effort is not None:
+        arguments["reasoning_effort"] = effort
+        arguments.setdefault("enable_thinking", effort != "none")
+    arguments.update({field: fields[field] for field in TEMPLATE_FIELDS if fields.get(field) is not None})
+    return arguments
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Call:
     """One request for a sampled reply, in canonical form."""
@@ -108,18 +119,6 @@ class Call:
     def tools(self) -> list[Json] | None:
         """Tool schemas, None when the model sees none."""
         return self.body.get("tools") or None
-
-    @property
-    def template_arguments(self) -> Json:
-        """The arguments of the chat template besides messages and tools, as vLLM derives them from a request."""
-        body = self.body
-        arguments = dict(body.get("chat_template_kwargs") or {})
-        effort = body.get("reasoning_effort")
-        if effort is not None:
-            arguments["reasoning_effort"] = effort
-            arguments.setdefault("enable_thinking", effort != "none")
-        arguments.update({field: body[field] for field in TEMPLATE_FIELDS if body.get(field) is not None})
-        return arguments
 
     @property
     def sampling(self) -> Json:

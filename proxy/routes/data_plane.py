@@ -12,7 +12,7 @@ from starlette.routing import Route, compile_path
 
 from proxy.auth import Principal
 from proxy.dialects import registry
-from proxy.dialects.base import Action, Call, Dialect, WireRoute
+from proxy.dialects.base import Action, Call, Dialect, WireRoute, template_arguments
 from proxy.dialects.chat import readable_messages
 from proxy.http.asgi import App, Receive, Scope, Send, parse_object, read_body
 from proxy.routes import upstream
@@ -84,7 +84,7 @@ class QueryEndpoint:
         engine = services.pool.route(principal.key_id)
         rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
         rendered |= {"messages": readable_messages(call), "model": engine.model}
-        if arguments := call.template_arguments:
+        if arguments := template_arguments(call.body):
             rendered["chat_template_kwargs"] = arguments
         return self._dialect.encode_count(await engine.count_tokens(orjson.dumps(rendered)))
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
 from turnwise.store.trained import TrainedSession, UpdateGroup
-from turnwise.types import Json, Logprobs, PolicyVersion, Reward, Role, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import Feedback, Json, Logprobs, PolicyVersion, Reward, Role, Session, TokenIds, Turn, UpdateRecord
 
 
 class Answer(BaseModel):
@@ -60,6 +60,7 @@ class ChainRole(Answer):
 HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"tenant"}),
     Reward: frozenset({"tenant", "digest"}),
+    Feedback: frozenset({"tenant", "content"}),
     PolicyVersion: frozenset(),
     UpdateRecord: frozenset(),
     Key: frozenset(),
@@ -143,6 +144,15 @@ NewSessionAnswer = answer_model(
     api_key=(str, Field(description="A key for this session alone.")),
 )
 RewardAnswer = answer_model("RewardAnswer", Reward, "One line of the reward ledger.")
+FeedbackAnswer = answer_model(
+    "FeedbackAnswer",
+    Feedback,
+    "What a person said about a session or a turn.",
+    turn_id=(str | None, Field(description="The turn that it is about; null for the whole session.")),
+    value=(bool | float | str | None, Field(description="The thumb, rating, text or edited reply; null for a choice.")),
+    scale=(list[float] | None, Field(description="The lowest and the highest rating; null without a scale.")),
+    over=(list[str], Field(description="The turns that a demonstration was preferred to.")),
+)
 TurnAnswer = answer_model(
     "TurnAnswer",
     Turn,
@@ -233,6 +243,7 @@ class RewardsAnswer(Page):
     data: list[ReachedAnswer]
 
 
+FeedbackPage = page_model("FeedbackPage", FeedbackAnswer, "The feedback of a session.")
 SessionPage = page_model(
     "SessionPage",
     SessionAnswer,

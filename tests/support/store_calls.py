@@ -10,6 +10,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import sqlalchemy as sa
 from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
@@ -22,6 +23,7 @@ from turnwise.store import (
     engine_activity,
     evaluations,
     experiences,
+    feedback,
     forks,
     groups,
     history,
@@ -51,6 +53,8 @@ from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
 from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import (
+    Feedback,
+    FeedbackKind,
     Label,
     Outcome,
     PolicyKind,
@@ -160,6 +164,23 @@ def _regroup(conn: sa.Connection) -> None:
     groups.describe_training(conn, changed)
 
 
+def _feedback(conn: sa.Connection, text: str) -> None:
+    """Store a thumb and an edited reply to a turn that has a parent; a second edit replaces the first."""
+    thumb = Feedback(session_id="s", tenant="t", kind=FeedbackKind.BOOLEAN, content={"value": True})
+    feedback.add(conn, thumb, reward=1.0, idempotency_key="f", body_digest=b"f")
+    edit = Feedback(
+        session_id="s", tenant="t", turn_id="t-s-t2", kind=FeedbackKind.DEMONSTRATION, content={"value": text}
+    )
+    edit = dataclasses.replace(edit, group_id=feedback.group_of(edit))
+    session = feedback.member(edit, _session("s"), 0, 1)
+    path, _ = forks.read_path(conn, session, "t-s-t2", before=True)
+    forks.copy_turns(conn, session, path[0], path)
+    written = feedback.Member(
+        session=session, turn_id="t-s-t2", reward=1.0, written=text, token_ids=np.array([1], np.int32)
+    )
+    feedback.add(conn, edit, group=[written])
+
+
 def _session(session_id: str, **fields: Any) -> Session:
     return Session(session_id=session_id, tenant="t", **fields)
 
@@ -213,6 +234,8 @@ OF_TENANT: dict[str, Ask] = {
     "a fork": lambda c: [forks.copy_turns(c, _session("f"), "t-s-t1", ["t-s-t1", "t-s-t2"]) for _ in range(2)],
     "a chain's role": lambda c: roles.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
     "rewards": _rewards,
+    "feedback": lambda c: (_feedback(c, "Rome"), _feedback(c, "Oslo"), feedback.feedback_of(c, "t", "s")),
+    "a session with feedback that is deleted": lambda c: (_feedback(c, "Rome"), retention.delete_session(c, "t", "s")),
     "a label": lambda c: session_changes.set_label(c, "t", "s", Label(label="golden")),
     "a removed label": lambda c: session_changes.remove_label(c, "t", "over", "golden"),
     "an end": lambda c: ledger.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),

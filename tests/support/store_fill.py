@@ -113,6 +113,7 @@ def fill_more(database: Database, num_groups: int, tenants: Sequence[str] = OTHE
             tables.sessions,
             tables.turns,
             tables.rewards,
+            tables.feedback,
             tables.trained_sessions,
             tables.session_labels,
             tables.idempotency,
@@ -158,6 +159,8 @@ def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dic
         turn = dataclasses.replace(turn, turn_id=f"{tenant}-{group_id}-{seq}", dialogue_digest=b"d")
         yield tables.turns, rows.turn_row(turn, pk)
     yield tables.rewards, rows.reward_row(Reward(session_id="", value=1.0), pk)
+    content = {"turn_id": "", "kind": "boolean", "name": "feedback", "content": "{}", "created_at": 0}
+    yield tables.feedback, {"session_pk": pk, "group_id": None, "source": None, "written_by": None, **content}
     trained_in = {"session_pk": pk, "update_id": 1, "policy_version": 1, "advantages": "{}"}
     yield tables.trained_sessions, trained_in
     yield tables.session_labels, rows.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)

@@ -23,7 +23,16 @@ from turnwise import errors
 from turnwise.client import wire
 from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection
 from turnwise.client.session_state import SessionState
-from turnwise.client.wire import Attempts, Call, ForkAt, Prompt, RewardFields, SessionFields
+from turnwise.client.wire import (
+    Attempts,
+    Call,
+    FeedbackFields,
+    FeedbackKind,
+    ForkAt,
+    Prompt,
+    RewardFields,
+    SessionFields,
+)
 from turnwise.types import Json
 
 
@@ -121,6 +130,29 @@ class Client(Connection):
     def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
         """Add one reward to the ledger; return how many turns it reached."""
         return self.rewards([wire.reward_line(value, session_id=session_id, **where)])[0]
+
+    def feedback(
+        self,
+        kind: FeedbackKind,
+        value: bool | float | str | None = None,
+        *,
+        turn_id: str | None = None,
+        **fields: Unpack[FeedbackFields],
+    ) -> Json:
+        """Store what a person said about a turn or a session; return it. Later feedback of the same kind replaces it.
+
+        Args:
+            kind: `boolean` for a thumb, `float` for a rating, `comment`, or `demonstration` for a better reply.
+            value: True or false, a number, or a text. Without one, a demonstration is the turn's reply as it is.
+            turn_id: The turn: the id of the completion.
+            fields: See `FeedbackFields`.
+        """
+        return self._json(wire.post_feedback(kind, value, turn_id, fields))
+
+    def feedback_of(self, session_id: str) -> list[Json]:
+        """Return the feedback of a session and its turns that is in force, oldest first."""
+        rows: list[Json] = self._json(wire.get("/v1/feedback", session_id=session_id))["data"]
+        return rows
 
     def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
         """Add several reward lines in one transaction; return how many turns each reached."""
@@ -287,6 +319,29 @@ class AsyncClient(Connection):
     async def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
         """Add one reward to the ledger; return how many turns it reached."""
         return (await self.rewards([wire.reward_line(value, session_id=session_id, **where)]))[0]
+
+    async def feedback(
+        self,
+        kind: FeedbackKind,
+        value: bool | float | str | None = None,
+        *,
+        turn_id: str | None = None,
+        **fields: Unpack[FeedbackFields],
+    ) -> Json:
+        """Store what a person said about a turn or a session; return it. Later feedback of the same kind replaces it.
+
+        Args:
+            kind: `boolean` for a thumb, `float` for a rating, `comment`, or `demonstration` for a better reply.
+            value: True or false, a number, or a text. Without one, a demonstration is the turn's reply as it is.
+            turn_id: The turn: the id of the completion.
+            fields: See `FeedbackFields`.
+        """
+        return await self._json(wire.post_feedback(kind, value, turn_id, fields))
+
+    async def feedback_of(self, session_id: str) -> list[Json]:
+        """Return the feedback of a session and its turns that is in force, oldest first."""
+        rows: list[Json] = (await self._json(wire.get("/v1/feedback", session_id=session_id)))["data"]
+        return rows
 
     async def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
         """Add several reward lines in one transaction; return how many turns each reached."""

@@ -11,7 +11,7 @@ import json
 import math
 import random
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
@@ -85,6 +85,25 @@ class RewardFields(TypedDict, total=False):
     """Rewards of different names add up; a later one of the same name replaces the earlier one."""
     source: str
     """Who gave it."""
+
+
+class FeedbackFields(TypedDict, total=False):
+    """Optional fields of feedback."""
+
+    session_id: str
+    """The session that it is about, if it is about no single turn."""
+    name: str
+    """For thumbs and ratings the name of the reward; it also separates the feedback of several people."""
+    scale: tuple[float, float]
+    """The lowest and the highest rating: they count as a thumb down and a thumb up."""
+    over: Sequence[str]
+    """Turns with other replies to the same prompt, which the reply was preferred to."""
+    source: str
+    """Where it comes from."""
+
+
+FeedbackKind = Literal["boolean", "float", "comment", "demonstration"]
+"""A thumb, a number or a rating, a text, or a better reply."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,6 +229,19 @@ def _check_finite(value: float | None) -> None:
 def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> Call:
     """Return the call that writes several reward lines in one transaction."""
     return write("/v1/rewards", [dict(line) for line in lines], idempotency_key=idempotency_key)
+
+
+def post_feedback(
+    kind: FeedbackKind, value: bool | float | str | None, turn_id: str | None, fields: FeedbackFields
+) -> Call:
+    """Return the call that stores what a person said.
+
+    Raises:
+        InvalidRequest: neither a turn nor a session is given.
+    """
+    if turn_id is None and "session_id" not in fields:
+        raise errors.InvalidRequest("feedback needs a target: give turn_id or session_id", param="turn_id")
+    return write("/v1/feedback", given({"turn_id": turn_id, "kind": kind, "value": value, **fields}))
 
 
 def next_page(call: Call, page: Json, id_field: str) -> Call | None:

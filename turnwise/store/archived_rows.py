@@ -10,12 +10,12 @@ import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_if_new, is_among, last_assigned, members
-from turnwise.store.tables import groups, rewards, session_labels, sessions, trained_sessions, turns
+from turnwise.store.tables import feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.types import SessionStatus
 
 Row = Mapping[str, Any]
 
-OF_SESSIONS = (turns, rewards, trained_sessions, session_labels)
+OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels)
 """Tables with rows of sessions, besides their own."""
 TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}
 """All archived tables, by name."""

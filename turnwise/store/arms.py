@@ -13,7 +13,7 @@ from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import DELETED, sessions, turns
-from turnwise.types import FORKED, SHADOW, Credit, Json, Outcome, SessionStatus
+from turnwise.types import FORKED, IMPORT, SHADOW, Credit, Json, Outcome, SessionStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
         sa.select(sessions.c.session_pk, sessions.c.credit).where(
             sessions.c.created_at >= to_micros(since),
             sessions.c.status.not_in([SessionStatus.OPEN.value, DELETED]),
-            sessions.c.opened_by.is_distinct_from(SHADOW),  # no agent went on from their replies
+            # No agent went on from the replies of shadow samples, and imported sessions hold copies.
+            sa.func.coalesce(sessions.c.opened_by, "").not_in([SHADOW, IMPORT]),
         )
     ).all()
     credit_of = {row.session_pk: Credit(row.credit) for row in finished}

@@ -41,7 +41,7 @@ def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bo
     path = lineage.path_ids(conn, session_pk, turn_id)
     if before:
         path.pop()
-    copied = queries.sessions_of_turns(conn, session.tenant, [_copy_id(session, each) for each in path])
+    copied = queries.sessions_of_turns(conn, session.tenant, [copy_id(session, each) for each in path])
     return path, len(copied)
 
 
@@ -69,7 +69,7 @@ def copy_turns(
     if (
         root_id is not None
         and not is_new
-        and not queries.sessions_of_turns(conn, session.tenant, [_copy_id(session, root_id)])
+        and not queries.sessions_of_turns(conn, session.tenant, [copy_id(session, root_id)])
     ):
         raise Conflict(
             f"session {session.session_id!r} exists and does not begin with a copy of turn {root_id!r}; choose "
@@ -89,13 +89,13 @@ def copy_turns(
 
 def _copy(turn: Turn, session: Session, sampled_here: str | None) -> Turn:
     is_sampled_here = turn.turn_id == sampled_here
-    copy_id, parent_id = _copy_id(session, turn.turn_id), turn.parent_turn_id
+    own_id, parent_id = copy_id(session, turn.turn_id), turn.parent_turn_id
     return dataclasses.replace(
         turn,
-        turn_id=copy_id,
+        turn_id=own_id,
         session_id=session.session_id,
-        parent_turn_id=None if parent_id is None else _copy_id(session, parent_id),
-        chain_id=copy_id,  # the store sets the chain of a turn that extends another
+        parent_turn_id=None if parent_id is None else copy_id(session, parent_id),
+        chain_id=own_id,  # the store sets the chain of a turn that extends another
         seq=-1,
         outcome=turn.outcome if is_sampled_here else Outcome.UNTRAINABLE,
         reason=turn.reason if is_sampled_here else FORKED,
@@ -106,7 +106,7 @@ def _copy(turn: Turn, session: Session, sampled_here: str | None) -> Turn:
     )
 
 
-def _copy_id(session: Session, turn_id: str) -> str:
+def copy_id(session: Session, turn_id: str) -> str:
     """Return the same id for the same copy, so that a repeated fork stores nothing twice."""
     named = "\0".join((session.tenant, session.session_id, turn_id))
     return f"chatcmpl-{blake2b(named.encode(), digest_size=16).hexdigest()}"

@@ -25,6 +25,7 @@ from turnwise.store.tables import (
     DELETED,
     NO_TENANT,
     api_keys,
+    feedback,
     groups,
     idempotency,
     rewards,
@@ -67,12 +68,28 @@ class Deleted:
 
 
 def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted:
-    """Delete a session with its turns and rewards; call it while it has more.
+    """Delete a session with its turns, rewards and feedback; call it while it has more.
+
+    The copies of its turns that demonstrations have made are deleted first.
 
     Raises:
         NotFound: no such session.
     """
-    return _delete(conn, [queries.lock_session(conn, tenant, session_id)])
+    row = queries.lock_session(conn, tenant, session_id)
+    own = sa.select(feedback.c.group_id).where(feedback.c.session_pk == row.session_pk)
+    if copies := _sessions_of_groups(conn, tenant, own.where(feedback.c.group_id.is_not(None))):
+        return dataclasses.replace(_delete(conn, copies), has_more=True)
+    return _delete(conn, [row])
+
+
+def delete_group(conn: sa.Connection, tenant: str, group_id: str) -> Deleted:
+    """Delete the first `SESSIONS_AT_ONCE` sessions of a group, and with its last session the group."""
+    return _delete(conn, _sessions_of_groups(conn, tenant, [group_id]))
+
+
+def _sessions_of_groups(conn: sa.Connection, tenant: str, group_ids: sa.Select[Any] | list[str]) -> list[StoredRow]:
+    found = sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.group_id.in_(group_ids))
+    return list(conn.execute(found.limit(SESSIONS_AT_ONCE).with_for_update()))
 
 
 def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
@@ -205,7 +222,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         named,
     ).scalars()
     trained_on = tuple(sorted(versions))
-    for table in (session_labels, trained_sessions):
+    for table in (session_labels, feedback, trained_sessions):
         conn.execute(sa.delete(table).where(is_among(dialect, table.c.session_pk, "session_pks")), named)
     nothing = dict.fromkeys(("group_pk", "group_id", "group_size", "task_id", "user_id", "termination_reason"))
     conn.execute(

@@ -23,6 +23,7 @@ import sqlalchemy as sa
 from turnwise.store import digests, tables
 from turnwise.store.database import from_micros, to_micros
 from turnwise.types import (
+    Feedback,
     Label,
     Logprobs,
     PolicyVersion,
@@ -216,6 +217,8 @@ TURNS = RowFormat(
 LABELS = RowFormat(Label, tables.session_labels, free_text=("note",))
 REWARDS = RowFormat(Reward, tables.rewards, joined=("session_id", "tenant"))
 """A row also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
+FEEDBACK = RowFormat(Feedback, tables.feedback, joined=("session_id", "tenant"), free_text=("source",))
+"""A row also has its session's `session_id` and `tenant`, besides the columns of `feedback`."""
 POLICIES = RowFormat(PolicyVersion, tables.policies)
 UPDATES = RowFormat(UpdateRecord, tables.updates)
 

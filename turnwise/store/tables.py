@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.types import Label, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import Feedback, Label, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
 
 metadata = sa.MetaData(
     naming_convention={
@@ -137,6 +137,14 @@ rewards = sa.Table(
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
     *_columns(Reward, omit=frozenset({"reward_id", "session_id", "tenant"})),
     sa.Index("ix_rewards_session", "session_pk"),
+)
+
+feedback = sa.Table(
+    "feedback",
+    metadata,
+    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
+    *_columns(Feedback, omit=frozenset({"session_id", "tenant"})),
+    sa.PrimaryKeyConstraint("session_pk", "turn_id", "kind", "name"),
 )
 
 idempotency = sa.Table(

@@ -59,6 +59,10 @@ class World:
         body = bodies.get(route, {})
         if route == "POST /v1/rewards":
             body = {"session_id": session_id, "value": 1.0}
+        if route == "POST /v1/feedback":
+            body = {"session_id": session_id, "kind": "boolean", "value": True}
+        if route == "GET /v1/feedback":
+            path = f"{path}?session_id={session_id}"
         return self.ask(method, path, key, body if method == "POST" else None)
 
 
@@ -95,10 +99,10 @@ def test_a_route_is_open_to_the_roles_that_the_table_names_and_to_their_tenant_a
             assert reply.status_code == 403, reply.text
             assert re.fullmatch(r"An? [a-z ]+ key cannot .+\. Use an? .+ key\.", reply.json()["error"]["message"])
             continue
-        is_of_one_session = "{session_id}" in route or route == "POST /v1/rewards"
+        is_of_one_session = "{session_id}" in route or route in ("POST /v1/rewards", "POST /v1/feedback")
         if is_of_one_session and role == "session_reward" and session_id != "mine-own":
             assert reply.status_code == 403, reply.text  # a session key in another session
-        elif (is_of_one_session or "{turn_id}" in route) and session_id == "theirs-own":
+        elif (is_of_one_session or "{turn_id}" in route or route == "GET /v1/feedback") and session_id == "theirs-own":
             assert reply.status_code == 404, reply.text
         else:
             assert reply.status_code not in (401, 403), reply.text

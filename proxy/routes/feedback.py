@@ -1,0 +1,256 @@
+"""Routes for the feedback of people: thumbs, ratings, comments, edited replies and chosen ones.
+
+The kinds have TensorZero's names. Thumbs and ratings become lines of the reward ledger. An edited or chosen reply
+becomes a group of sessions that SFT and DPO train, see `turnwise.store.feedback`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+from fastapi import APIRouter, Depends, Header, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+
+from proxy.auth import Principal
+from proxy.continuation.template import ChatTemplate, Unsafe
+from proxy.dialects.base import template_arguments
+from proxy.routes.checked_route import CheckedRoute, Id, Number, RewardValue, Text
+from proxy.routes.models import PUBLIC, FeedbackAnswer, FeedbackPage, answer, describe_answer
+from proxy.routes.serialise import caller, page
+from proxy.services import Services, services_of
+from turnwise.chains import is_trainable
+from turnwise.errors import InvalidRequest, NotFound
+from turnwise.store import feedback, queries
+from turnwise.store.lineage import TurnView
+from turnwise.types import Feedback, FeedbackKind, Json, Session
+
+MAX_COMMENT = 10_000
+MAX_REPLY = 200_000
+"""Most characters of a comment, and of an edited reply."""
+MAX_OVER = 16
+"""Most replies that one is preferred to."""
+
+Here = Annotated[Services, Depends(services_of)]
+Caller = Annotated[Principal, Depends(caller)]
+router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["rewards"])
+
+
+class NewFeedback(BaseModel):
+    """What a person said about a turn, or about a session."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    turn_id: Id | None = None
+    """The turn: the id of the completion that the client got."""
+    session_id: Id | None = None
+    kind: FeedbackKind
+    """`boolean` for a thumb, `float` for a number or a rating, `comment`, or `demonstration` for a better reply."""
+    value: StrictBool | RewardValue | Annotated[str, Field(min_length=1, max_length=MAX_REPLY)] | None = None
+    """True or false, a number, or the text of a comment or an edited reply. Left out, a demonstration is the turn's own
+    reply, chosen over those in `over`."""
+    name: Id = "feedback"
+    """For thumbs and ratings the name of the reward. Feedback of the same target, kind and name replaces the earlier
+    one, so feedback of several people needs several names."""
+    scale: tuple[Number, Number] | None = None
+    """The lowest and the highest rating, such as [1, 5]: they count as a thumb down and a thumb up."""
+    over: Annotated[list[Id], Field(max_length=MAX_OVER)] = []
+    """Turns with other replies to the same prompt, which the demonstration was preferred to."""
+    source: Text | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> NewFeedback:
+        value, kind = self.value, self.kind
+        if self.turn_id is None and (self.session_id is None or kind is FeedbackKind.DEMONSTRATION):
+            raise ValueError("give `turn_id`, or for a whole session `session_id`; a demonstration needs `turn_id`")
+        if (self.scale and kind is not FeedbackKind.FLOAT) or (self.over and kind is not FeedbackKind.DEMONSTRATION):
+            raise ValueError("`scale` is for kind `float`, `over` for kind `demonstration`")
+        is_right = {
+            FeedbackKind.BOOLEAN: isinstance(value, bool),
+            FeedbackKind.FLOAT: isinstance(value, float | int) and not isinstance(value, bool),
+            FeedbackKind.COMMENT: isinstance(value, str) and len(value) <= MAX_COMMENT,
+            FeedbackKind.DEMONSTRATION: isinstance(value, str) or (value is None and bool(self.over)),
+        }
+        if not is_right[kind]:
+            raise ValueError(
+                f"`value` of kind `{kind}` is {WANTED[kind]}, not {value if value is None else type(value).__name__!r}"
+            )
+        if self.scale is not None and not self.scale[0] <= float(value or 0.0) <= self.scale[1] != self.scale[0]:
+            raise ValueError(f"`value` {value!r} does not lie on the scale {list(self.scale)}")
+        return self
+
+
+WANTED = {
+    FeedbackKind.BOOLEAN: "true or false",
+    FeedbackKind.FLOAT: "a number",
+    FeedbackKind.COMMENT: f"a text of at most {MAX_COMMENT} characters",
+    FeedbackKind.DEMONSTRATION: "the text of a better reply; left out, the turn was chosen over those in `over`",
+}
+
+
+@router.post("/feedback", responses=describe_answer(FeedbackAnswer))
+async def post_feedback(
+    wanted: NewFeedback,
+    request: Request,
+    services: Here,
+    principal: Caller,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+) -> Response:
+    """Store what a person said; later feedback of the same target, kind and name replaces it.
+
+    A thumb or a rating becomes a reward, by the table `feedback_rewards`. An edited or chosen reply becomes a group of
+    sessions with rewards 1 and 0 that SFT, DPO and CHORD train. A comment is stored. The request can be repeated.
+    """
+    given, original = await asyncio.to_thread(_feedback, services, principal, wanted)
+    group: Sequence[feedback.Member] = ()
+    if given.kind is FeedbackKind.DEMONSTRATION:
+        given = dataclasses.replace(given, group_id=feedback.group_of(given))
+        group = await asyncio.to_thread(_group, services, principal, given, original, wanted)
+        for one in group:
+            is_written = one.written is not None
+            await services.sessions.fork(one.session, one.turn_id, before=is_written, is_sampled_here=not is_written)
+    await services.writer.do(
+        feedback.add,
+        given,
+        reward=_reward(wanted, services.settings.feedback_rewards["up"], services.settings.feedback_rewards["down"]),
+        group=group,
+        idempotency_key=idempotency_key,
+        body_digest=hashlib.blake2b(await request.body(), digest_size=16).digest(),
+        retrain=services.settings.retrain_revised,
+    )
+    for one in group:
+        services.forget_session(one.session.tenant, one.session.session_id)
+    return answer(_feedback_json(given))
+
+
+@router.get("/feedback", responses=describe_answer(FeedbackPage))
+async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Response:
+    """List the feedback of a session and its turns that is in force, oldest first; there is only one page."""
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            found = feedback.feedback_of(connection, principal.tenant, session_id)
+        return page(list(map(_feedback_json, found)), has_more=False)
+
+    return answer(await asyncio.to_thread(read))
+
+
+def _feedback(services: Services, principal: Principal, wanted: NewFeedback) -> tuple[Feedback, Session]:
+    """Return the feedback as a record, and its session.
+
+    Raises:
+        NotFound: this tenant has no such session or turn.
+        Forbidden: the caller's key is for another session.
+    """
+    session_id = wanted.session_id
+    with services.database.read() as connection:
+        if wanted.turn_id is not None:
+            holder = queries.session_of_turn(connection, principal.tenant, wanted.turn_id)
+            if holder is None or session_id not in (None, holder):
+                raise NotFound(f"there is no turn {wanted.turn_id!r}" + _where(session_id), param="turn_id")
+            session_id = holder
+        assert session_id is not None
+        principal.require_session(session_id)
+        original = queries.session(connection, principal.tenant, session_id)
+    content: Json = {"value": wanted.value}
+    content |= {} if wanted.scale is None else {"scale": list(wanted.scale)}
+    content |= {"over": wanted.over} if wanted.over else {}
+    record = Feedback(
+        session_id=session_id,
+        tenant=principal.tenant,
+        turn_id=wanted.turn_id or "",
+        kind=wanted.kind,
+        name=wanted.name,
+        content=content,
+        source=wanted.source,
+        written_by=principal.key_id,
+    )
+    return record, original
+
+
+def _where(session_id: str | None) -> str:
+    return "" if session_id is None else f" in session {session_id!r}"
+
+
+def _group(
+    services: Services, principal: Principal, given: Feedback, original: Session, wanted: NewFeedback
+) -> list[feedback.Member]:
+    """Return the sessions of a demonstration's group, the better reply first.
+
+    Raises:
+        NotFound: this tenant has no turn of `over`.
+        Forbidden: the caller's key is for another session than one of these turns.
+        InvalidRequest: the replies are to different prompts, or a written one cannot be tokenised.
+    """
+    with services.database.read() as connection:
+        views = [
+            queries.turn(connection, given.tenant, turn_id, whole_prompt=True)
+            for turn_id in (given.turn_id, *dict.fromkeys(wanted.over))
+        ]
+    prompt = views[0].prompt_token_ids
+    for view in views[1:]:
+        principal.require_session(view.turn.session_id)
+        if not np.array_equal(view.prompt_token_ids, prompt):
+            raise InvalidRequest(
+                f"turn {view.turn.turn_id!r} replies to another prompt than turn {given.turn_id!r}; give turns that "
+                "were sampled from the same one",
+                param="over",
+            )
+    text = wanted.value if isinstance(wanted.value, str) else None
+    if text is None and not is_trainable(views[0].turn):
+        raise InvalidRequest(f"turn {given.turn_id!r} has no reply that was captured exactly", param="turn_id")
+    token_ids = None if text is None else np.array(_reply_ids(services.sessions.template, views[0], text), np.int32)
+    others = [view.turn for view in (views[1:] if text is None else views) if is_trainable(view.turn)]
+    size = 1 + len(others)
+    better = feedback.Member(
+        session=feedback.member(given, original, 0, size),
+        turn_id=given.turn_id,
+        reward=1.0,
+        written=text,
+        token_ids=token_ids,
+    )
+    worse = [
+        feedback.Member(session=feedback.member(given, original, number, size), turn_id=turn.turn_id, reward=0.0)
+        for number, turn in enumerate(others, start=1)
+    ]
+    return [better, *worse]
+
+
+def _reply_ids(template: ChatTemplate | None, view: TurnView, text: str) -> list[int]:
+    """Return the tokens of a written reply to a turn's prompt.
+
+    Raises:
+        InvalidRequest: the proxy has no tokenizer, or the template does not render the reply.
+    """
+    if template is None or not view.messages:
+        reason = "the proxy has no tokenizer" if template is None else "its prompt is not a conversation"
+    else:
+        try:
+            return template.reply_ids(view.messages, text, view.tools, template_arguments(view.turn.sampling))
+        except Unsafe:
+            reason = "the chat template does not render it after its own generation prompt"
+    raise InvalidRequest(
+        f"the edited reply to turn {view.turn.turn_id!r} cannot be tokenised: {reason}; send it as kind `comment`",
+        param="value",
+    )
+
+
+def _reward(wanted: NewFeedback, up: float, down: float) -> float | None:
+    """Return what a thumb or a rating counts in the reward ledger; None for text."""
+    if wanted.value is None or isinstance(wanted.value, str):
+        return None
+    if wanted.scale is None:
+        return (up if wanted.value else down) if isinstance(wanted.value, bool) else wanted.value
+    low, high = wanted.scale
+    return down + (up - down) * (wanted.value - low) / (high - low)
+
+
+def _feedback_json(record: Feedback) -> Json:
+    """Return feedback as the API's JSON."""
+    content = record.content
+    named = {"value": content["value"], "scale": content.get("scale"), "over": content.get("over", [])}
+    return {name: getattr(record, name) for name in PUBLIC[Feedback]} | {"turn_id": record.turn_id or None} | named

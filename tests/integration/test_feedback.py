@@ -1,0 +1,157 @@
+"""Feedback of people: thumbs, ratings and comments, and better replies that SFT and DPO can train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from support.proxies import RunningProxy, StartProxy
+from turnwise_fake_engine import RunningFakeEngine
+
+from trainer.algorithms.dpo import DPO
+from trainer.algorithms.sft import SFT
+from trainer.learning.selection import SelectionRule, offer
+from turnwise.client import Client
+from turnwise.errors import InvalidRequest, NotFound
+from turnwise.store import claims, experiences, groups
+from turnwise.store.database import Database
+
+ASKED = [{"role": "user", "content": "Where is Kim?"}]
+
+
+def call(base_url: str, messages: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
+    body = {"model": "fake", "messages": messages or ASKED, "return_token_ids": True, **fields}
+    return httpx2.post(f"{base_url}/chat/completions", json=body).raise_for_status().json()
+
+
+def feedback_groups(database: Database) -> list[list[Any]]:
+    """Return the experiences of each group that feedback has made, as SFT and DPO claim them."""
+    with database.read() as conn:
+        pks = groups.imported_groups(conn)
+        return [list(experiences.experiences_of_groups(conn, [pk], with_imported=True)) for pk in pks]
+
+
+def test_thumbs_and_ratings_become_rewards_by_the_table_and_the_last_one_counts(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+) -> None:
+    proxy = start_proxy(fake_engine.url, "--feedback-rewards", '{"up": 2, "down": -1}')
+    with Client(proxy.url) as client:
+        session = client.create_session(session_id="s", credit="step_wise")
+        turn_id = call(session.base_url)["id"]
+        said = client.feedback("boolean", True, turn_id=turn_id, source="a page")
+        assert (said["session_id"], said["turn_id"], said["value"], said["source"]) == ("s", turn_id, True, "a page")
+        assert client.session("s")["reward"] == 2.0
+        client.feedback("boolean", False, turn_id=turn_id)
+        assert client.session("s")["reward"] == -1.0
+        # -1 + (2 - -1) * (4 - 1) / (5 - 1) = 1.25, under a name of its own beside the thumb
+        client.feedback("float", 4, turn_id=turn_id, name="stars", scale=(1, 5))
+        assert client.session("s")["reward"] == 0.25
+        client.feedback("float", 0.5, session_id="s", name="plain")
+        client.feedback("comment", "The order number was 17.", turn_id=turn_id)
+        assert client.session("s")["reward"] == 0.75
+        in_force = [(each["kind"], each["name"], each["value"], each["scale"]) for each in client.feedback_of("s")]
+        assert in_force == [
+            ("boolean", "feedback", False, None),
+            ("float", "stars", 4, [1, 5]),
+            ("float", "plain", 0.5, None),
+            ("comment", "feedback", "The order number was 17.", None),
+        ]
+
+
+def test_feedback_is_checked_and_written_once_under_retries(proxy: RunningProxy) -> None:
+    with Client(proxy.url) as client:
+        turn_id = call(client.create_session(session_id="s").base_url)["id"]
+        with pytest.raises(NotFound, match="there is no turn 'none'"):
+            client.feedback("boolean", True, turn_id="none")
+        with pytest.raises(NotFound, match=f"there is no turn {turn_id!r} in session 'other'"):
+            client.feedback("boolean", True, turn_id=turn_id, session_id="other")
+        with pytest.raises(NotFound, match="there is no session 'none'"):
+            client.feedback("comment", "good", session_id="none")
+        with pytest.raises(InvalidRequest, match="`value` of kind `boolean` is true or false, not 'float'"):
+            client.feedback("boolean", 1.0, turn_id=turn_id)
+        with pytest.raises(InvalidRequest, match=r"`value` 6.0 does not lie on the scale \[1.0, 5.0\]"):
+            client.feedback("float", 6.0, turn_id=turn_id, scale=(1, 5))
+        with pytest.raises(InvalidRequest, match="at most 10000 characters"):
+            client.feedback("comment", "a" * 10_001, turn_id=turn_id)
+        key = {"Idempotency-Key": "once"}
+        up, down = ({"turn_id": turn_id, "kind": "boolean", "value": value} for value in (True, False))
+        for body in (up, down, up):
+            named = key if body is up else {}
+            httpx2.post(f"{proxy.v1}/feedback", json=body, headers=named).raise_for_status()
+        assert client.session("s")["reward"] == 0.0, "the repeated request is the first one, not a revision"
+        answer = httpx2.post(f"{proxy.v1}/feedback", json=down, headers=key)
+        assert answer.status_code == 409
+
+
+def test_an_edited_reply_becomes_a_pair_that_sft_and_dpo_train_and_a_later_edit_replaces_it(
+    proxy: RunningProxy,
+) -> None:
+    """The pair shares the prompt's tokens, also in a conversation; the edited reply has no behaviour logprobs."""
+    database = Database(proxy.database_url)
+    with Client(proxy.url) as client:
+        session = client.create_session(session_id="s", user_id="kim")
+        first = call(session.base_url)
+        reply = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+        second = call(session.base_url, [*ASKED, reply, {"role": "user", "content": "Where exactly?"}])
+        for text in ("In Rome.", "In Oslo.", "In Oslo."):
+            said = client.feedback("demonstration", text, turn_id=second["id"])
+        assert said["group_id"].startswith("feedback-")
+        (pair,) = feedback_groups(database)
+        sampled = pair[0] if pair[0].reward == 0.0 else pair[1]
+        written = pair[1] if sampled is pair[0] else pair[0]
+        assert (written.reward, sampled.reward) == (1.0, 0.0)
+        assert list(sampled.tokens) == second["prompt_token_ids"] + second["choices"][0]["token_ids"]
+        prompt = len(second["prompt_token_ids"])
+        assert list(written.tokens[:prompt]) == second["prompt_token_ids"]
+        assert written.prompt_length == prompt < len(written.tokens)
+        assert not np.any(written.logprobs)
+        (turn,) = [each for each in client.turns(written.session_id) if each["reason"] == "imported"]
+        assert turn["response"] == {"role": "assistant", "content": "In Oslo."}
+        offered = offer(pair, [written.group_key], SelectionRule(), (), lambda *_: None)
+        assert [each.session_id for each in SFT(SFT.Settings()).choose(offered).experiences] == [written.session_id]
+        chosen = DPO(DPO.Settings()).choose(offered)
+        assert dict(zip([each.session_id for each in chosen.experiences], chosen.chosen or (), strict=True)) == {
+            written.session_id: True,
+            sampled.session_id: False,
+        }
+        assert claims.claim(database, "t", max_groups=9, lease_seconds=60) is None, "nothing for reinforcement learning"
+        assert client.session("s")["reward"] is None
+        httpx2.delete(f"{proxy.v1}/sessions/s").raise_for_status()
+        assert feedback_groups(database) == []
+        assert list(client.sessions(user_id="kim")) == []
+    database.close()
+
+
+def test_a_reply_that_was_chosen_among_several_is_preferred_to_the_others(proxy: RunningProxy) -> None:
+    database = Database(proxy.database_url)
+    with Client(proxy.url) as client:
+        session = client.create_session(session_id="s")
+        first = call(session.base_url, n=2, temperature=1.0)["id"]
+        other = call(client.create_session(session_id="o").base_url, [{"role": "user", "content": "Hello."}])["id"]
+        with pytest.raises(InvalidRequest, match=f"turn {other!r} replies to another prompt"):
+            client.feedback("demonstration", turn_id=first, over=[other])
+        with pytest.raises(InvalidRequest, match="is the text of a better reply; left out"):
+            client.feedback("demonstration", turn_id=first)
+        client.feedback("demonstration", turn_id=f"{first}#1", over=[first])
+        (pair,) = feedback_groups(database)
+        rewards = {each.turn_ids[0]: each.reward for each in pair}
+        assert sorted(rewards.values()) == [0.0, 1.0]
+    database.close()
+
+
+def test_a_session_key_gives_feedback_only_on_its_own_session(proxy: RunningProxy) -> None:
+    with Client(proxy.url) as client:
+        own = client.create_session(session_id="s", key_may="call_and_reward")
+        foreign = call(client.create_session(session_id="o").base_url)["id"]
+        turn_id = call(own.base_url)["id"]
+    with Client(proxy.url, own.api_key) as person:
+        person.feedback("boolean", True, turn_id=turn_id)
+        for asked in ({"turn_id": foreign, "value": True}, {"session_id": "o", "value": True}):
+            answer = httpx2.post(
+                f"{proxy.v1}/feedback",
+                json={"kind": "boolean", **asked},
+                headers={"authorization": f"Bearer {own.api_key}"},
+            )
+            assert answer.status_code == 403
