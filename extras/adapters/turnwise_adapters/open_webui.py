@@ -1,0 +1,187 @@
+"""Thumbs, comments and edited replies of Open WebUI as feedback.
+
+Open WebUI keeps what people say in its own database and calls nobody, so this command reads its API as an administrator
+and posts what is new. A chat is a session: Open WebUI names it in each call if it runs with these variables.
+
+    ENABLE_FORWARD_USER_INFO_HEADERS=true FORWARD_SESSION_INFO_HEADER_CHAT_ID=X-Session-Id open-webui serve
+    python -m turnwise_adapters.open_webui --open-webui http://127.0.0.1:8080 --every 30
+
+A message has no completion id, so its turn is found by the text of the reply. What was posted is read from the proxy:
+the command has no state, and a second pass posts nothing twice.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import click
+import httpx2
+
+from turnwise.client import Client
+from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.client.wire import FeedbackKind
+from turnwise.errors import NotFound, TurnwiseError
+from turnwise.types import Json
+
+log = logging.getLogger(__name__)
+SOURCE = "open-webui"
+TIMEOUT_SECONDS = 60.0
+THINKING = re.compile(r"<details\b.*?</details>\s*", re.DOTALL)
+"""How Open WebUI stores thinking and tool calls within a message's text."""
+
+
+class Said(NamedTuple):
+    """What a person said about a message."""
+
+    chat_id: str
+    message_id: str
+    kind: FeedbackKind
+    value: bool | str
+
+
+class WebUI:
+    """The administrator's view of an Open WebUI server."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        headers = {"authorization": f"Bearer {api_key}"}
+        self._http = httpx2.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT_SECONDS)
+
+    def feedback(self) -> list[Json]:
+        """Return all ratings of messages."""
+        return self._get("/api/v1/evaluations/feedbacks/all/export")
+
+    def chats(self) -> list[Json]:
+        """Return all chats; the server must allow exports (`ENABLE_ADMIN_EXPORT`, its default)."""
+        return self._get("/api/v1/chats/all/db")
+
+    def _get(self, path: str) -> list[Json]:
+        found: list[Json] = self._http.get(path).raise_for_status().json()
+        return found
+
+
+def said_in(feedback: Iterable[Json], messages_of: dict[str, dict[str, Json]]) -> Iterator[Said]:
+    """Yield the thumbs and comments, and the edits of messages.
+
+    Args:
+        feedback: Ratings, as Open WebUI exports them.
+        messages_of: The messages of each chat by their ids.
+    """
+    for each in feedback:
+        data, meta = each.get("data") or {}, each.get("meta") or {}
+        chat_id, message_id = meta.get("chat_id"), meta.get("message_id")
+        if not chat_id or not message_id:
+            continue
+        if data.get("rating") in (1, -1, "1", "-1"):
+            yield Said(chat_id, message_id, "boolean", int(data["rating"]) > 0)
+        words = [data[name] for name in ("reason", "comment") if data.get(name)]
+        if words:
+            yield Said(chat_id, message_id, "comment", ": ".join(words))
+    for chat_id, messages in messages_of.items():
+        for message_id, message in messages.items():
+            is_edited = message.get("originalContent") not in (None, "", message.get("content"))
+            if message.get("role") == "assistant" and is_edited and text_of(message.get("content")):
+                yield Said(chat_id, message_id, "demonstration", text_of(message["content"]))
+
+
+def text_of(content: object) -> str:
+    """Return a message's text without thinking."""
+    return THINKING.sub("", content).strip() if isinstance(content, str) else ""
+
+
+class Chat:
+    """The turns of a chat, and what was said about them before."""
+
+    def __init__(self, client: Client, chat_id: str, messages: dict[str, Json]) -> None:
+        self._messages = messages
+        self._turns: dict[str, list[str]] = collections.defaultdict(list)
+        self.posted: dict[tuple[str | None, str], object] = {}
+        """What is in force, by turn and kind."""
+        for session_id in _sessions_of(client, chat_id):
+            for turn in client.turns(session_id):
+                self._turns[text_of((turn["response"] or {}).get("content"))].append(turn["turn_id"])
+            for each in client.feedback_of(session_id):
+                self.posted[each["turn_id"], each["kind"]] = each["value"]
+
+    def turn_of(self, message_id: str) -> str | None:
+        """Return the turn that sampled a message; None if none of the chat did."""
+        message = self._messages.get(message_id) or {}
+        for text in (text_of(message.get("originalContent")), text_of(message.get("content"))):
+            edits = (turn for (turn, kind), value in self.posted.items() if kind == "demonstration" and value == text)
+            alike = self._turns.get(text) if text else None
+            if alike:  # equal replies of a chat are told apart by their order
+                return alike[min(self._place(message_id, text), len(alike) - 1)]
+            if text and (turn := next(edits, None)) is not None:  # it was edited before
+                return turn
+        return None
+
+    def _place(self, message_id: str, text: str) -> int:
+        same = [
+            (message.get("timestamp") or 0, key)
+            for key, message in self._messages.items()
+            if text in (text_of(message.get("originalContent")), text_of(message.get("content")))
+        ]
+        return [key for _, key in sorted(same)].index(message_id)
+
+
+def _sessions_of(client: Client, chat_id: str) -> Iterator[str]:
+    """Yield the chat's session, and those that continue it after it was over."""
+    number = 1
+    while True:
+        session_id = chat_id if number == 1 else f"{chat_id}~{number}"
+        try:
+            client.session(session_id)
+        except NotFound:
+            return
+        yield session_id
+        number += 1
+
+
+def pass_on(client: Client, web_ui: WebUI) -> Json:
+    """Post what people have said since the last pass; return how much, and how much is of no stored turn."""
+    chats = web_ui.chats()
+    messages_of = {each["id"]: ((each.get("chat") or {}).get("history") or {}).get("messages") or {} for each in chats}
+    known: dict[str, Chat] = {}
+    counts = {"boolean": 0, "comment": 0, "demonstration": 0, "without_turn": 0}
+    for said in said_in(web_ui.feedback(), messages_of):
+        if said.chat_id not in known:
+            known[said.chat_id] = Chat(client, said.chat_id, messages_of.get(said.chat_id, {}))
+        turn_id = known[said.chat_id].turn_of(said.message_id)
+        if turn_id is None:
+            counts["without_turn"] += 1
+        elif known[said.chat_id].posted.get((turn_id, said.kind)) != said.value:
+            client.feedback(said.kind, said.value, turn_id=turn_id, source=SOURCE)
+            counts[said.kind] += 1
+    return counts
+
+
+@click.command()
+@click.option("--open-webui", "url", default="http://127.0.0.1:8080", show_default=True, help="Open WebUI's address.")
+@click.option("--open-webui-key", "key", envvar="OPEN_WEBUI_API_KEY", required=True, help="An administrator's key.")
+@click.option("--proxy", default=DEFAULT_BASE_URL, show_default=True, help="The proxy that Open WebUI calls.")
+@click.option("--api-key", envvar="TURNWISE_API_KEY", help="A key that may read sessions and give rewards.")
+@click.option("--every", type=click.FloatRange(min=1), help="Seconds between passes [default: one pass].")
+def main(url: str, key: str, proxy: str, api_key: str | None, every: float | None) -> None:
+    """Post the thumbs, comments and edits of Open WebUI as feedback."""
+    logging.basicConfig(level=logging.INFO)
+    web_ui = WebUI(url, key)
+    with Client(proxy, api_key) as client:
+        while True:
+            try:
+                click.echo(json.dumps(pass_on(client, web_ui)))
+            except (TurnwiseError, httpx2.HTTPError) as error:
+                if every is None:
+                    raise click.ClickException(str(error)) from error
+                log.warning("this pass ended early, the next one reads everything again: %s", error)
+            if every is None:
+                return
+            time.sleep(every)
+
+
+if __name__ == "__main__":
+    main()
