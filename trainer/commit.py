@@ -1,15 +1,18 @@
-"""What becomes of a trained batch: its version on disk and published, its groups acknowledged with the state.
+"""What becomes of a trained batch: its version published, then written, its groups acknowledged with the state.
 
-With `checkpoint_every = 1` the state is written first, then one transaction publishes the version and acknowledges its
-groups. With more, a version is published at once and its groups stay claimed. Every so many batches a thread writes a
-copy of the state, and then one transaction acknowledges all batches that are in it. A trainer that dies in between
-leaves those groups claimable, and the next one trains them from the last state on. So every group is in the weights
-exactly once either way, and a version that was published meanwhile is followed by one that does not contain it.
+Engines get a version first. One that is held in memory for them is published at once; other engines read directories,
+so the directory is written before. All else is a thread's work while training goes on: the directory, its digest, and
+after every `checkpoint_every` versions a copy of the state. One transaction then acknowledges the batches that are in
+the state. A trainer that dies in between leaves their groups claimable, and the next one trains them from the last
+state on. So every group is in the weights exactly once. A version whose state was not written is followed by one that
+does not contain it, under a new number; one whose directory was not written fails, and engines go back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -30,8 +33,26 @@ from turnwise.store.policies import REFUSED_BY_GATE
 from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest
 
+log = logging.getLogger(__name__)
+
 PROBE_TOKENS = 48
 """Length of a probe's text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewVersion:
+    """What training has made of a batch."""
+
+    version: int
+    weights: dict[str, Tensor]
+    """Whole and on the CPU, copied; empty in all processes but the first."""
+    probe: Json
+    is_held: bool
+    """Whether engines can receive it from memory."""
+    trained_at: float
+    """When its last optimizer step ended, on the monotonic clock."""
+    refusal: str | None = None
+    """Why the publishing gate refused it."""
 
 
 def probe_of(policy: Policy, experiences: Sequence[Experience]) -> Json:
@@ -73,7 +94,10 @@ class Commits:
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
         """Versions since the last state."""
+        self._directory: Future[None] | None = None
+        """The directory of the newest version, on its way to disk."""
         self._writing: Future[None] | None = None
+        """The newest state that is or was written, until it is waited for."""
         self._written: set[int] = set()
         """The versions of the last state and of the one that is being written: a restart may need them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -100,16 +124,13 @@ class Commits:
         chosen: Selection,
         metrics: Json,
         num_steps: int,
-        version: int,
-        weights: dict[str, Tensor],
-        probe: Json,
-        refusal: str | None,
+        made: NewVersion,
     ) -> tuple[Json, State]:
-        """Write the version, publish it, and acknowledge its batch with the state that contains it.
+        """Publish the version; write it, and acknowledge its batch with the state that contains it.
 
         A version that the publishing gate refused is kept on disk and stored as failed, with the reason.
         """
-        parent, progress = state.progress.policy_version, state.progress
+        version, parent, progress = made.version, state.progress.policy_version, state.progress
         after = dataclasses.replace(
             state.with_progress(
                 num_batches=progress.num_batches + 1,
@@ -123,8 +144,10 @@ class Commits:
             ),
             metrics=metrics | {"policy_version": version},
         )
+        seconds = 0.0
         if self._agent.world.is_first:
-            policy = self._written_version(after, weights, parent, probe, refusal)
+            policy = self._published(after, parent, made)
+            seconds = time.monotonic() - made.trained_at
             finished = FinishedBatch(
                 batch=claimed,
                 update=self._record_of(after, chosen),
@@ -133,10 +156,12 @@ class Commits:
                 trained=chosen.advantages_by_session(),
             )
             self._pending.append(finished)
-        self._write(after)
+        self._num_versions += 1
+        if self._num_versions >= self._config.checkpoint_every:
+            self._write_behind(after)
         if self._agent.world.is_first:
             self._prune({version, parent})
-        return after.metrics, after
+        return after.metrics | {"publish_seconds": seconds}, after
 
     def finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection | None
@@ -165,51 +190,55 @@ class Commits:
         """Acknowledge what can be acknowledged now; raise what went wrong in the thread."""
         if not self._agent.world.is_first:
             return
+        if self._directory is not None and self._directory.done():
+            self._wait_for_directory()
         if self._writing is not None and self._writing.done():
             self._wait()
         if self._writing is None and self._num_versions == 0:
             self._ack(self._take())
 
+    def finish_writing(self) -> None:
+        """Wait until everything that was begun is on disk; in all processes."""
+        self._wait_for_directory()
+        self._wait()
+
     def flush(self, state: State) -> None:
         """Acknowledge everything, after a state that contains it."""
-        self._wait()
+        self.finish_writing()
         if self._num_versions:
             self._write_behind(state)
-        self._wait()
+        self.finish_writing()
         self.settle()
 
     def close(self) -> None:
         """Wait for the thread."""
         self._thread.shutdown()
 
-    def _written_version(
-        self, after: State, weights: dict[str, Tensor], parent: int, probe: Json, refusal: str | None
-    ) -> PolicyVersion:
-        """Write the directory of the version; return its record."""
-        version, spec = after.progress.policy_version, after.policy.spec
-        manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": probe}
-        path = self._checkpoints.write_policy(version, lambda place: after.policy.save(place, weights), manifest)
-        return PolicyVersion(
-            version=version,
-            path=str(path),
+    def _published(self, after: State, parent: int, made: NewVersion) -> PolicyVersion:
+        """Publish the version, and write its directory: before that, or behind it where engines need none."""
+        self._wait_for_directory()  # one at a time: of the versions in memory only the newest is not on disk
+        policy = PolicyVersion(
+            version=made.version,
+            path=str(self._checkpoints.policy_directory(made.version).resolve()),
             kind=self._config.kind,
             update_id=after.progress.num_batches,
             metrics=after.metrics,
-            weights_digest=weights_digest(path),
-            error=None if refusal is None else f"{REFUSED_BY_GATE}: {refusal}",
+            error=None if made.refusal is None else f"{REFUSED_BY_GATE}: {made.refusal}",
         )
+        if made.is_held:
+            self._env.publish(policy)
+            self._directory = self._thread.submit(self._write_directory, policy, after.policy, parent, made)
+        else:
+            self._write_directory(policy, after.policy, parent, made)
+        return policy
 
-    def _write(self, state: State) -> None:
-        """Write the state and acknowledge, or publish the version now and do so later."""
-        self._num_versions += 1
-        if self._config.checkpoint_every == 1:
-            batches, self._num_versions = self._take(), 0
-            self._write_and_ack(state.progress.policy_version, self._values(state), state.tensors(), batches)
-            return
-        if self._pending and self._pending[-1].policy is not None:
-            self._env.publish(self._pending[-1].policy)
-        if self._num_versions >= self._config.checkpoint_every:
-            self._write_behind(state)
+    def _write_directory(self, policy: PolicyVersion, model: Policy, parent: int, made: NewVersion) -> None:
+        """Write the directory of a version, and publish its digest."""
+        spec = model.spec
+        manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": made.probe}
+        path = self._checkpoints.write_policy(made.version, lambda place: model.save(place, made.weights), manifest)
+        self._env.publish(dataclasses.replace(policy, weights_digest=weights_digest(path)))
+        log.debug("version %d is on disk %.2f s after its training", made.version, time.monotonic() - made.trained_at)
 
     def _write_behind(self, state: State) -> None:
         """Copy the state, and write it in the thread. One state is written at a time."""
@@ -218,12 +247,19 @@ class Commits:
         self._written = self._written | {version}
         values, tensors = self._values(state), copied(state.tensors())
         batches, self._num_versions = self._take(), 0
-        self._writing = self._thread.submit(self._write_and_ack, version, values, tensors, batches)
+        self._writing = self._thread.submit(self._write_and_ack, version, values, tensors, batches, self._directory)
 
     def _write_and_ack(
-        self, version: int, values: dict[str, Any], tensors: dict[str, Any], batches: list[FinishedBatch]
+        self,
+        version: int,
+        values: dict[str, Any],
+        tensors: dict[str, Any],
+        batches: list[FinishedBatch],
+        directory: Future[None] | None,
     ) -> None:
-        """Write a state, then acknowledge the batches in it."""
+        """Write a state, then acknowledge the batches in it; nothing where the version's directory was not written."""
+        if directory is not None:
+            directory.result()
         self._checkpoints.write_state(version, values, tensors, self._agent.world.background_group)
         self._ack(batches)
         self._written = {version}
@@ -235,6 +271,12 @@ class Commits:
     def _take(self) -> list[FinishedBatch]:
         taken, self._pending = self._pending, []
         return taken
+
+    def _wait_for_directory(self) -> None:
+        """Wait for the directory that is being written."""
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.result()
 
     def _wait(self) -> None:
         """Wait for the state that is being written."""
@@ -259,13 +301,17 @@ class Commits:
 
     def _record_of(self, after: State, chosen: Selection | None) -> UpdateRecord:
         """Return the ledger's line for a batch; its id is the count of batches."""
-        learnt = chosen is not None
+        metrics, progress = after.metrics, after.progress
+        learnt = (0, 0, 0)
+        if chosen is not None:
+            learnt = metrics["num_groups"] - len(chosen.refused), metrics["num_sessions"], metrics["tokens"]
+        num_groups, num_sessions, num_tokens = learnt
         return UpdateRecord(
-            update_id=after.progress.num_batches,
+            update_id=progress.num_batches,
             trainer_id=self._config.trainer_id,
-            policy_version=after.progress.policy_version,
-            num_groups=after.metrics["num_groups"] - len(chosen.refused) if chosen is not None else 0,
-            num_sessions=after.metrics["num_sessions"] if learnt else 0,
-            num_tokens=after.metrics["tokens"] if learnt else 0,
-            metrics=after.metrics,
+            policy_version=progress.policy_version,
+            num_groups=num_groups,
+            num_sessions=num_sessions,
+            num_tokens=num_tokens,
+            metrics=metrics,
         )

@@ -53,9 +53,9 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     buffer_sampling: Literal["uniform", "recency", "priority"] = "uniform"
 
     checkpoint_every: int = Field(default=1, ge=1)
-    """Versions between two states of the trainer on disk. 1: the state is written before its version is published.
-    More: versions are published at once, states are written in the background, and batches are acknowledged with the
-    state that contains them. A crash then costs up to twice as many batches, which are trained again."""
+    """Versions between two states of the trainer on disk. A state is written in the background, and batches are
+    acknowledged with the state that contains them. A crash costs up to twice as many batches, which are trained
+    again."""
     keep_versions: int = Field(default=3, ge=1)
     """Versions that stay on disk, besides the active, the pinned and the newest one."""
     keep_every: int | None = Field(default=None, ge=1)

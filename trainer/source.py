@@ -83,7 +83,7 @@ class Source(Protocol):
         """Return the batch with up to so many further groups; None if none became ready in time."""
 
     def publish(self, policy: PolicyVersion) -> None:
-        """Announce a version whose batch is acknowledged later."""
+        """Announce a version whose batch is acknowledged later, and again once its files are written."""
 
     def ack(self, finished: Sequence[FinishedBatch]) -> None:
         """Record batches, their groups and their versions, durably and all together."""
@@ -232,7 +232,7 @@ class LedgerSource:
         return outlast(read, self._closed)
 
     def publish(self, policy: PolicyVersion) -> None:
-        """Announce a version; its groups stay claimed until `ack`."""
+        """Announce a version, or that its files are written; its groups stay claimed until `ack`."""
 
         def write() -> None:
             with self._db.write() as conn:
@@ -259,7 +259,8 @@ class LedgerSource:
     def open(self, base: PolicyVersion) -> None:
         """Take over what an earlier process held; in an empty ledger publish version 0.
 
-        So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process.
+        So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process. Versions that
+        it held in memory and did not write fail: engines go back to one that is on disk.
 
         Raises:
             SettingsError: The ledger belongs to another model.
@@ -271,6 +272,10 @@ class LedgerSource:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, self._rule.trainer_id)
         with self._db.write() as conn:
             policies.adopt_base(conn, base)
+            last = queries.last_update(conn)
+            lost = policies.fail_unwritten(conn, after=last.policy_version if last else 0)
+        for version in lost:
+            log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
 
     def last_update(self) -> UpdateRecord | None:
         """Return the update that was committed last."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.build import OptimizerLike, as_settings, make_agent, optimizer_factory
 from trainer.claims import Claims, group_keys, num_minibatches
-from trainer.commit import Commits, probe_of
+from trainer.commit import Commits, NewVersion, probe_of
 from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.gap_check import GapCheck
 from trainer.gate import Gate
@@ -142,10 +142,9 @@ class RLWorkflow(abc.ABC):
         if last is None:
             return self._post_setup(state)
         log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
-        if last.policy_version:
+        if last.policy_version and self._sends_weights:
             place = self.checkpoints.policy_directory(last.policy_version)
-            if self._sends_weights:
-                self._hold(last.policy_version, self.agent.export(), read_manifest(place).get("probe"))
+            self._hold(last.policy_version, self.agent.export(), read_manifest(place).get("probe"))
         if "buffer" in last.metrics:
             state = dataclasses.replace(state, buffer=last.metrics["buffer"])
         state = self.states.with_missed_singles(state, self.env)
@@ -233,12 +232,14 @@ class RLWorkflow(abc.ABC):
         """Whether engines get versions from memory."""
         return self.config.weight_transfer and self.config.kind is PolicyKind.FULL
 
-    def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> None:
-        """Keep a version's weights in memory for engines, in the first process."""
+    def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> bool:
+        """Keep a version's weights in memory for engines, in the first process; return whether they are there."""
         if self.weights is None or not self._sends_weights:
-            return
-        if not self.weights.held.hold(version, self.agent.policy.published(weights), probe):
+            return False
+        is_held = self.weights.held.hold(version, self.agent.policy.published(weights), probe)
+        if not is_held:
             log.error("version %d has weights that are not finite; engines will refuse its directory", version)
+        return is_held
 
     def _record(self, metrics: Json, step: int) -> None:
         """Record gauges in the first process."""
@@ -267,6 +268,7 @@ class OnPolicyWorkflow(RLWorkflow):
         """Return the next batch, and the state to train it from: the source may ask to go back to another version."""
         claimed = self._claim(state)
         while isinstance(claimed, Rewind):
+            self.commits.finish_writing()  # the state to go back to may be among what is written now
             state = self.states.rewound(state, claimed)
             self.commits.go_back(state.progress.policy_version)
             claimed = self._claim(state)
@@ -305,7 +307,8 @@ class OnPolicyWorkflow(RLWorkflow):
         chosen, metrics = done.chosen, metrics | done.gauges
         if not done.num_steps:
             return self.commits.finish_untrained(state, claimed, metrics, chosen)
-        metrics |= {"num_updates": done.num_steps, "seconds": time.monotonic() - started}
+        trained_at = time.monotonic()
+        metrics |= {"num_updates": done.num_steps, "seconds": trained_at - started}
         refusal = None
         if self.gate is not None:
             gate = self.gate.check(state.progress.policy_version)
@@ -313,5 +316,12 @@ class OnPolicyWorkflow(RLWorkflow):
         version = self.commits.next_version(state)
         probe = probe_of(state.policy, chosen.experiences)
         weights = self.agent.export()
-        self._hold(version, weights, probe)
-        return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, version, weights, probe, refusal)
+        made = NewVersion(
+            version=version,
+            weights=weights,
+            probe=probe,
+            is_held=self._hold(version, weights, probe),
+            trained_at=trained_at,
+            refusal=refusal,
+        )
+        return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, made)

@@ -378,7 +378,8 @@ class PolicyVersion:
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     activated_at: datetime.datetime | None = None
     weights_digest: str | None = None
-    """Digest of its weights files, in hexadecimal; None for versions published by hand."""
+    """Digest of its weights files, in hexadecimal; None for versions published by hand, and for a trainer's version
+    until its files are complete."""
     model_digest: str | None = None
     """Digest of tokenizer and weights of version 0, in hexadecimal: all sessions and versions of a database belong to
     this one model. None for later versions, and for a model whose files are not on this machine."""
@@ -387,6 +388,11 @@ class PolicyVersion:
     `num_turns`, `broken_share` and `mean_reward`; None without a canary."""
     canary_share: float | None = None
     """The share of new sessions that its canary took; None without a canary."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its files are complete: a trainer offers a version from memory before it has written it."""
+        return self.update_id is None or self.weights_digest is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,7 @@ class Run:
     def update(self) -> Json:
         """Train on one batch and serve the new version; return the batch's gauges."""
         metrics, self.state = self.workflow.step(self.state)
+        self.workflow.commits.finish_writing()  # the version is read from its directory
         self.proxy.follow()
         return metrics
 

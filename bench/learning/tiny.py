@@ -136,6 +136,7 @@ class TinyRun:
     def update(self) -> Json:
         """Train on one batch and sample from the new version; return the batch's gauges."""
         metrics, self.state = self.workflow.step(self.state)
+        self.workflow.commits.finish_writing()  # the version is read from its directory
         self._follow()
         return metrics
 

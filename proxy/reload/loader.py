@@ -106,6 +106,8 @@ class Loader:
 
     async def _check_directory(self, policy: PolicyVersion, engine: Engine, seconds: float | None) -> None:
         """Check all files of a version; wait so long for it, None for the time that it takes."""
+        if not policy.is_written:
+            raise FilesNotRead(f"version {policy.version} is not on disk yet, and its trainer does not hand it out")
         path, model_path = policy.path, engine.model_path
 
         def check() -> None:

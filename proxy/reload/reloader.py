@@ -38,6 +38,8 @@ from turnwise.types import PolicyKind, PolicyVersion, utc_now
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
+LOST_SECONDS = 60.0
+"""How long a restarted engine waits for the active version while it is not on disk and no trainer hands it out."""
 
 
 class Reloader:
@@ -72,6 +74,8 @@ class Reloader:
         )
         self._check_lock = asyncio.Lock()
         self._last_error: str | None = None
+        self._missed: tuple[int, float] | None = None
+        """A version that a restarted engine cannot get, and since when, on the monotonic clock."""
 
     @property
     def problem(self) -> str | None:
@@ -305,9 +309,22 @@ class Reloader:
 
     async def _restore(self, engine: Engine, active: PolicyVersion) -> None:
         """Load the active version whatever the engine has loaded, and resume sampling: the driver may have died."""
-        await self._loader.check(active, engine)
+        try:
+            await self._loader.check(active, engine)
+        except FilesNotRead:
+            if self._is_lost(active):
+                await self.lease.write(policies.fail_policy, active.version, policies.LOST)
+            raise
         await self._loader.load(engine, active, await self._loader.receive(engine, active))
         await engine.resume()
+
+    def _is_lost(self, active: PolicyVersion) -> bool:
+        """Return whether the active version was in the memory of a trainer that has been gone for long."""
+        if active.is_written:
+            return False
+        if self._missed is None or self._missed[0] != active.version:
+            self._missed = active.version, time.monotonic()
+        return time.monotonic() - self._missed[1] >= LOST_SECONDS
 
 
 async def _has_version(engine: Engine) -> bool:

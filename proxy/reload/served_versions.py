@@ -89,7 +89,9 @@ class ServedVersions:
             read_at=read_at,
             active=state.active,
             canary=state.canary,
-            target=state.active if target is not None and target.status is PolicyStatus.FAILED else target,
+            target=target
+            if target is None or target.status is not PolicyStatus.FAILED
+            else state.active or state.newest,
             is_pinned=state.pinned is not None,
         )
 

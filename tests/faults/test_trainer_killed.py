@@ -21,8 +21,7 @@ from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from turnwise.store import policies, queries, trained
-
-VERSIONS = (1, 2)
+from turnwise.types import PolicyStatus
 
 
 def play(directory: Path, model: Path, num_batches: int = 2) -> Path:
@@ -108,16 +107,20 @@ def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
     killed = play(tmp_path / "run", model)
     assert train(trainers, killed, model, STAGES[stage]) == -signal.SIGKILL
     assert train(trainers, killed, model) == 0
-    for version in VERSIONS:
-        expected, resumed = state_of(uninterrupted, version), state_of(killed, version)
-        assert expected.keys() == resumed.keys()
-        assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-    assert not list((killed / "policies").glob(".writing-*"))
     db = new_ledger(killed / "ledger.db")
     with db.read() as conn:
         assert queries.counts(conn).groups == {"trained": 6}
-        assert [record.update_id for record in queries.updates(conn)[0]] == [2, 1]
+        made = {record.update_id: record.policy_version for record in queries.updates(conn)[0]}
+        published = {policy.version: policy for policy in policies.list_policies(conn)[0]}
     db.close()
+    assert list(made) == [2, 1]
+    for update_id, version in made.items():
+        expected, resumed = state_of(uninterrupted, update_id), state_of(killed, version)
+        assert expected.keys() == resumed.keys()
+        assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+        assert published[version].is_written
+    assert all(policy.status is PolicyStatus.FAILED for policy in published.values() if not policy.is_written)
+    assert not list((killed / "policies").glob(".writing-*"))
 
 
 @pytest.fixture(scope="module")

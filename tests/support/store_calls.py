@@ -127,8 +127,9 @@ def _pins(conn: sa.Connection) -> None:
     policies.pinned_version(conn)
     policies.choose_policy(conn, 1, pin=True)
     policies.choose_policy(conn, 2, pin=False)
-    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model"))
-    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model"))
+    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model", update_id=3))
+    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
+    policies.fail_unwritten(conn, after=2)
     policies.choose_policy(conn, 3, pin=True)
 
 

@@ -182,7 +182,8 @@ def train(settings: TrainerSettings) -> Any:
     try:
         state = workflow.learn(workflow.setup(settings.seed))
     except BaseException:
-        workflow.checkpoints.close()  # the end of a process releases it too
+        workflow.commits.close()  # the end of a process ends its thread
+        workflow.checkpoints.close()  # and releases its lock
         raise
     workflow.close()
     return state

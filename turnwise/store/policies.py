@@ -26,6 +26,7 @@ from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_no
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
+LOST = "lost: its trainer ended before its files were written"
 """Beginnings of the errors of versions that engines never got, or have loaded."""
 _SERVING = 1
 """Key of the only row of `serving`."""
@@ -45,6 +46,7 @@ class ServingState(NamedTuple):
 def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
     """Publish a version; return whether it is new. Publishing the same version and path again changes nothing.
 
+    A version that is published before its files are written is published again after that, with their digest.
     A version with an error was refused by its publisher: it is stored as failed, and never served unless a person
     chooses it.
 
@@ -61,7 +63,25 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
             "change, publish the next one",
             param="version",
         )
+    if policy.is_written and not known.is_written:
+        written = sa.update(table).where(table.c.version == policy.version)
+        conn.execute(written.values(weights_digest=policy.weights_digest))
     return False
+
+
+def fail_unwritten(conn: sa.Connection, after: int) -> list[int]:
+    """Fail the versions above this one that a trainer published and never wrote; return them.
+
+    Their turns keep their behaviour logprobs, and their numbers are not used again.
+    """
+    is_lost = sa.and_(
+        table.c.version > after,
+        table.c.update_id.is_not(None),
+        table.c.weights_digest.is_(None),
+        table.c.status != PolicyStatus.FAILED.value,
+    )
+    failed = sa.update(table).where(is_lost).values(status=PolicyStatus.FAILED.value, error=LOST)
+    return list(conn.execute(failed.returning(table.c.version)).scalars())
 
 
 def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:
@@ -108,6 +128,8 @@ def activate_policy(
 ) -> PolicyVersion:
     """Record that engines serve this version now, and retire the previous version.
 
+    A version that failed while engines loaded it stays failed.
+
     Raises:
         NotFound: no such version.
     """
@@ -115,7 +137,7 @@ def activate_policy(
     conn.execute(sa.update(table).where(was_active).values(status=PolicyStatus.RETIRED.value))
     conn.execute(
         sa.update(table)
-        .where(table.c.version == version)
+        .where(table.c.version == version, table.c.status != PolicyStatus.FAILED.value)
         .values(
             status=PolicyStatus.ACTIVE.value,
             error=None,
@@ -227,13 +249,14 @@ def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVers
 
 
 def on_disk(policy: PolicyVersion) -> bool | None:
-    """Return whether the version's files exist; None if that is unknown, or the version is the name of a public model.
+    """Return whether the version's files exist.
 
+    None if that is unknown, the version is the name of a public model, or its trainer still writes them.
     It reads the file system, which may not answer: call it outside of a transaction, and never on an event loop.
     """
     path = Path(policy.path)
     try:
-        return path.is_dir() if path.is_absolute() else None
+        return path.is_dir() if path.is_absolute() and policy.is_written else None
     except OSError:
         return None
 
@@ -316,7 +339,7 @@ def refused_in_a_row(conn: sa.Connection, count: int) -> list[PolicyVersion]:
     """Return so many newest versions, newest first, if engines refused each of them; else none."""
     newest = conn.execute(sa.select(table).order_by(table.c.version.desc()).limit(count)).all()
     found = [rows.POLICIES.record(row) for row in newest]
-    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK
+    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST
     is_refused = [
         each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
     ]

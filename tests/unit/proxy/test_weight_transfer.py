@@ -59,10 +59,13 @@ def announce(stage: Stage, url: str | None) -> None:
         weight_servers.announce_weights(connection, "trainer", url, datetime.now(UTC))
 
 
-def publish_unwritten(stage: Stage, version: int) -> None:
-    """Publish a version whose directory does not exist."""
+def publish_unwritten(stage: Stage, version: int, *, digest: str | None = None) -> None:
+    """Publish a trainer's version whose directory does not exist; with a digest, it is published as written."""
+    made = PolicyVersion(
+        version=version, path=str(stage.directory / f"v{version}"), update_id=version, weights_digest=digest
+    )
     with stage.database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=version, path=str(stage.directory / f"v{version}")))
+        policies.publish_policy(connection, made)
 
 
 @contextlib.contextmanager
@@ -138,6 +141,57 @@ async def test_an_engine_that_was_restarted_gets_the_served_version(stage: Stage
         await process.look()
         assert process.versions == [1, 1]
         assert_received(stage, 1)
+
+
+async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_hands_it_out(stage: Stage):
+    async with stage.process() as process:
+        publish_unwritten(stage, 1)
+        for _ in range(2):
+            await process.follow()
+        assert (process.versions, stage.statuses()) == ([0, 0], ["published"])
+        stage.publish(1)
+        publish_unwritten(stage, 1, digest="of its files")
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, 1], ["active"])
+
+
+async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage: Stage, trainer: WeightServer):
+    """The trainer is killed before the directory is complete, and its next process gives the version up."""
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        trainer.held.hold(2, weights(2), NO_PROBE)
+        publish_unwritten(stage, 2)
+        await process.follow()
+        assert process.versions == [2, 2]
+        with stage.database.write() as connection:
+            assert policies.fail_unwritten(connection, after=1) == [2]
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
+        assert stage.loads == [["v1", "memory:2", "v1"]] * 2
+
+
+async def test_a_restarted_engine_gets_an_older_version_if_the_active_one_is_lost(
+    stage: Stage, trainer: WeightServer, monkeypatch
+):
+    """The trainer has ended before it wrote the version, and does not come back."""
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        trainer.held.hold(2, weights(2), NO_PROBE)
+        publish_unwritten(stage, 2)
+        await process.follow()
+        announce(stage, None)
+        restarted = stage.engines[0].state
+        restarted.receiver, restarted.weight_version, restarted.received = None, "default", {}
+        for _ in range(2):
+            await process.look()
+        assert (process.versions, stage.statuses()) == ([None, 2], ["retired", "active"])
+        monkeypatch.setattr("proxy.reload.reloader.LOST_SECONDS", 0.0)
+        for _ in range(2):
+            await process.look()
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
 
 
 async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(stage: Stage, trainer: WeightServer):
@@ -252,7 +306,7 @@ async def test_without_a_trainer_and_without_a_directory_the_last_good_version_s
         publish_unwritten(stage, 1)
         await process.follow()
         announce(stage, "http://127.0.0.1:9/key")  # nothing listens there
-        publish_unwritten(stage, 2)
+        publish_unwritten(stage, 2, digest="its files were removed")
         await process.follow()
         assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
         assert_received(stage, 1)
@@ -271,7 +325,10 @@ async def test_without_a_trainer_and_without_a_directory_the_last_good_version_s
 async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_served(
     stage: Stage, moment: str, has_directory: bool
 ):
-    """The version is read from its directory, or fails; no engine ever pauses for a version that did not arrive."""
+    """The version is read from its directory, or waits for the trainer's next process, which writes it or gives it up.
+
+    No engine ever pauses for a version that did not arrive.
+    """
     async with stage.process() as process:
         stage.publish(1)
         await process.follow()
@@ -282,7 +339,7 @@ async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_s
         served = 2 if has_directory else 1
         assert process.versions == [served, served]
         assert [loads[-1] for loads in stage.loads] == [f"v{served}"] * 2
-        assert stage.statuses()[1] == ("active" if has_directory else "failed")
+        assert stage.statuses()[1] == ("active" if has_directory else "published")
         assert all(engine.state.running.is_set() and not engine.state.received for engine in stage.engines)
 
 

@@ -439,6 +439,26 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         policies.publish_policy(connection, PolicyVersion(version=1, path="/other"))
 
 
+def test_a_version_is_published_before_it_is_written_and_fails_if_it_never_is(database: Database) -> None:
+    base = PolicyVersion(version=0, path="/0")
+    versions = [PolicyVersion(version=number, path=f"/{number}", update_id=number) for number in (1, 2, 3)]
+    with database.write() as connection:
+        for policy in (base, *versions):
+            assert policies.publish_policy(connection, policy)
+        assert not policies.publish_policy(connection, dataclasses.replace(versions[1], weights_digest="two"))
+        assert not policies.publish_policy(connection, versions[1])
+        assert policies.get_policy(connection, 2).weights_digest == "two"
+        assert policies.fail_unwritten(connection, after=1) == [3]
+        assert policies.fail_unwritten(connection, after=1) == []
+        assert policies.get_policy(connection, 3).error == policies.LOST
+        assert [policies.get_policy(connection, number).is_written for number in (0, 1, 2, 3)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+
+
 def test_old_idempotent_answers_are_deleted(database: Database) -> None:
     """A newer answer is returned again; an older one is deleted, so its key appends again."""
     add_session(database, turns=1)

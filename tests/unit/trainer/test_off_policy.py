@@ -33,6 +33,7 @@ def test_the_buffer_warms_up_then_trains_and_evicts_the_oldest(tmp_path, model, 
     assert [entry.arrived for entry in buffer.entries(state.buffer)] == [2, 3, 4, 5]
     assert state.progress.policy_version == 2
     # Of each sample: all but those of equal rewards.
+    workflow.commits.finish_writing()
     last = last_update(ledger)
     assert last.num_groups == last.metrics["num_groups"] - last.metrics["num_refused_groups"] > 0
     workflow.close()

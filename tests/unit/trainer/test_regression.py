@@ -129,10 +129,10 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("stage", ["after the checkpoint", "inside the publishing transaction"])
-def test_a_trainer_killed_before_a_refusal_is_recorded_refuses_the_same_version_again(
+def test_a_trainer_killed_before_a_refused_batch_is_acknowledged_refuses_the_same_weights_again(
     tmp_path, model, ledger, monkeypatch, stage
 ):
-    """The version is on disk by then; it is neither served nor trained from, and its groups are trained once."""
+    """Neither version is served or trained from, and the groups are trained once."""
     play(ledger, model)
     settings = trainer_ledger.settings_for(tmp_path, model, **POISON | {"total_batches": 1})
 
@@ -143,12 +143,14 @@ def test_a_trainer_killed_before_a_refusal_is_recorded_refuses_the_same_version_
         patched.setattr(*dying(STAGES[stage].replace(":2", ":1"), die))
         with pytest.raises(Killed):
             train(settings)
-    assert list(published(ledger)) == [0]
     train(settings)
-    refused = published(ledger)[1]
-    assert (refused.status, list(published(ledger))) == (PolicyStatus.FAILED, [1, 0])
-    assert refused.error.startswith("refused by the publishing gate: good replies of ")
-    assert train(settings.model_copy(update={"total_batches": 2})).progress.recent_versions == (0, 2)
+    refused = published(ledger)
+    assert list(refused) == [2, 1, 0]
+    for version in (1, 2):
+        assert refused[version].status is PolicyStatus.FAILED
+        assert refused[version].error.startswith("refused by the publishing gate: good replies of ")
+    assert refused[1].weights_digest == refused[2].weights_digest
+    assert train(settings.model_copy(update={"total_batches": 2})).progress.recent_versions == (0, 3)
     with ledger.read() as conn:
         assert queries.counts(conn).groups == {"trained": 6}
 

@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from support.waiting import wait_until
 from trainer.algorithms.algorithm import loss_of
 from trainer.main import run
 from trainer.policy import agent
+from trainer.publish.checkpoint import Checkpoints
+from trainer.source import LedgerSource
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import evaluations, policies, queries, trained
@@ -71,6 +75,70 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     assert published[0].weights_digest == weights_digest(tmp_path / "policies" / "v000002")
     assert (newest.update, len(newest.groups), len(newest.sessions)) == (record, 3, 12)
     assert sum(sum(session.advantages.values()) for session in newest.sessions) == pytest.approx(0.0)
+
+
+def test_a_version_is_published_from_memory_then_written_then_acknowledged(tmp_path, model, ledger, monkeypatch):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    seen = []
+    write_directory, write_state = Checkpoints.write_policy, Checkpoints.write_state
+
+    def look():
+        with ledger.read() as conn:
+            newest = policies.list_policies(conn)[0][0]
+            seen.append((newest.version, newest.is_written, queries.last_update(conn) is not None))
+
+    def noted(write):
+        def write_noted(*args):
+            look()
+            return write(*args)
+
+        return write_noted
+
+    monkeypatch.setattr(Checkpoints, "write_policy", noted(write_directory))
+    monkeypatch.setattr(Checkpoints, "write_state", noted(write_state))
+    train(settings_for(tmp_path, model, total_batches=1))
+    look()
+    assert seen == [(1, False, False), (1, True, False), (1, True, True)]
+
+
+def test_an_adapter_is_written_before_it_is_published(tmp_path, model, ledger, monkeypatch):
+    """Engines read it from its directory."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    seen = []
+
+    def publish(source, policy):
+        seen.append((policy.version, policy.is_written, Path(policy.path).is_dir()))
+
+    monkeypatch.setattr(LedgerSource, "publish", publish)
+    train(settings_for(tmp_path, model, total_batches=1, kind="lora"))
+    assert seen == [(1, True, True)]
+
+
+def test_a_version_that_was_not_written_fails_at_the_restart_and_its_number_is_not_used_again(
+    tmp_path, model, ledger, monkeypatch
+):
+    """Killed while it writes version 2, which engines may have: turns of it keep their number and its reason."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    die = Mock(side_effect=Killed)
+    monkeypatch.setattr(*dying(STAGES["the policy's directory half written"], die))
+    with pytest.raises(Killed):
+        train(settings_for(tmp_path, model))
+    train(settings_for(tmp_path, model))
+    with ledger.read() as conn:
+        found = {policy.version: policy for policy in policies.list_policies(conn)[0]}
+        made = [record.policy_version for record in queries.updates(conn)[0]]
+    assert (list(found), made) == ([3, 2, 1, 0], [3, 1])
+    assert (found[2].status, found[2].error) == ("failed", policies.LOST)
+
+
+def test_a_batch_is_not_acknowledged_where_its_version_could_not_be_written(tmp_path, model, ledger, monkeypatch):
+    """The thread's error ends the trainer: here the disk is full."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    monkeypatch.setattr(Checkpoints, "write_policy", Mock(side_effect=OSError("no space left on device")))
+    with pytest.raises(OSError, match="no space left"):
+        train(settings_for(tmp_path, model, total_batches=1))
+    with ledger.read() as conn:
+        assert queries.last_update(conn) is None
 
 
 def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, model, ledger):
@@ -145,12 +213,13 @@ def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_fo
         train(settings_for(tmp_path, model, **changes))
     assert train(settings_for(tmp_path, model, **changes)).progress.num_batches == 2
 
-    for version in (1, 2):
-        expected, resumed = weights(twin, version), weights(tmp_path, version)
+    with ledger.read() as conn:
+        made = {record.update_id: record.policy_version for record in queries.updates(conn)[0]}
+    assert list(made) == [2, 1]
+    for update_id, version in made.items():
+        expected, resumed = weights(twin, update_id), weights(tmp_path, version)
         assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert groups_by_status(ledger) == {"trained": 6}
-    with ledger.read() as conn:
-        assert [record.update_id for record in queries.updates(conn)[0]] == [2, 1]
 
 
 def test_a_batch_from_a_mismatched_engine_is_refused_before_any_weight_moves(tmp_path, model, ledger):
