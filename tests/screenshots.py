@@ -18,11 +18,11 @@ SESSION = "#session/refund-17-7-1"
 
 def open_tokens(page: Any) -> None:
     """Show the tokens of the turn, coloured by their logprobs, with one of them chosen."""
-    page.click("summary:text('Tokens')")
+    page.locator("summary:text('Tokens')").last.click()
     page.wait_for_selector(".tokens span")
     page.select_option("select[name=colour]", "logprob")
     page.locator(".tokens .sampled").first.click()
-    page.evaluate("scrollTo(0, document.querySelector('article').offsetTop - 60)")
+    page.locator(".foot").last.evaluate("(element) => element.scrollIntoView({block: 'start'})")
 
 
 def examine(page: Any) -> None:

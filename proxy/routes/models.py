@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
+from turnwise.store.summaries import Summary
 from turnwise.store.trained import TrainedSession, UpdateGroup
 from turnwise.types import Feedback, Json, Logprobs, PolicyVersion, Reward, Role, Session, TokenIds, Turn, UpdateRecord
 
@@ -130,6 +131,12 @@ def _json_type(kind: Any) -> Any:
 
 
 SessionAnswer = answer_model("SessionAnswer", Session, "One run of an agent.")
+ListedSession = answer_model(
+    "ListedSession",
+    Session,
+    "One run of an agent in a list.",
+    summary=(Summary | None, Field(default=None, description="What was said in it, with `summary=true`.")),
+)
 EndedSessionAnswer = answer_model(
     "EndedSessionAnswer",
     Session,
@@ -152,6 +159,15 @@ FeedbackAnswer = answer_model(
     value=(bool | float | str | None, Field(description="The thumb, rating, text or edited reply; null for a choice.")),
     scale=(list[float] | None, Field(description="The lowest and the highest rating; null without a scale.")),
     over=(list[str], Field(description="The turns that a demonstration was preferred to.")),
+)
+ReadSession = answer_model(
+    "ReadSession",
+    Session,
+    "One run of an agent, with its own rewards.",
+    rewards=(
+        list[RewardAnswer],  # type: ignore[valid-type]
+        Field(description="The reward lines for the whole session, in order of arrival."),
+    ),
 )
 TurnAnswer = answer_model(
     "TurnAnswer",
@@ -246,7 +262,7 @@ class RewardsAnswer(Page):
 FeedbackPage = page_model("FeedbackPage", FeedbackAnswer, "The feedback of a session.")
 SessionPage = page_model(
     "SessionPage",
-    SessionAnswer,
+    ListedSession,
     "Some sessions.",
     next_after=(str | None, Field(description="The `after` of the next page; null if there are no more sessions.")),
     num_searched=(int, Field(description="Number of sessions that were looked at for this page.")),

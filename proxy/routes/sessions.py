@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from proxy.routes.models import (
     DeletedAnswer,
     EndedSessionAnswer,
     NewSessionAnswer,
-    SessionAnswer,
+    ReadSession,
     SessionPage,
     TurnAnswer,
     TurnPage,
@@ -30,7 +31,17 @@ from proxy.routes.search import contents, session_filter
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import groups, ledger, pages, queries, retention, search, session_changes
+from turnwise.store import (
+    groups,
+    ledger,
+    lineage,
+    pages,
+    queries,
+    retention,
+    search,
+    session_changes,
+    summaries,
+)
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.roles import set_chain_role
 from turnwise.store.search import Contents
@@ -163,6 +174,7 @@ async def list_sessions(
     held: Annotated[Contents, Depends(contents)],
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
+    summary: Annotated[bool, Query(description="Whether each session has a `summary` of what was said in it.")] = False,
 ) -> Response:
     """List this tenant's sessions, newest first.
 
@@ -175,7 +187,11 @@ async def list_sessions(
     def read() -> Json:
         with services.database.read() as connection:
             found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
-        listed = page([record_json(session) for session in found.sessions], found.next_after is not None)
+            said = summaries.summaries(connection, found.sessions) if summary else ()
+        rows = [record_json(session) for session in found.sessions]
+        for row, own in zip(rows, said, strict=False):
+            row["summary"] = dataclasses.asdict(own)
+        listed = page(rows, found.next_after is not None)
         return {**listed, "next_after": found.next_after, "num_searched": found.num_searched}
 
     if held.is_empty:
@@ -184,13 +200,15 @@ async def list_sessions(
         return answer(await asyncio.to_thread(read))
 
 
-@router.get("/sessions/{session_id}", responses=describe_answer(SessionAnswer))
+@router.get("/sessions/{session_id}", responses=describe_answer(ReadSession))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
-    """Read one session."""
+    """Read one session, with the rewards that were given for all of it."""
 
     def read() -> Json:
         with services.database.read() as connection:
-            return record_json(queries.session(connection, principal.tenant, session_id))
+            session = queries.session(connection, principal.tenant, session_id)
+            lines = lineage.session_lines(connection, principal.tenant, session_id)
+        return {**record_json(session), "rewards": [record_json(line) for line in lines]}
 
     return answer(await asyncio.to_thread(read))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -24,6 +24,9 @@ from turnwise.store.session_records import turn_path
 from turnwise.types import TRAINED_ROLES, Json, Role, Turn
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MOST_PARTS = 8
+"""Tokens that are tried together: a character has at most four bytes, and a token may end one and begin the next."""
 
 
 class Segment(Answer):
@@ -50,6 +53,16 @@ class Segment(Answer):
     """The turn's advantage in the last update that trained it; null if none did."""
 
 
+class Characters(Answer):
+    """Neighbouring tokens whose bytes are characters only together."""
+
+    start: int
+    """Position of the first token."""
+    end: int
+    """Position after the last token."""
+    text: str
+
+
 class TokensAnswer(Answer):
     """The sequence of a turn: its whole prompt and what it sampled, as the model saw them."""
 
@@ -60,7 +73,9 @@ class TokensAnswer(Answer):
     segments: list[Segment]
     """In order, without gaps."""
     pieces: dict[str, str]
-    """Text of each token id on its own; empty without a tokenizer."""
+    """Text of each token id on its own, with U+FFFD for a part of a character; empty without a tokenizer."""
+    characters: list[Characters]
+    """Characters that span several tokens, in order."""
     special_ids: list[int]
     """Ids of tokens that mark structure."""
 
@@ -110,8 +125,26 @@ def _tokens(
         "logprobs": logprobs,
         "segments": segments,
         "pieces": {str(token): piece for token, piece in pieces.items()},
+        "characters": [] if template is None else list(characters(token_ids.tolist(), pieces, template.text_of)),
         "special_ids": [token for token, piece in pieces.items() if piece in special],
     }
+
+
+def characters(
+    token_ids: Sequence[int], pieces: Mapping[int, str], text_of: Callable[[Sequence[int]], str]
+) -> Iterator[Json]:
+    """Yield the shortest runs of tokens that begin with a part of a character and form whole characters."""
+    at = 0
+    while at < len(token_ids):
+        end = at + 1
+        if REPLACEMENT in pieces[token_ids[at]]:
+            for tried in range(at + 2, min(at + MOST_PARTS, len(token_ids)) + 1):
+                text = text_of(token_ids[at:tried])
+                if REPLACEMENT not in text:
+                    end = tried
+                    yield {"start": at, "end": end, "text": text}
+                    break
+        at = end
 
 
 def _prompt_parts(turn: Turn, template: ChatTemplate | None, pieces: Mapping[int, str]) -> list[tuple[str, int]]:

@@ -15,6 +15,7 @@ from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
+from proxy.routes.tokens import characters
 from turnwise.store import keys
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
@@ -82,8 +83,10 @@ def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):
         "v1/counts",
         "v1/doctor",
         "v1/events",
+        "v1/experiences",
         "v1/keys",
         "v1/policies",
+        "v1/policies/",
         "v1/rewards",
         "v1/sessions",
         "v1/sessions/",
@@ -91,8 +94,9 @@ def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):
         "v1/updates/summaries",
     }
     for path in sorted(read | {"v1/events"}):
-        method = "POST" if path == "v1/rewards" else "GET"
-        tail = "x/tokens" if path == "v1/turns/" else "x" if path.endswith("/") else ""
+        method = "POST" if path in {"v1/rewards", "v1/policies/"} else "GET"
+        tails = {"v1/turns/": "x/tokens", "v1/policies/": "1/activate"}
+        tail = tails.get(path, "x" if path.endswith("/") else "")
         assert http.request(method, f"/{path}{tail}").status_code == (200 if path in PUBLIC else 401), path
 
 
@@ -195,6 +199,14 @@ def test_the_tokens_of_the_chat_template_are_distinguished_from_those_of_message
     assert listed == [("prompt", ODD), ("prompt", "Go on."), ("prompt", "edited"), ("prompt", "Go on.")]
     kinds = [segment["kind"] for segment in found["segments"]]
     assert (kinds[0], kinds[-2:]) == ("scaffold", ["scaffold", "sampled"])
+
+
+def test_a_character_of_several_tokens_is_listed_as_a_whole():
+    """Bytes as tokens: 🙂 is F0 9F 99 82, é is C3 A9. The last byte belongs to no character and stays alone."""
+    ids = [*b"a", *"🙂é".encode(), 0xFF]
+    pieces = {each: bytes([each]).decode(errors="replace") for each in ids}
+    found = list(characters(ids, pieces, lambda some: bytes(some).decode(errors="replace")))
+    assert found == [{"start": 1, "end": 5, "text": "🙂"}, {"start": 5, "end": 7, "text": "é"}]
 
 
 def test_a_turns_logprobs_are_recomputed_under_the_served_version(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -65,16 +68,18 @@ def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> None:
 
 def test_the_overview_shows_the_served_version_the_rewards_and_the_stored_sessions(window: Visit) -> None:
     text = main_text(page := window.open())
-    for expected in ("version 0", "refund-17", "golden", "rolled back: the canary's mean reward"):
+    for expected in ("version 0", "refund-17", "No trainer has reported.", "0 sessions have a failed call"):
         assert expected in text, text
-    assert page.locator(".chart canvas").count() == 3
+    assert page.locator(".chart canvas").count() == 4
     described = page.get_attribute(".chart .u-wrap", "aria-label")
     assert described == "Reward: train 0.9583 at update 8, held out 0.8 at update 8"
+    page.wait_for_selector("text=sampled tokens a minute")
 
 
 def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) -> None:
     page = window.open("#runs/1/8")
     titles = page.locator(".charts h2").all_inner_texts()
+    assert re.fullmatch(r"Reward of \d+ sessions", titles.pop(1))
     expected = ["Reward", "Staleness", "Entropy", "KL and clipped share", "Gradient norm", "Loss"]
     expected += ["Trained tokens per second", "Idle share of trainer and engines", "Groups"]
     expected += [
@@ -90,9 +95,11 @@ def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) 
     assert "engines 0.1333 at update 8" in idle.get_attribute("aria-label")
     by_name = page.locator("section:has(h2:text-is('Reward by name')) .u-wrap").get_attribute("aria-label")
     assert by_name == "Reward by name: polite 0.125 at update 8, solved 0.8333 at update 8"
+    page.click("summary:text('Metrics of both versions')")
     assert "eval/reward_mean 0.1875 0.8 0.6125" in " ".join(main_text(page).split())
+    assert "rolled back: the canary's mean reward" in main_text(page)
     page.select_option("select[name=x]", "time")
-    wait_until(lambda: page.locator(".chart canvas").count() == len(titles), "all curves are drawn again")
+    wait_until(lambda: page.locator(".chart canvas").count() == 1 + len(titles), "all curves are drawn again")
 
 
 def test_a_curve_of_one_value_is_drawn_around_it(window: Visit) -> None:
@@ -119,13 +126,16 @@ def test_content_of_any_shape_is_shown(window: Visit) -> None:
 
 def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(window: Visit) -> None:
     page = window.open("#sessions")
+    first = page.locator(".sessions > li").nth(1)
+    assert "I want my money back" in main_text(page)
+    assert "Goodbye!" in first.inner_text()
     page.fill("input[name=text]", "money back")
     page.click("summary:text('More filters')")
     page.fill("input[name=min_reward]", "1")
     page.click("button:text('Find')")
     page.wait_for_selector("text=found among 97 sessions")
-    rows = page.locator("main tbody tr").count()
-    assert rows == page.locator("td a:text-is('refund-17')").count() > 0
+    rows = page.locator(".sessions > li").count()
+    assert rows == page.locator(".sessions a:text-is('refund-17')").count() > 0
     assert page.input_value("input[name=min_reward]") == "1"
     group = main_text(window.open("#sessions/group_id=refund-17-8"))
     assert "Group refund-17-8: mean reward 1.125 of 4 sessions" in group
@@ -136,19 +146,97 @@ def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(w
 def test_labels_and_rewards_are_given_by_hand(window: Visit, world: RunningProxy) -> None:
     call(world, "by-hand")
     page = window.open("#session/by-hand")
+    page.click("summary:text-is('Label')")
     page.fill("input[name=label]", "odd 🙂")
     page.fill("input[name=note]", ODD)
     page.click("button:text('Mark')")
-    page.wait_for_selector(".chip:text('odd 🙂')")
-    page.fill("input[name=value]", "0.75")
-    page.select_option("select[name=target]", "turn")
-    page.click("button:text('Give or revise')")
-    page.wait_for_selector("text=Stored; it is for 1 turn.")
+    page.wait_for_selector(".labelled .chip:text('odd 🙂')")
+    page.click("summary:text-is('Details')")
+    form = page.locator(".turn form")
+    form.locator("input[name=value]").fill("0.75")
+    form.locator("select[name=target]").select_option("turn")
+    form.locator("button").click()
+    page.wait_for_selector(".given:text('reward 0.75')")
     stored = httpx2.get(f"{world.url}/v1/sessions/by-hand").json()
     assert (stored["reward"], [each["note"] for each in stored["labels"]]) == (0.75, [ODD])
     page.click("button[aria-label='Remove label odd 🙂']")
     page.wait_for_selector(".chip", state="detached")
-    assert httpx2.get(f"{world.url}/v1/sessions/by-hand").json()["labels"] == []
+    page.click("summary:text-is('Reward')")
+    for value in ("0.25", "0.5"):
+        page.fill(".forms input[name=value]", value)
+        page.click(".forms button:text('Give or revise')")
+        page.wait_for_selector(f".ending .given:text('reward {value}')")
+    assert page.locator(".ending s").all_inner_texts() == ["reward 0.25"]
+    stored = httpx2.get(f"{world.url}/v1/sessions/by-hand").json()
+    assert (stored["labels"], [line["value"] for line in stored["rewards"]]) == ([], [0.25, 0.5])
+
+
+def test_a_session_is_exported_ended_and_deleted_after_a_question(window: Visit, world: RunningProxy) -> None:
+    call(world, "finished")
+    page = window.open("#session/finished")
+    with page.expect_download() as turns:
+        page.click("button:text('Export turns')")
+    (turn,) = json.loads(Path(turns.value.path()).read_text())
+    assert turn["session_id"] == "finished"
+    page.click("button:text('Export experiences')")
+    page.wait_for_selector("#problem:text('There are no experiences yet')")
+    questions: list[str] = []
+    page.once("dialog", lambda dialog: questions.append(dialog.message) or dialog.dismiss())
+    page.click("button:text('End')")
+    page.once("dialog", lambda dialog: questions.append(dialog.message) or dialog.accept())
+    page.click("button:text('End')")
+    page.wait_for_selector("text=The session ended")
+    httpx2.post(f"{world.url}/v1/rewards", json={"session_id": "finished", "value": 1}).raise_for_status()
+    with page.expect_download() as experiences:
+        page.click("button:text('Export experiences')")
+    assert experiences.value.suggested_filename == "finished.jsonl"
+    assert json.loads(Path(experiences.value.path()).read_text())["session_id"] == "finished"
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("button:text('Delete')")
+    page.wait_for_url("**/#sessions")
+    assert len(questions) == 2
+    assert httpx2.get(f"{world.url}/v1/sessions/finished").status_code == 404
+
+
+def test_the_served_version_is_chosen_after_a_question(window: Visit, world: RunningProxy) -> None:
+    """The engines of other tests keep their version, because the route that chooses one is answered here."""
+    page = window.page
+    questions: list[str] = []
+    chosen: list[Any] = []
+
+    def answer(route: Any) -> None:
+        chosen.append((route.request.url.rpartition("/v1/")[2], route.request.post_data_json))
+        route.fulfill(json={})
+
+    page.route("**/activate", answer)
+    page.route("**/v1/policies?*", lambda route: route.fulfill(json=served))
+    version = {"status": "active", "metrics": {}, "created_at": "2026-01-01T00:00:00Z", "on_disk": True, "path": "/p"}
+    listed = [version | {"version": 3}, version | {"version": 2, "status": "retired"}]
+    served = {"data": listed, "has_more": False, "pinned_version": 2}
+    page.on("dialog", lambda dialog: questions.append(dialog.message) or dialog.accept())
+    page = window.open("#runs")
+    page.click("button:text('Follow the newest')")
+    wait_until(lambda: len(chosen) == 1, "the newest is followed")
+    served["pinned_version"] = None
+    page = window.open("#runs")
+    page.click("button:text-is('Pin')")
+    wait_until(lambda: len(chosen) == 2, "the active version is pinned")
+    page.click("button:text-is('Roll back')")
+    wait_until(lambda: len(chosen) == 3, "the older version is chosen")
+    assert chosen == [
+        ("policies/3/activate", {"pin": False}),
+        ("policies/3/activate", {"pin": True}),
+        ("policies/2/activate", {"pin": True}),
+    ]
+    assert len(questions) == 3
+
+
+def test_versions_are_compared_by_the_rewards_and_replies_of_the_same_task(window: Visit) -> None:
+    """In this run version 0 sampled everything, so a version is compared with itself."""
+    text = " ".join(main_text(window.open("#runs/0/0")).split())
+    assert "Over 3 tasks that both versions played" in text
+    assert "refund-17" in text
+    assert "You are welcome. Goodbye!" in text
 
 
 def test_a_branch_shows_its_reason_and_both_texts(window: Visit) -> None:
@@ -160,7 +248,7 @@ def test_a_branch_shows_its_reason_and_both_texts(window: Visit) -> None:
 
 def test_tokens_are_compared_with_the_served_version(window: Visit) -> None:
     page = window.open("#session/edited")
-    page.click("summary:text('Tokens')")
+    page.locator("summary:text('Tokens')").last.click()
     page.wait_for_selector(".tokens .scaffold")
     page.click("button:text('Compare with the served version')")
     # The stand-in gives every token the logprob that it was sampled with.
@@ -185,16 +273,18 @@ def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old(window: Visit)
 def test_live_turns_appear_without_a_reload(window: Visit, world: RunningProxy) -> None:
     page = window.open("#sessions")
     call(world, "live-session")
-    page.wait_for_selector("a:text-is('live-session')", timeout=60_000)
+    page.wait_for_selector("a[title='live-session']", timeout=60_000)
     page = window.open("#session/live-session")
-    assert page.locator(".tree a").count() == 1
+    assert page.locator(".turn").count() == 1
+    assert page.locator(".tree").count() == 0
+    page.click("summary:text-is('Label')")
     page.fill("input[name=note]", "half a no")
     call(world, "live-session", "Another conversation.")
     wait_until(lambda: page.locator(".tree a").count() == 2, "the second turn is in the tree")
     assert page.input_value("input[name=note]") == "half a no"
     page = window.open("")
     httpx2.post(f"{world.url}/v1/sessions/live-session/end", json={"reward": 1.0, "termination_reason": "seen-live"})
-    page.wait_for_selector("td:text-is('seen-live')", timeout=60_000)
+    page.wait_for_selector(".sessions li:has(a[title='live-session']):has-text('seen-live')", timeout=60_000)
 
 
 def test_the_page_shows_when_it_is_not_live_and_asks_for_a_key(window: Visit) -> None:
@@ -258,7 +348,7 @@ def test_odd_names_and_long_text_are_shown_as_text(window: Visit, world: Running
     assert ODD in main_text(page)
     page.click(f"main a:text-is('{ODD}')")
     page.wait_for_url("**/#sessions/task_id=*")
-    page.wait_for_selector("a:text-is('odd')")
+    page.wait_for_selector("a[title='odd']")
     page = window.open("#session/long")
     assert (
         page.evaluate("document.querySelector('pre').textContent.length")
@@ -281,6 +371,7 @@ def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window: 
         ],
         "pieces": {str(number): f" word{number}" for number in range(1000)},
         "special_ids": [7],
+        "characters": [],
     }
     window.page.route("**/tokens", lambda route: route.fulfill(json=answer))
     page = window.open("#session/edited")
@@ -313,7 +404,7 @@ def test_a_stored_conversation_of_100_000_tokens_opens_with_few_requests_element
     started = time.perf_counter()
     page = window.open("#session/long-conversation")
     opened, num_layouts = time.perf_counter(), window.num_layouts()
-    page.click("summary:text('Tokens')")
+    page.locator("summary:text('Tokens')").last.click()
     page.wait_for_selector(".tokens span")
     print(f"the view opened in {opened - started:.2f} s, its tokens in {time.perf_counter() - opened:.2f} s")
     assert window.num_layouts() - num_layouts < 30, "each of 200 blocks caused a layout"

@@ -32,6 +32,7 @@ from turnwise.store import (
     keys,
     leases,
     ledger,
+    lineage,
     opening,
     policies,
     queries,
@@ -41,6 +42,7 @@ from turnwise.store import (
     search,
     session_changes,
     session_records,
+    summaries,
     tables,
     trained,
     trainer_status,
@@ -199,6 +201,10 @@ OF_TENANT: dict[str, Ask] = {
     "a later search": lambda c: search.search_sessions(c, TENANT, CONTENTS, after="over"),
     "a search without contents": lambda c: search.search_sessions(c, TENANT, Contents()),
     "a search by rewards": lambda c: search.search_sessions(c, TENANT, Contents(min_reward=0.0)),
+    "a page's summaries": lambda c: summaries.summaries(
+        c, [queries.session(c, "t", "s"), queries.session(c, "t", "over")]
+    ),
+    "a session's own rewards": lambda c: lineage.session_lines(c, "t", "s"),
     "changes": lambda c: changes.read_state(c, "t"),
     "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over")),
     "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False, max_bytes=1),

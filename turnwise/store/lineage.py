@@ -71,6 +71,16 @@ def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, lis
     return by_session
 
 
+def session_lines(conn: sa.Connection, tenant: str, session_id: str) -> list[Reward]:
+    """Return the reward lines for a whole session in order of arrival; those for its steps and turns are left out."""
+    whole = [rewards.c.turn_id.is_(None), rewards.c.step.is_(None)]
+    own = [sessions.c.tenant == tenant, sessions.c.session_id == session_id]
+    return [
+        rows.REWARDS.record(row)
+        for row in conn.execute(_SELECT_REWARDS.where(*own, *whole).order_by(rewards.c.reward_id))
+    ]
+
+
 def with_ancestors(conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
     """Return the turns of a session that satisfy the conditions, and their ancestors, in order of `seq`."""
     found = conn.execute(_SELECT_TURNS.where(*_with_parents(session_pk, *wanted)).order_by(turns.c.seq))

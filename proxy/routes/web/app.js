@@ -28,6 +28,7 @@ async function show() {
     current.close?.();
     current = {wants: () => false, ...view};
     replaceContent(current.content);
+    current.shown?.();
     showProblem(null);
   } catch (error) {
     if (mine === numShows) showProblem(error);

@@ -2,6 +2,8 @@
 import {make, number} from "./page.js";
 
 const COLOURS = 6, HEIGHT = 190, MINUTE = 60;
+// Up to so many positions, each value is a visible point.
+const DOTTED = 40;
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const short = (value) => value === null || value === undefined ? "–" : Math.abs(value) >= 1e6 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1) : number(Number(value.toPrecision(4)));
 
@@ -18,7 +20,7 @@ export function chart(title, series, {x = "version", isTime = false, integer = !
   let plot = null;
   const draw = () => {
     plot?.destroy();
-    plot = new uPlot(options(box.clientWidth, shown.map(([name]) => name), {x, isTime, integer}), [xs, ...columns], box);
+    plot = new uPlot(options(box.clientWidth, shown.map(([name]) => name), {x, isTime, integer, isSparse: xs.length <= DOTTED}), [xs, ...columns], box);
     showLast(plot);
     const canvas = box.querySelector(".u-wrap");
     canvas.setAttribute("role", "img");
@@ -42,10 +44,10 @@ const showSpan = ({root, scales: {x}}) => { root.parentElement.dataset.span = St
 
 // Without a pointer, the legend has the last values.
 function showLast(plot) {
-  if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({idx: plot.data[0].length - 1}, false);
+  if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({idxs: plot.data.map((column) => column.findLastIndex((value) => value !== null))}, false);
 }
 
-function options(width, names, {x, isTime, integer}) {
+function options(width, names, {x, isTime, integer, isSparse}) {
   const quiet = style("--quiet"), line = style("--grid");
   const axis = {stroke: quiet, grid: {stroke: line, width: 1}, ticks: {stroke: line, width: 1, size: 4}, font: "11px system-ui, sans-serif"};
   const values = (_, ticks) => ticks.map(short);
@@ -56,7 +58,7 @@ function options(width, names, {x, isTime, integer}) {
       {...axis, size: 48, values}],
     series: [{label: isTime ? "time" : x, ...(isTime ? {} : {value: (_, value) => value === null ? "–" : number(value)})},
       ...names.map((label, at) => ({label, stroke: style(`--series${at}`), width: 1.75, spanGaps: true,
-        points: {size: 5, show: undefined}, value: (_, value) => short(value)}))],
+        points: {size: 5, show: isSparse}, value: (_, value) => short(value)}))],
   };
 }
 

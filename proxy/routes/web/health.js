@@ -1,7 +1,7 @@
 // Health: engines, store, queues, limits and keys, live curves while the view is open, and what the doctor finds.
 import {card, facts, make, number, optional, request, showProblem, samples, status, table, tally, time} from "./page.js";
 import {chart} from "./chart.js";
-import {attention, countedAt, readiness, serving} from "./overview.js";
+import {countedAt, readiness, serving, trainerWords} from "./overview.js";
 
 const SAMPLE_MS = 2000, KEPT = 150;
 const VERDICTS = {ok: "good", warn: "warn", fail: "bad"};
@@ -17,8 +17,7 @@ export async function health() {
     const found = samples(exposition);
     points.push(measure(found));
     if (points.length > KEPT) points.shift();
-    parts.replaceChildren(serving(ready, null), queues(found), limits(found, budget), card("Sessions", tally(counts.sessions), countedAt(counts)), card("Groups", tally(counts.groups),
-      ...counts.trainers.map((each) => make("p", {className: "quiet"}, `${each.trainer_id}: `, ...attention(each), `${each.text} (${time(each.reported_at)})`))), ...(keys ? [keyCard(keys)] : []));
+    parts.replaceChildren(serving(ready, null), queues(found), limits(found, budget), card("Sessions", tally(counts.sessions), countedAt(counts)), card("Trainer", tally(counts.groups), ...trainerWords(counts.trainers)), ...(keys ? [keyCard(keys)] : []));
     curves.replaceChildren(...liveCurves(points));
     rows.replaceChildren(metricTable(found));
   };

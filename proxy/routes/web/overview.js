@@ -1,16 +1,9 @@
-// The first view: what is served, what is learnt, and the newest sessions.
-import {byId, card, facts, link, make, moment, number, path, request, samples, status, table, tally, time} from "./page.js";
-import {learningCharts, learningData, versionTable} from "./runs.js";
+// The first view: what is served, what the trainer waits for, what went wrong, and what was said last.
+import {ago, byId, card, empty, facts, link, make, number, optional, path, request, samples, status, tally, time} from "./page.js";
+import {learningCharts, learningData, rewardChart} from "./runs.js";
+import {noSessions, sessionList} from "./sessions.js";
 
-const SESSIONS = 20;
-const COLUMNS = ["session", "labels", "status", "ended by", "reward#", "turns#", "chains#", "task", "split", "opened"];
-
-export function sessionTable(sessions) {
-  return table(COLUMNS, sessions.map((each) => [link(`session/${path(each.session_id)}`, each.session_id),
-    make("span", {}, ...(each.labels ?? []).map((one) => chip(one.label, one.note))), status(each.status),
-    each.termination_reason, number(each.reward), number(each.num_turns), number(each.num_chains),
-    each.task_id ? link(`sessions/task_id=${path(each.task_id)}`, each.task_id) : "", each.split, moment(each.created_at)]));
-}
+const SESSIONS = 8, FAILED = 20, HOUR_MS = 3_600_000, MINUTE_MS = 60_000, SAMPLE_MS = 2000, SEARCH_MS = 20_000;
 
 export async function readiness() {
   const ready = await request("readyz");
@@ -26,51 +19,90 @@ export const chip = (label, note) => make("a", {className: "chip", href: `#sessi
 
 export function serving(ready, pinned) {
   const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
-    make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? `, ${engine.model ?? ""} version ${engine.policy_version}` : engine.error ? `: ${engine.error}` : "")]);
+    make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? ", " : engine.error ? `: ${engine.error}` : "", engine.ready ? shortName(engine.model) : "")]);
   const version = ready.policy_version === null ? "no version" : `version ${ready.policy_version}`;
   const kept = pinned === null || pinned === undefined ? "" :
-    make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until \`turnwise policies follow\`.`);
+    make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until you follow the newest in `, link("runs", "Runs"), ".");
   return card("Serving", make("b", {}, version), kept, facts([["store", status(ready.store)],
     ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]),
-    make("p", {className: "quiet address"}, (ready.engines ?? []).map((engine) => engine.url).filter(Boolean).join(", ")),
     ready.reload_error ? make("p", {className: "bad"}, `Last reload: ${ready.reload_error}`) : null);
 }
 
-function outcomes(found) {
-  const counts = {};
-  for (const {labels, value} of found.filter((sample) => sample.name === "turnwise_turns_total" && sample.value)) {
-    (counts[labels.outcome] ??= []).push([labels.reason, value]);
-  }
-  return !Object.keys(counts).length ? make("p", {className: "quiet"}, "No call since the proxy started.") : facts(Object.entries(counts).map(([outcome, reasons]) => {
-    const total = reasons.reduce((sum, [, value]) => sum + value, 0);
-    const named = reasons.filter(([reason]) => reason).map(([reason, value]) => `${reason} ${number(value)}`);
-    return [status(outcome), make("span", {}, number(total), make("span", {className: "quiet"}, named.length ? ` (${named.join(", ")})` : ""))];
-  }));
+// The name of a model that is a directory is the directory's last part.
+const shortName = (model) => make("span", {title: model ?? ""}, (model ?? "").split("/").filter(Boolean).at(-1) ?? "");
+
+// What each trainer said last; one that waits for a time counts down to it.
+export function trainerWords(trainers) {
+  if (!trainers.length) return [empty("No trainer has reported.", "turnwise train --config train.toml", " starts one.")];
+  return trainers.map((each) => {
+    const left = each.starts_at ? Math.max(0, Math.round((new Date(each.starts_at) - Date.now()) / 1000)) : null;
+    return make("p", {}, ...(each.state === "running" ? [] : [status(each.state), each.text === each.state ? "" : ": "]), each.text === each.state ? "" : each.text, left === null ? "" : `, starts in ${left} s`, make("span", {className: "quiet"}, " (reported ", ago(each.reported_at), ")"));
+  });
 }
 
-// What is said first of a trainer that ended without being told to.
-export const attention = (trainer) => ["blocked", "died", "silent"].includes(trainer.state) ? [status(trainer.state), " "] : [];
-
 function learning(counts) {
-  const lines = (counts.trainers ?? []).map((each) => {
-    const left = each.starts_at ? Math.max(0, Math.round((new Date(each.starts_at) - Date.now()) / 1000)) : null;
-    return make("p", {className: "quiet"}, ...attention(each), `${each.text}${left === null ? "" : `, starts in ${left} s`} (${time(each.reported_at)})`);
-  });
-  return card("Groups for the trainer", make("b", {}, number(counts.groups.ready ?? 0)), " ready", tally(counts.groups),
-    ...(lines.length ? lines : [make("p", {className: "quiet"}, "No trainer has reported yet.")]));
+  const waiting = counts.groups.ready ?? 0;
+  return card("Trainer", make("b", {}, number(waiting)), ` ${waiting === 1 ? "group is" : "groups are"} ready`, ...trainerWords(counts.trainers ?? []), tally(counts.groups));
+}
+
+// Sessions of the last hour with a failed call. The search reads many sessions, so it is repeated at most every 20 s.
+let failures = {at: 0, found: []};
+async function failuresOfTheHour() {
+  if (Date.now() - failures.at > SEARCH_MS) {
+    const found = await optional(`v1/sessions?outcome=error&summary=true&limit=${FAILED}`, {data: []});
+    failures = {at: Date.now(), found: found.data};
+  }
+  return failures.found.filter((each) => Date.now() - new Date(each.last_active_at) < HOUR_MS);
+}
+
+function errors(found) {
+  const count = found.length === FAILED ? `${FAILED} or more` : number(found.length);
+  const shown = found.slice(0, 4).map((each) => make("li", {}, link(`session/${path(each.session_id)}`, each.summary.first_message ?? each.session_id), " ", ago(each.last_active_at)));
+  return card("Errors of the last hour", make("b", {className: found.length ? "bad" : ""}, count), ` ${found.length === 1 ? "session has" : "sessions have"} a failed call`,
+    make("ul", {className: "plain"}, ...shown), found.length ? link("sessions/outcome=error", "All sessions with a failed call") : null);
+}
+
+// Samples of the proxy's counters while the page is open: {at, turns, tokens}. Another view keeps them.
+const seen = [];
+function rates(found) {
+  const sum = (name, labels = {}) => found.filter((sample) => sample.name === name && Object.entries(labels).every(([label, value]) => sample.labels[label] === value)).reduce((total, sample) => total + sample.value, 0);
+  const now = {at: Date.now(), turns: sum("turnwise_turns_total"), tokens: sum("turnwise_tokens_total", {kind: "sampled"})};
+  if (seen.length && now.turns < seen.at(-1).turns) seen.length = 0; // the proxy was restarted
+  seen.push(now);
+  while (seen.length > 2 && now.at - seen[1].at > MINUTE_MS) seen.shift();
+  const minutes = (now.at - seen[0].at) / MINUTE_MS, rate = (name) => minutes < 1 / 60 ? null : (now[name] - seen[0][name]) / minutes;
+  const outcomes = Object.entries(Object.groupBy(found.filter((sample) => sample.name === "turnwise_turns_total" && sample.value), (sample) => sample.labels.outcome))
+    .map(([outcome, each]) => [status(outcome), make("span", {}, number(each.reduce((total, sample) => total + sample.value, 0)), make("span", {className: "quiet"}, reasonsOf(each)))]);
+  const shown = (name) => make("b", {}, number(Math.round(rate(name))));
+  const said = rate("turns") === null ? [make("p", {className: "quiet"}, "Measuring calls and tokens a minute.")] : [shown("turns"), " calls and ", shown("tokens"), " sampled tokens a minute"];
+  return card("Calls", ...said,
+    outcomes.length ? facts(outcomes) : make("p", {className: "quiet"}, "No call since the proxy started."));
+}
+
+function reasonsOf(outcome) {
+  const named = outcome.filter((sample) => sample.labels.reason).map((sample) => `${sample.labels.reason} ${number(sample.value)}`);
+  return named.length ? ` (${named.join(", ")})` : "";
 }
 
 export async function overview() {
-  const ready = await readiness();
-  const [data, counts, exposition, sessions] = await Promise.all(
-    [learningData(), request("v1/counts"), request("metrics"), request(`v1/sessions?limit=${SESSIONS}`)]);
-  const pinned = data.versions.find((each) => each.isPinned)?.version;
-  return {
-    content: [make("div", {className: "cards"}, serving(ready, pinned), card("Calls of this proxy, by outcome", outcomes(samples(exposition))),
-        card("Sessions", make("b", {}, number(counts.num_turns)), " turns", tally(counts.sessions), countedAt(counts)), learning(counts)),
-      make("h2", {}, "Learning"), learningCharts(data, {isWhole: false}),
-      make("h2", {}, "Policy versions"), versionTable(data.versions.slice(0, 8)), make("h2", {}, "Sessions, newest first"), sessionTable(sessions.data),
-      sessions.has_more ? link(`sessions/after=${path(sessions.data.at(-1).session_id)}`, "Older sessions") : null],
-    wants: () => true, isPolled: true,
+  const cards = make("div", {className: "cards"}), charts = make("div", {}), newest = make("div", {});
+  let calls = make("section", {});
+  const fill = async () => {
+    const ready = await readiness();
+    const [data, counts, exposition, failed, listed, rewards] = await Promise.all([learningData(), request("v1/counts"), request("metrics"), failuresOfTheHour(),
+      request(`v1/sessions?summary=true&limit=${SESSIONS}`), rewardChart()]);
+    calls = rates(samples(exposition));
+    cards.replaceChildren(serving(ready, data.versions.find((each) => each.isPinned)?.version), learning(counts), errors(failed), calls);
+    charts.replaceChildren(data.updates.length ? learningCharts(data, {isWhole: false, more: [rewards]}) : make("div", {className: "charts"}, rewards));
+    newest.replaceChildren(listed.data.length ? sessionList(listed.data) : noSessions(), listed.has_more ? link("sessions", `All ${number(Object.values(counts.sessions).reduce((sum, each) => sum + each, 0))} sessions`) : "");
   };
+  await fill();
+  // The rates move without an event.
+  const timer = setInterval(async () => {
+    if (document.hidden) return;
+    const next = rates(samples(await optional("metrics", "")));
+    calls.replaceWith(next);
+    calls = next;
+  }, SAMPLE_MS);
+  return {content: [cards, make("h2", {}, "Learning"), charts, make("h2", {}, "Newest sessions"), newest], wants: () => true, isPolled: true, refresh: fill, close: () => clearInterval(timer)};
 }

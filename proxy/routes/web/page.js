@@ -31,10 +31,18 @@ export function showProblem(error) {
 export async function request(path, options = {}) {
   const headers = {...authorization(), ...(options.body ? {"content-type": "application/json"} : {})};
   const response = await fetch(path, {cache: "no-store", ...options, headers}).catch(() => { throw new Unreachable(); });
-  const isJson = (response.headers.get("content-type") || "").includes("json");
+  if (response.status === 401) byId("login").hidden = false;
+  const isJson = (response.headers.get("content-type") || "").split(";")[0] === "application/json";
   const body = isJson ? await response.json() : await response.text();
   if (body.error) throw new Error(body.error.message);
   return body;
+}
+
+// Offers a text as a file: what needs a key cannot be a link.
+export function download(name, content) {
+  const address = URL.createObjectURL(new Blob([content]));
+  make("a", {href: address, download: name}).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }
 
 // A route that an older release or the key's role does not have gives the fallback instead of an error.
@@ -47,6 +55,14 @@ export const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? 
 export const time = (value) => value ? new Date(value).toLocaleString() : "";
 // A time in a table stays on one line: in a narrow window each row would be two lines high.
 export const moment = (value) => make("span", {className: "moment"}, time(value));
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+// A duration in one unit, as people say it.
+export function duration(length) {
+  if (length < 10) return `${number(Math.round(10 * length) / 10)} s`;
+  const [size, unit] = UNITS.find(([least]) => length >= least);
+  return `${number(Math.round(length / size))} ${unit}`;
+}
+export const ago = (value) => make("span", {className: "moment", title: time(value)}, `${duration(Math.max(0, (Date.now() - new Date(value)) / 1000))} ago`);
 export const seconds = (value) => value === null || value === undefined ? "" : `${number(value)} s`;
 export const status = (value) => make("span", {className: GOOD.has(value) ? "good" : BAD.has(value) ? "bad" : WARN.has(value) ? "warn" : ""}, value ?? "");
 export const link = (hash, text) => make("a", {href: `#${hash}`, title: text.length > 30 ? text : ""}, text);
@@ -63,6 +79,21 @@ export function table(columns, rows) {
   const head = make("tr", {}, ...columns.map((name) => Object.assign(cell("th", name, name.replace("#", "")), {scope: "col"})));
   const body = rows.map((row) => make("tr", {}, ...row.map((content, at) => cell("td", columns[at], content ?? ""))));
   return make("div", {className: "scroll", tabIndex: 0, role: "region", ariaLabel: columns.map((name) => name.replace("#", "")).join(", ")}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
+}
+
+// A command to copy, in the text of a view that has nothing to show yet.
+export const empty = (before, command, after = "") => make("p", {className: "empty"}, before, " ", make("code", {}, command), after);
+
+// A button that asks before it acts, and shows why it could not.
+export function actionButton(label, question, act) {
+  const button = make("button", {type: "button"}, label);
+  button.onclick = async () => {
+    if (question && !window.confirm(question)) return;
+    button.disabled = true;
+    try { await act(); } catch (error) { showProblem(error); }
+    button.disabled = false;
+  };
+  return button;
 }
 
 // Facts in a row, as far as there is room.
@@ -83,15 +114,36 @@ export function text(content) {
   return isText ? content.map((part) => part.text).join("\n") : content ? JSON.stringify(content, null, 2) : "";
 }
 
-const toolCall = ({id, function: {name, arguments: given}}) => `(tool call) ${name}(${typeof given === "string" ? given : JSON.stringify(given)})${id ? `  ${id}` : ""}`;
+const LINE = 90, LONG = 1500;
+const whole = (content) => make("pre", {dir: "auto", ...(content.length > LONG ? {className: "long", tabIndex: 0} : {})}, content);
 
+// One line that opens to the whole text; a text of one line has nothing to open.
+function folded(label, content, line = content.trim()) {
+  const head = [make("span", {className: "quiet"}, label), " ", make("bdi", {className: "clip"}, line.replace(/\s+/g, " ").slice(0, 2 * LINE))];
+  return line.length <= LINE && !line.includes("\n") ? make("p", {className: "fold"}, ...head) : make("details", {className: "fold"}, make("summary", {}, ...head), whole(content));
+}
+
+// A tool's arguments are JSON in a string, if the model wrote them well.
+function toolCall({function: {name, arguments: given}}) {
+  try {
+    const values = typeof given === "string" ? JSON.parse(given) : given ?? {};
+    return folded(`calls ${name}`, JSON.stringify(values, null, 2), JSON.stringify(values));
+  } catch {
+    return folded(`calls ${name}`, String(given));
+  }
+}
+
+// A message as it was said: the text is shown, and what a person reads only at times is folded.
 export function message(said) {
-  const {role, content, reasoning, tool_calls: calls, ...others} = said;
+  const {role = "assistant", content, reasoning, tool_calls: calls, tool_call_id: callId, ...others} = said;
   const isPlain = Array.isArray(calls) && calls.every((call) => call?.function?.name);
-  const unknown = isPlain || calls === undefined ? others : {...others, tool_calls: calls};
-  const rest = Object.keys(unknown).length ? JSON.stringify(unknown, null, 2) : "";
-  const shown = [reasoning ? `(reasoning) ${reasoning}` : "", text(content), ...(isPlain ? calls.map(toolCall) : []), rest].filter(Boolean).join("\n\n");
-  return make("div", {}, make("span", {className: "quiet"}, role ?? "assistant"), make("pre", {dir: "auto", tabIndex: 0}, shown));
+  const unknown = Object.fromEntries(Object.entries(isPlain || calls === undefined || calls === null ? others : {...others, tool_calls: calls}).filter(([, value]) => value !== null && value !== undefined));
+  const words = text(content), isFolded = role === "system" || role === "developer" || role === "tool";
+  return make("div", {className: `message ${isFolded ? "aside" : role}`},
+    isFolded ? folded(role === "tool" ? "tool result" : role, words) : make("span", {className: "quiet who"}, role),
+    reasoning ? folded("reasoning", reasoning) : null, words && !isFolded ? whole(words) : null,
+    ...(isPlain ? calls : []).map(toolCall),
+    Object.keys(unknown).length ? folded("other fields", JSON.stringify(unknown, null, 2)) : null);
 }
 
 // Metrics in Prometheus' text format: [{name, labels, value}].

@@ -21,7 +21,10 @@ export async function ribbon(turnId) {
   const answer = make("span", {role: "status", className: "quiet"}), compare = make("button", {type: "button"}, "Compare with the served version");
   const detail = make("p", {className: "token-detail", role: "status"}, "Point at a token, or move with the arrow keys."), legend = make("p", {className: "quiet legend"});
   const form = make("form", {className: "filters"}, select("colour", "Colour by", COLOURS.map(([name, title]) => [name, title]), "mask"), compare, answer);
-  const segmentAt = segmentFinder(found.segments);
+  const segmentAt = segmentFinder(found.segments), characters = new Map();
+  // A character of several tokens is shown at the first of them.
+  for (const {start, end, text} of found.characters) for (let at = start; at < end; at += 1) characters.set(at, {text, part: at - start, of: end - start});
+  const spelled = (at) => { const shared = characters.get(at), id = found.token_ids[at]; return shared ? shared.part ? "·" : shared.text : found.pieces[id] || `<${id}>`; };
   let shade = () => "", chosen = -1, isMeasured = false;
   const blocks = [];
 
@@ -30,7 +33,7 @@ export async function ribbon(turnId) {
     for (let at = start; at < Number(block.dataset.end); at += 1) {
       const id = found.token_ids[at], segment = segmentAt(at);
       const names = [segment.kind, segment.is_trainable ? "" : "untrained", special.has(id) ? "special" : "", shade(segment, found.logprobs[at], at), at === chosen ? "chosen" : ""];
-      const span = make("span", {className: names.filter(Boolean).join(" ")}, found.pieces[id] || `<${id}>`);
+      const span = make("span", {className: names.filter(Boolean).join(" ")}, spelled(at));
       span.dataset.at = String(at);
       spans.push(span);
     }
@@ -50,7 +53,7 @@ export async function ribbon(turnId) {
     chosen = at;
     box.querySelector(".chosen")?.classList.remove("chosen");
     box.querySelector(`[data-at="${at}"]`)?.classList.add("chosen");
-    detail.textContent = describe(at, found, segmentAt(at), special);
+    detail.textContent = describe(at, found, segmentAt(at), special, characters.get(at));
   };
   for (const [start, end] of blockRanges(found)) blocks.push(make("div", {dataset: {start: String(start), end: String(end)}}));
   box.append(...blocks);
@@ -147,10 +150,10 @@ function shader([name, title, valueOf, least, most], found, legend) {
   };
 }
 
-function describe(at, found, segment, special) {
+function describe(at, found, segment, special, shared) {
   const id = found.token_ids[at], logprob = found.logprobs[at];
   const change = changeAt(found, at);
-  const parts = [`Token ${number(at)}: id ${id}, ${JSON.stringify(found.pieces[id] ?? "")}`, special.has(id) ? "special" : "", `turn ${segment.seq}`, segment.kind === "prompt" ? "text of a message" : segment.kind,
+  const parts = [`Token ${number(at)}: id ${id}, ${shared ? `part ${shared.part + 1} of ${shared.of} of ${JSON.stringify(shared.text)}` : JSON.stringify(found.pieces[id] ?? "")}`, special.has(id) ? "special" : "", `turn ${segment.seq}`, segment.kind === "prompt" ? "text of a message" : segment.kind,
     segment.kind === "sampled" ? (segment.is_trainable ? "may be trained" : "not trained") : "", logprob === null ? "" : `logprob ${number(logprob)} (probability ${number(Math.exp(logprob))})`,
     change === null ? "" : `under version ${found.servedVersion} ${number(found.after.get(at))} (${change > 0 ? "+" : ""}${number(change)})`];
   const versions = segment.policy_version_first === segment.policy_version_last ? segment.policy_version_first : `${segment.policy_version_first} to ${segment.policy_version_last}`;

@@ -1,9 +1,10 @@
-// Curves over updates or time, versions with their reloads, and two versions side by side.
-import {card, facts, make, moment, number, optional, request, samples, seconds, select, status, table} from "./page.js";
+// Curves over updates or time, the versions and which is served, and what two versions replied to the same tasks.
+import {actionButton, card, empty, facts, link, make, moment, number, optional, path, plural, request, samples, seconds, select, status, table} from "./page.js";
 import {chart} from "./chart.js";
-import {readiness} from "./overview.js";
+import {readiness, trainerWords} from "./overview.js";
 
-const UPDATES = 500, TASKS = 6, REASONS = 5;
+const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, REWARDS_MS = 15_000, COMPARED_SESSIONS = 500, COMPARED_TASKS = 30, SHOWN_VERSIONS = 20;
+const mean = (found) => found.length ? found.reduce((sum, each) => sum + each.reward, 0) / found.length : null;
 const share = (part, ...whole) => part === undefined ? NaN : part / whole.reduce((sum, each) => sum + (each ?? 0), 0);
 
 // Title, whether the overview shows it, and its series: [name, value of an update].
@@ -28,7 +29,7 @@ export async function learningData() {
 }
 
 // Without updates, as for versions that were published by hand, the versions' own metrics are the points.
-export function learningCharts({versions, updates}, {isWhole = true, x = "update"} = {}) {
+export function learningCharts({versions, updates}, {isWhole = true, x = "update", more = []} = {}) {
   const byVersion = new Map(versions.map((each) => [each.version, each]));
   const points = updates.length ? updates : [...versions].reverse().filter((each) => each.version > 0)
     .map((each) => ({...each, update_id: each.version, policy_version: each.version, reward: null, by_task: {}, by_name: {}, dropped: {}}));
@@ -42,7 +43,24 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
     if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}, each))])));
   }
   if (isWhole) shown.push(...detailCharts(points, line, add, byVersion));
-  return make("div", {className: "charts"}, ...shown);
+  return make("div", {className: "charts"}, shown[0], ...more, ...shown.slice(1));
+}
+
+// Rewards of the newest sessions over time, which need no trainer: means over equal times.
+let rewarded = {at: 0, found: []};
+export async function rewardChart() {
+  if (Date.now() - rewarded.at > REWARDS_MS) {
+    const page = await optional(`v1/sessions?limit=${REWARDED}`, {data: []});
+    rewarded = {at: Date.now(), found: page.data.filter((each) => each.reward !== null).reverse()};
+  }
+  const means = (split) => {
+    const found = rewarded.found.filter((each) => each.split === split).map((each) => ({at: new Date(each.ended_at ?? each.last_active_at) / 1000, reward: each.reward}));
+    const times = found.map((each) => each.at), first = Math.min(...times), width = (Math.max(...times) - first) / MOST_POINTS || 1;
+    const parts = Map.groupBy(found, (each) => Math.min(MOST_POINTS - 1, Math.floor((each.at - first) / width)));
+    return [...parts.values()].map((part) => [Math.round(Math.max(...part.map((each) => each.at))), mean(part)]).sort(([one], [other]) => one - other);
+  };
+  if (!rewarded.found.length) return card("Reward of sessions", empty("No session has a reward. Give one:", `curl ${location.origin}/v1/rewards -H 'content-type: application/json' -d '{"session_id": "…", "value": 1}'`));
+  return card(`Reward of ${plural(rewarded.found.length, "session")}`, chart("Reward of sessions", [["sessions", means("train")], ["held out", means("eval")]], {x: "session time", isTime: true}));
 }
 
 function detailCharts(points, line, add, byVersion) {
@@ -76,10 +94,25 @@ async function everyVersion() {
   return found;
 }
 
-export function versionTable(versions) {
-  return table(["version#", "status", "train reward#", "held out#", "since", "pause#", "path, or error"], versions.map((each) => [number(each.version),
-    make("span", {}, status(each.status), each.isPinned ? " (pinned)" : "", each.on_disk === false ? " (files removed)" : ""),
-    number(each.metrics?.reward_mean), number(heldOut(each)), moment(each.activated_at ?? each.created_at), seconds(each.reload_seconds), each.error ?? each.path]));
+const ACTIVATED = "The engines load it now.";
+
+function choiceButtons(each, pinned, changed) {
+  const choose = (pin) => async () => { await request(`v1/policies/${each.version}/activate`, {method: "POST", body: JSON.stringify({pin})}); await changed(); };
+  if (each.on_disk === false) return "";
+  if (each.isPinned) return make("span", {className: "quiet"}, "pinned");
+  if (each.status === "active") return actionButton("Pin", `Pin version ${each.version}? It stays served, whatever is published later.`, choose(true));
+  return actionButton("Roll back", `Serve version ${each.version} and pin it? ${ACTIVATED}`, choose(true));
+}
+
+function versionTable(versions, changed) {
+  const pinned = versions.find((each) => each.isPinned), newest = versions[0];
+  const follow = pinned ? make("p", {className: "warn"}, `Version ${pinned.version} is pinned: newer versions are not served. `, actionButton("Follow the newest", `Serve version ${newest.version}, and each later one? ${ACTIVATED}`,
+    async () => { await request(`v1/policies/${newest.version}/activate`, {method: "POST", body: JSON.stringify({pin: false})}); await changed(); })) : "";
+  const columns = [["version#", (each) => make("span", {title: each.path}, number(each.version))], ["status", (each) => make("span", {}, status(each.status), each.on_disk === false ? " (files removed)" : "")],
+    ["served", (each) => choiceButtons(each, pinned, changed)], ["train reward#", (each) => number(each.metrics?.reward_mean)], ["held out#", (each) => number(heldOut(each))],
+    ["since", (each) => moment(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? ""]];
+  const rows = versions.slice(0, SHOWN_VERSIONS).map((each) => columns.map(([, value]) => value(each))), known = columns.map((_, at) => rows.some((row) => row[at] !== ""));
+  return make("div", {}, follow, table(columns.map(([name]) => name).filter((_, at) => known[at]), rows.map((row) => row.filter((_, at) => known[at]))));
 }
 
 function flat(metrics) {
@@ -103,6 +136,24 @@ function chooser(versions, first, second) {
   return form;
 }
 
+const byTask = (found) => Map.groupBy(found.filter((each) => each.task_id !== null), (each) => each.task_id);
+
+// The rewards of two versions on the tasks that both have played, and a reply of each.
+async function taskComparison(first, second) {
+  const read = async (version) => (await optional(`v1/sessions?summary=true&limit=${COMPARED_SESSIONS}&policy_version=${version}`, {data: []})).data.filter((each) => each.reward !== null);
+  const played = await Promise.all([read(first), read(second)]), [before, after] = played.map(byTask);
+  const all = make("p", {}, [first, second].map((version, at) => `Version ${version}: ${played[at].length ? `mean reward ${number(mean(played[at]))} over ${plural(played[at].length, "session")}` : "no rewarded session"}`).join("; "), ".");
+  const both = [...before.keys()].filter((task) => after.has(task));
+  if (!both.length) return make("div", {}, all, make("p", {className: "empty"}, "Among the newest sessions, no task was played by both versions. Sessions with the same task_id are compared here."));
+  const rows = both.map((task) => ({task, was: mean(before.get(task)), is: mean(after.get(task))})).sort((one, other) => Math.abs(other.is - other.was) - Math.abs(one.is - one.was));
+  const total = (name) => rows.reduce((sum, each) => sum + each[name], 0) / rows.length;
+  const reply = (found) => link(`session/${path(found.at(0).session_id)}`, found.at(0).summary.last_reply ?? "no reply");
+  return make("div", {}, all, make("p", {}, `Over ${plural(both.length, "task")} that both versions played: mean reward ${number(total("was"))} with version ${first}, ${number(total("is"))} with version ${second}.`),
+    table(["task", `version ${first}#`, `version ${second}#`, "difference#", `a reply of version ${first}`, `a reply of version ${second}`], rows.slice(0, COMPARED_TASKS).map(({task, was, is}) => [
+      link(`sessions/${new URLSearchParams({task_id: task})}`, task), number(was), number(is), number(is - was), reply(before.get(task)), reply(after.get(task))])),
+    rows.length > COMPARED_TASKS ? make("p", {className: "quiet"}, `The ${COMPARED_TASKS} tasks with the largest differences.`) : null);
+}
+
 let chosenX = "update";
 const AXES = ["update", "version", "time"];
 
@@ -112,29 +163,39 @@ let chosenTrainer = null;
 // Calls of each arm and results of canaries, since the proxy started.
 function canaries(found) {
   const of = (name, label) => found.filter((sample) => sample.name === name && sample.value).map((sample) => [`${label} ${Object.values(sample.labels)[0]}`, number(sample.value)]);
-  const rows = [...of("turnwise_canary_calls_total", "calls of the arm"), ...of("turnwise_canaries_total", "canaries"), ...of("turnwise_reloads_total", "reloads")];
-  return rows.length ? card("Canaries and reloads since the proxy started", facts(rows)) : null;
+  const rows = [...of("turnwise_canary_calls_total", "calls of the arm"), ...of("turnwise_canaries_total", "canaries")];
+  return rows.length ? card("Canaries since the proxy started", facts(rows)) : null;
 }
 
 export async function runs(from, to) {
-  await readiness();
-  const [{versions, updates}, exposition] = await Promise.all([learningData(), request("metrics")]);
-  const trainers = [...new Set(updates.map((each) => each.trainer_id))];
-  if (!trainers.includes(chosenTrainer)) chosenTrainer = trainers.at(-1) ?? null;
-  const charts = make("div", {}), draw = () => charts.replaceChildren(
-    learningCharts({versions, updates: updates.filter((each) => each.trainer_id === chosenTrainer)}, {x: chosenX}));
-  const axis = make("form", {className: "filters"}, select("x", "Horizontal axis", AXES, chosenX), trainers.length > 1 ? select("trainer", "Run of trainer", trainers, chosenTrainer) : null);
-  axis.onsubmit = (event) => event.preventDefault();
-  axis.onchange = () => { chosenX = axis.x.value; chosenTrainer = axis.trainer?.value ?? chosenTrainer; draw(); };
-  draw();
-  const trained = versions.filter((each) => each.version > 0);
-  const [first, second] = [from === undefined ? trained.at(-1)?.version ?? 0 : Number(from), to === undefined ? trained[0]?.version ?? 0 : Number(to)];
+  const charts = make("div", {}), heading = make("h2", {}), words = make("div", {}), axis = make("div", {}), served = make("div", {}), compared = make("div", {});
+  const fill = async () => {
+    await readiness();
+    const [data, exposition, counts, rewards] = await Promise.all([learningData(), request("metrics"), optional("v1/counts", {trainers: []}), rewardChart()]);
+    const {versions, updates} = data, trainers = [...new Set(updates.map((each) => each.trainer_id))];
+    if (!trainers.includes(chosenTrainer)) chosenTrainer = trainers.at(-1) ?? null;
+    const draw = () => charts.replaceChildren(updates.length || versions.some((each) => each.version > 0)
+      ? learningCharts({versions, updates: updates.filter((each) => each.trainer_id === chosenTrainer)}, {x: chosenX, more: [rewards]})
+      : make("div", {className: "charts"}, rewards));
+    const form = make("form", {className: "filters"}, select("x", "Horizontal axis", AXES, chosenX), trainers.length > 1 ? select("trainer", "Run of trainer", trainers, chosenTrainer) : null);
+    form.onsubmit = (event) => event.preventDefault();
+    form.onchange = () => { chosenX = form.x.value; chosenTrainer = form.trainer?.value ?? chosenTrainer; draw(); };
+    // A choice that somebody makes stays while updates arrive.
+    if (!axis.contains(document.activeElement)) axis.replaceChildren(...(updates.length ? [form] : []));
+    draw();
+    heading.textContent = `${plural(updates.length, "update")}, ${plural(versions.filter((each) => each.version > 0).length, "policy version")}`;
+    words.replaceChildren(...trainerWords(counts.trainers ?? []));
+    served.replaceChildren(versions.length ? versionTable(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(samples(exposition)) ?? "");
+    return versions;
+  };
+  const versions = await fill(), trained = versions.filter((each) => each.version > 0);
+  const [first, second] = [from === undefined ? versions.at(-1)?.version ?? 0 : Number(from), to === undefined ? trained[0]?.version ?? 0 : Number(to)];
   const find = (version) => versions.find((each) => each.version === version);
+  if (find(first) && find(second)) {
+    compared.append(await taskComparison(first, second), make("details", {}, make("summary", {}, "Metrics of both versions"), comparison(find(first), find(second))));
+  } else if (versions.length) compared.append(make("p", {className: "quiet"}, "No such version."));
   return {
-    content: [make("h2", {}, `Over ${number(updates.length)} updates and ${number(trained.length)} policy versions`), axis, charts,
-      make("h2", {}, "Versions and reloads"), versionTable(versions.slice(0, 20)), canaries(samples(exposition)),
-      make("h2", {}, "Two versions compared"), chooser(versions, first, second),
-      find(first) && find(second) ? comparison(find(first), find(second)) : make("p", {className: "quiet"}, "No such version.")],
-    wants: (event) => event.kind === "update" || event.kind === "policy",
+    content: [heading, words, axis, charts, make("h2", {}, "Versions"), served, ...(versions.length > 1 ? [make("h2", {}, "Two versions compared"), chooser(versions, first, second), compared] : [])],
+    wants: (event) => event.kind === "update" || event.kind === "policy", refresh: fill, isPolled: true,
   };
 }

@@ -1,39 +1,60 @@
-// Sessions: find them by what they are and by what they hold, and see a group side by side.
-import {card, facts, link, make, message, number, optional, path, plural, request, select, status} from "./page.js";
-import {chip, readiness, sessionTable} from "./overview.js";
+// Sessions: what was said in them; found by what they are and by what they hold; and a group side by side.
+import {ago, card, duration, empty, facts, link, make, message, number, optional, path, plural, request, select, status} from "./page.js";
+import {chip, readiness} from "./overview.js";
+import {agentOf} from "./session.js";
 
 const PAGE = 50, COMPARED = 16, TURNS = 50;
 const OUTCOMES = ["", "exact", "retokenised", "aborted", "error", "untrainable"];
 // Name, label, and choices or the type of the input.
-const FIRST = [["text", "Text", "search"], ["label", "Label"], ["user_id", "User"], ["task_id", "Task"], ["group_id", "Group"], ["status", "Status", ["", "open", "ended", "expired"]]];
-const MORE = [["metadata", "Metadata, KEY=VALUE"], ["split", "Split", ["", "train", "eval"]], ["outcome", "Outcome of a turn", OUTCOMES], ["reason", "Reason of the outcome"], ["policy_version", "Sampled by version", "number"],
+const TEXT = ["text", "Text", "search"];
+const MORE = [["label", "Label"], ["user_id", "User"], ["task_id", "Task"], ["group_id", "Group"], ["status", "Status", ["", "open", "ended", "expired"]],
+  ["metadata", "Metadata, KEY=VALUE"], ["split", "Split", ["", "train", "eval"]], ["outcome", "Outcome of a turn", OUTCOMES], ["reason", "Reason of the outcome"], ["policy_version", "Sampled by version", "number"],
   ["min_reward", "Reward from", "number"], ["max_reward", "Reward to", "number"], ["termination_reason", "Ended by"]];
 const SEARCHED = new Set(["text", "outcome", "reason", "policy_version", "min_reward", "max_reward", "termination_reason"]);
+// Filters that are often wanted. Every filter is an address, so a person keeps others as bookmarks.
+const KEPT = [["All", ""], ["Open", "status=open"], ["With a failed call", "outcome=error"], ["Reward 0 or less", "max_reward=0"], ["Held out", "split=eval"]];
 
 export async function sessions(query) {
   await readiness();
   const wanted = new URLSearchParams(query ?? ""), results = make("div", {});
   const fill = async () => results.replaceChildren(...await found(wanted));
   await fill();
-  return {content: [make("h2", {}, "Sessions, newest first"), filterForm(wanted), results], refresh: fill,
+  const kept = KEPT.map(([title, filter]) => make("a", {href: `#sessions${filter ? `/${filter}` : ""}`, attributes: wanted.toString() === filter ? {"aria-current": "page"} : {}}, title));
+  return {content: [make("h2", {}, "Sessions, newest first"), make("p", {className: "kept"}, ...kept), filterForm(wanted), results], refresh: fill,
     wants: (event) => event.kind === "session" && !wanted.has("after") && (!wanted.has("group_id") || event.data.group_id === wanted.get("group_id"))};
 }
 
 async function found(wanted) {
-  const page = await request(`v1/sessions?limit=${PAGE}${wanted.size ? `&${wanted}` : ""}`);
+  const page = await request(`v1/sessions?summary=true&limit=${PAGE}${wanted.size ? `&${wanted}` : ""}`);
   const older = new URLSearchParams(wanted), isSearch = [...wanted.keys()].some((name) => SEARCHED.has(name));
   older.set("after", page.next_after ?? page.data.at(-1)?.session_id);
   const looked = isSearch ? `${number(page.data.length)} found among ${number(page.num_searched)} sessions${page.has_more ? "; there are older ones" : ""}.` : "";
-  return [make("p", {className: "quiet", role: "status"}, looked || (page.data.length ? "" : "No session matches.")), page.data.length ? sessionTable(page.data) : "",
-    page.has_more ? link(`sessions/${older}`, isSearch ? "Search in older sessions" : "Older sessions") : "",
-    wanted.get("group_id") ? await sideBySide(wanted.get("group_id"), page.data) : ""];
+  const none = page.data.length ? "" : wanted.size ? make("p", {className: "empty"}, "No session matches.") : noSessions();
+  return [make("p", {className: "quiet", role: "status"}, looked), none || (wanted.get("group_id") ? await sideBySide(wanted.get("group_id"), page.data) : sessionList(page.data)),
+    page.has_more ? link(`sessions/${older}`, isSearch ? "Search in older sessions" : "Older sessions") : ""];
 }
+
+export const noSessions = () => empty("No session yet. Point any agent at this proxy:", `OPENAI_BASE_URL=${location.origin}/v1 OPENAI_API_KEY=none your-agent`);
+
+// Each session as what was said in it, with its reward and numbers. The sessions have summaries.
+export const sessionList = (found) => make("ul", {className: "sessions"}, ...found.map((each) => make("li", {},
+  make("div", {className: "reward"}, each.reward === null ? make("span", {className: "quiet", title: "no reward"}, "–") : make("b", {title: "reward"}, number(Number(each.reward.toPrecision(3))))),
+  make("div", {className: "said"}, make("a", {href: `#session/${path(each.session_id)}`, title: each.session_id}, make("bdi", {}, each.summary.first_message ?? each.session_id)),
+    make("p", {className: "reply"}, each.summary.last_reply ? make("bdi", {}, each.summary.last_reply) : make("span", {className: "quiet"}, each.num_turns ? "no reply" : "no call yet"))),
+  make("p", {className: "numbers quiet"}, ...dotted([plural(each.num_turns, "turn"), each.summary.num_sampled_tokens === null ? "" : plural(each.summary.num_sampled_tokens, "token"),
+    duration((new Date(each.ended_at ?? each.last_active_at) - new Date(each.created_at)) / 1000), ago(each.created_at),
+    each.status === "ended" ? each.termination_reason : make("span", {}, status(each.status)), each.summary.last_outcome && each.summary.last_outcome !== "exact" ? status(each.summary.last_outcome) : "",
+    each.task_id ? named("task", "task_id", each.task_id) : "", each.user_id ? named("user", "user_id", each.user_id) : "", agentOf(each), each.split === "eval" ? "held out" : "", ...each.labels.map((one) => chip(one.label, one.note))])))));
+
+const named = (noun, field, value) => make("span", {}, `${noun} `, link(`sessions/${new URLSearchParams({[field]: value})}`, value));
+const dotted = (parts) => parts.filter(Boolean).flatMap((part, at) => at ? [" · ", part] : [part]);
 
 function filterForm(wanted) {
   const field = ([name, label, kind]) => Array.isArray(kind) ? select(name, label, kind, wanted.get(name) ?? "")
     : make("label", {}, label, make("input", {name, type: kind ?? "text", step: "any", value: wanted.get(name) ?? "", size: 14}));
-  const more = make("details", {open: MORE.some(([name]) => wanted.has(name))}, make("summary", {}, "More filters"), make("div", {className: "filters"}, ...MORE.map(field)));
-  const form = make("form", {className: "filters", attributes: {role: "search"}}, ...FIRST.map(field), make("button", {}, "Find"), more);
+  const used = MORE.filter(([name]) => wanted.has(name)).map(([name, label]) => `${label.toLowerCase()} ${wanted.get(name)}`);
+  const more = make("details", {}, make("summary", {}, ["More filters", ...used].join(", ")), make("div", {className: "filters"}, ...MORE.map(field)));
+  const form = make("form", {className: "filters", attributes: {role: "search"}}, field(TEXT), make("button", {}, "Find"), more);
   form.onsubmit = (event) => {
     event.preventDefault();
     location.hash = `sessions/${new URLSearchParams([...new FormData(form)].filter(([, value]) => value))}`;
@@ -50,11 +71,10 @@ async function sideBySide(groupId, members) {
   const compared = ordered.map((each, at) => {
     const own = turns[at].data, advantages = own.flatMap((turn) => turn.trained_in.slice(-1).map((one) => one.advantage));
     const last = own.at(-1);
-    return card(`Run ${each.run}`, facts([["session", link(`session/${path(each.session_id)}`, each.session_id)], ["status", status(each.status)],
-      ["reward", number(each.reward)], ["above the mean", each.reward === null || mean === null ? "" : number(each.reward - mean)],
+    return card(link(`session/${path(each.session_id)}`, `Run ${each.run}`), facts([["status", each.status === "ended" ? "" : status(each.status)], ["reward", number(each.reward)], ["above the mean", each.reward === null || mean === null ? "" : number(each.reward - mean)],
       ["mean advantage", number(average(advantages))], ["turns", number(each.num_turns)], ["ended by", each.termination_reason],
       ["labels", each.labels.length ? make("span", {}, ...each.labels.map((one) => chip(one.label, one.note))) : ""]]),
-      last ? make("details", {}, make("summary", {}, `Reply of turn ${last.seq}`), message({role: "assistant", ...last.response})) : null);
+      last ? message({role: "assistant", ...last.response}) : null);
   });
   return make("div", {}, make("h2", {}, "Group ", make("bdi", {}, groupId), `: ${mean === null ? "no reward yet" : `mean reward ${number(mean)} of ${plural(rewards.length, "session")}`}`), make("div", {className: "sides"}, ...compared));
 }
