@@ -1,14 +1,15 @@
-"""Run the storm for some minutes, on SQLite and then on PostgreSQL: what `make chaos MINUTES=30` does."""
+"""Run the storm for some minutes, then recorded conversations, on SQLite and on PostgreSQL: `make chaos MINUTES=30`."""
 
 from __future__ import annotations
 
 import argparse
 import secrets
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from chaos import invariants
+from chaos import invariants, recorded
 from chaos.storm import Storm
 from chaos.world import world
 
@@ -19,6 +20,7 @@ def main() -> int:
     """Return 1 when an invariant was broken."""
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="on each database")
+    parser.add_argument("--conversations", type=int, default=5_000, help="recorded ones, on each database")
     parser.add_argument("--seed", type=int, default=None, help="repeat an earlier run's faults")
     parser.add_argument("--database", choices=KINDS, action="append", help="both by default")
     asked = parser.parse_args()
@@ -30,7 +32,13 @@ def main() -> int:
             report = Storm(running, seed, lambda line: print(line, flush=True)).run(asked.minutes * 60)
         print(report.summary)
         print(invariants.shortened(report.violations))
-        broken += len(report.violations)
+        directory = Path(tempfile.mkdtemp(prefix="turnwise-recorded-"))
+        with recorded.new_database(kind, directory) as url:
+            result = recorded.run(url, directory, conversations=asked.conversations, seed=seed)
+        shutil.rmtree(directory, ignore_errors=True)
+        print(result.summary)
+        print(invariants.shortened(result.violations))
+        broken += len(report.violations) + len(result.violations)
     return 1 if broken else 0
 
 

@@ -47,15 +47,19 @@ class Observed:
         """Tenant, session and turn of each reward that was acknowledged."""
         self.refusals: Counter[tuple[int, str]] = Counter()
         self.broken_connections = 0
-        self.longest_seconds = 0.0
+        self.seconds: list[float] = []
+        """Duration of each attempt, in the order of their ends."""
         self.violations: list[str] = []
 
 
 class Agent:
     """One agent: it plays one group after the other, session by session."""
 
-    def __init__(self, tenant: str, number: int, key: str, urls: list[str], observed: Observed) -> None:
+    def __init__(
+        self, tenant: str, number: int, key: str, urls: list[str], observed: Observed, think_seconds: float
+    ) -> None:
         self._tenant, self._number = tenant, number
+        self._think_seconds = think_seconds
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         self._urls = urls
         self._observed = observed
@@ -76,6 +80,7 @@ class Agent:
         messages: list[dict[str, str]] = []
         parent = None
         for number in range(CALLS_PER_SESSION):
+            await asyncio.sleep(self._think_seconds)
             messages.append({"role": "user", "content": f"{self._tenant} {name} call {number}"})
             seen = await self._sample(http, name, messages, parent, f"{name}-{number}")
             messages.append({"role": "assistant", "content": seen.text})
@@ -117,7 +122,7 @@ class Agent:
             except (aiohttp.ClientError, ConnectionResetError):
                 self._observed.broken_connections += 1
                 answer = None
-            self._observed.longest_seconds = max(self._observed.longest_seconds, time.monotonic() - started)
+            self._observed.seconds.append(time.monotonic() - started)
             if answer is not None:
                 return answer
             await asyncio.sleep(PAUSE_SECONDS)
@@ -174,10 +179,12 @@ async def _anything(response: aiohttp.ClientResponse) -> Any:
 class Crowd:
     """All agents, in a thread."""
 
-    def __init__(self, keys: dict[str, str], urls: list[str], agents_per_tenant: int) -> None:
+    def __init__(
+        self, keys: dict[str, str], urls: list[str], agents_per_tenant: int, *, think_seconds: float = 0.0
+    ) -> None:
         self.observed = Observed()
         self._agents = [
-            Agent(tenant, number, key, urls, self.observed)
+            Agent(tenant, number, key, urls, self.observed, think_seconds)
             for tenant, key in keys.items()
             for number in range(agents_per_tenant)
         ]

@@ -51,7 +51,7 @@ def violations(world: World, observed: Observed) -> list[str]:
     stored = stored_turns(world.database)
     return [
         *observed.violations,
-        *_not_stored_once(observed.replies, stored),
+        *not_stored_once(observed.replies, stored),
         *_crossed(stored),
         *_without_outcome(stored),
         *_not_what_was_sampled(world, stored),
@@ -61,7 +61,7 @@ def violations(world: World, observed: Observed) -> list[str]:
     ]
 
 
-def _not_stored_once(replies: Iterable[CompleteReply], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+def not_stored_once(replies: Iterable[CompleteReply], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
     """A completely received reply is stored once, in its tenant and session, as the child of the turn before."""
     found = []
     by_id = {view.turn.turn_id: (tenant, view) for tenant, view in stored}

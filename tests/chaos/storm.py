@@ -163,7 +163,7 @@ class Storm:
             f"{self._world.kind}, seed {self.report.seed}: {len(self.report.faults)} rounds of faults, "
             f"{len(observed.replies)} replies seen whole, {trained} turns trained, "
             f"refusals {dict(observed.refusals)}, {observed.broken_connections} connections broken, longest attempt "
-            f"{observed.longest_seconds:.1f} s, memory {min(self.report.memory) / 2**20:.0f} to "
+            f"{max(observed.seconds):.1f} s, memory {min(self.report.memory) / 2**20:.0f} to "
             f"{max(self.report.memory) / 2**20:.0f} MiB; {len(self.report.violations)} violations"
         )
 

@@ -1,11 +1,11 @@
-"""A short storm on each database; `make chaos` runs longer."""
+"""A short storm, and some recorded conversations, on each database; `make chaos` runs longer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from chaos import invariants
+from chaos import invariants, recorded
 from chaos.storm import Storm
 from chaos.world import world
 
@@ -21,3 +21,9 @@ def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind: str, seconds: 
         report = Storm(running, SEED, print).run(seconds)
     print(report.summary)
     assert not report.violations, invariants.shortened(report.violations)
+
+
+def test_every_stored_token_is_the_one_that_the_engine_sent(database_url: str, tmp_path: Path):
+    result = recorded.run(database_url, tmp_path, conversations=60, seed=SEED)
+    print(result.summary)
+    assert not result.violations, invariants.shortened(result.violations)

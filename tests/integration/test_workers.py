@@ -17,26 +17,17 @@ from support.proxies import (
     STOP_SECONDS,
     ProxyAndEngine,
     RunningProxy,
-    children,
-    is_process,
     running_proxy,
     wait_until_gone,
 )
 from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
 from support.tiny_checkpoints import write_weights
 from support.waiting import wait_until
-from support.warm_start import WORKER_NAME
 from turnwise_fake_engine import Reply, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
 
-WORKER = b"proxy.main"
 NUM_CONNECTIONS = 16
 """Each to a worker that the kernel chooses: all to the same one once in 30,000 times."""
-
-
-def workers(proxy: RunningProxy) -> list[int]:
-    """Return the process ids of the proxy's workers."""
-    return [pid for pid in children(proxy.process.pid) if is_process(pid, WORKER_NAME, WORKER)]
 
 
 def wait_for_workers(proxy: RunningProxy, num_started: int) -> None:
@@ -113,7 +104,7 @@ def test_metrics_are_summed_over_the_workers_and_keep_the_counts_of_a_killed_one
     converse(proxy, session_id)
     num_turns = len(proxy.turns())
     assert {metric(proxy, "turnwise_turns_total") for _ in range(NUM_CONNECTIONS)} == {num_turns}
-    killed = workers(proxy)[0]
+    killed = proxy.workers()[0]
     os.kill(killed, signal.SIGKILL)
     wait_for_workers(proxy, 3)
     assert metric(proxy, "turnwise_turns_total") == num_turns
@@ -135,14 +126,14 @@ def test_a_killed_worker_loses_and_duplicates_no_turn_and_is_replaced(database_u
             agents.go()
             wait_for_workers(proxy, 2)
             wait_for(agents, len(agents.all))
-            os.kill(workers(proxy)[0], signal.SIGKILL)
+            os.kill(proxy.workers()[0], signal.SIGKILL)
             wait_for(agents, 3 * len(agents.all))
             wait_for_workers(proxy, 3)
             wait_for(agents, len(agents.all))
             agents.stop()
         assert metric(proxy, "turnwise_handed_over_total") > 0
         assert_nothing_is_lost_or_doubled(agents, proxy, engine)
-        found = workers(proxy)
+        found = proxy.workers()
         proxy.process.terminate()
         assert proxy.process.wait(STOP_SECONDS) == 0
         for pid in found:
@@ -205,7 +196,7 @@ def test_a_reload_of_two_workers_fails_no_call_and_is_driven_once(tmp_path):
 def test_the_workers_end_with_their_killed_parent(tmp_path):
     url = f"sqlite:///{tmp_path}/turnwise.db"
     with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path, "--workers", "2") as proxy:
-        found = workers(proxy)
+        found = proxy.workers()
         proxy.kill()
         for pid in found:
             wait_until_gone(pid)

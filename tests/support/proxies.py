@@ -22,7 +22,7 @@ from support.commands import warm_commands
 from support.migrated import migrated
 from support.ports import free_port
 from support.warm_commands import WarmProcess
-from support.warm_start import WRITER_NAME
+from support.warm_start import WORKER_NAME, WRITER_NAME
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.processes.stack import command
@@ -36,6 +36,7 @@ STOP_SECONDS = 60.0
 GONE_SECONDS = 60.0
 """Time limit for the end of a proxy's child processes after the proxy has ended."""
 WRITER = b"proxy.writer.process"
+WORKER = b"proxy.main"
 """Part of the command line that identifies the writing process."""
 ALL_TURNS = 1_000_000
 BROKEN = frozenset({"faulted", "aborted"})
@@ -86,6 +87,10 @@ class RunningProxy:
                     return pid
             assert time.monotonic() < deadline, "the proxy has no writing process"
             time.sleep(0.05)
+
+    def workers(self) -> list[int]:
+        """Return the process ids of its workers, with `--workers`."""
+        return [pid for pid in children(self.process.pid) if is_process(pid, WORKER_NAME, WORKER)]
 
     def kill(self) -> None:
         """Kill only this process with SIGKILL."""
