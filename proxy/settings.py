@@ -194,6 +194,10 @@ class ProxySettings(Settings):
     """How far the canary's mean session reward may lie below the control's."""
     canary_broken_rise: float = Field(default=0.1, ge=0, le=1)
     """How far the canary's share of broken turns may lie above the control's: failed, untrainable, or cut by length."""
+    holdout_share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the new sessions without a group that stays on an older version, in split `eval`, so that what later
+    versions gain is measured; 0 keeps none. The hold-out is the version that was served when it began, until a version
+    is served that is not newer. Whole weights need a second engine for it, adapters do not."""
     canary_drift_nats: float = Field(default=1.0, ge=0)
     """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
     shadow_replies: int = Field(default=0, ge=0, le=64)

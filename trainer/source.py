@@ -292,10 +292,11 @@ class LedgerSource:
         return newest[0].version if newest else 0
 
     def versions_in_use(self) -> set[int]:
-        """Return the active version, the one on trial, the pinned and the newest good one."""
+        """Return the active version, the one on trial, the hold-out, the pinned and the newest good one."""
 
         def read(conn: Connection) -> tuple[list[PolicyVersion | None], int | None]:
-            named = [*policies.active_and_canary(conn), policies.newest_policy(conn)]
+            _, holdout = policies.active_and_holdout(conn)
+            named = [*policies.active_and_canary(conn), policies.newest_policy(conn), holdout]
             return named, policies.pinned_version(conn)
 
         found, pinned = self._found(read)

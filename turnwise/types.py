@@ -130,12 +130,14 @@ class GroupStatus(enum.StrEnum):
 
 
 class PolicyStatus(enum.StrEnum):
-    """States of a policy version: published → (canary →) active → retired; or failed: not loaded, or rolled back."""
+    """States of a policy version: published → (canary →) active → (holdout →) retired; or failed."""
 
     PUBLISHED = "published"
     CANARY = "canary"
-    """A share of the sessions samples with it."""
+    """A share of the sessions samples with it, to find out whether it may be served to all."""
     ACTIVE = "active"
+    HOLDOUT = "holdout"
+    """A share of the sessions still samples with it, to measure what later versions gain."""
     RETIRED = "retired"
     FAILED = "failed"
 
@@ -197,8 +199,9 @@ class Session:
     imported one."""
     continues: str | None = None
     """The session that this one continues: the application used the same id after that session was over."""
-    canary: int | None = None
-    """The version whose canary takes this session, set by the store at its creation; None for all others."""
+    arm: int | None = None
+    """The version whose arm, a canary or the hold-out, takes this session; set by the store at its creation. None: it
+    samples with the served version."""
     status: SessionStatus = SessionStatus.OPEN
     termination_reason: str | None = None
     reward: float | None = None
@@ -384,10 +387,12 @@ class PolicyVersion:
     """Digest of tokenizer and weights of version 0, in hexadecimal: all sessions and versions of a database belong to
     this one model. None for later versions, and for a model whose files are not on this machine."""
     arms: Json | None = None
-    """Sessions of its canary, as last compared: `canary` and `control`, each with `version`, `num_sessions`,
-    `num_turns`, `broken_share` and `mean_reward`; None without a canary."""
-    canary_share: float | None = None
-    """The share of new sessions that its canary took; None without a canary."""
+    """Its sessions beside those of an older version, as last compared: `canary`, its own, and `control`, those of the
+    version before it during its canary and of the hold-out while it is served. Each has `version`, `num_sessions`,
+    `num_turns`, `broken_share` and `mean_reward`. `lift` has by the name of each reward, and for the whole as `reward`,
+    the `mean` difference with the interval from `low` to `high`. None without an arm."""
+    arm_share: float | None = None
+    """The share of new sessions that its arm takes or took, as a canary or as the hold-out; None without one."""
 
     @property
     def is_written(self) -> bool:

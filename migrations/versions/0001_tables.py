@@ -101,7 +101,7 @@ def _groups_and_sessions() -> None:
         sa.Column("user_id", sa.Text),
         sa.Column("opened_by", sa.Text),
         sa.Column("continues", sa.Text),
-        sa.Column("canary", sa.Integer),
+        sa.Column("arm", sa.Integer),
         sa.Column("status", sa.Text, nullable=False),
         sa.Column("termination_reason", sa.Text),
         sa.Column("num_turns", sa.Integer, nullable=False),
@@ -294,7 +294,7 @@ def _policies() -> None:
         sa.Column("weights_digest", sa.Text),
         sa.Column("model_digest", sa.Text),
         sa.Column("arms", sa.Text),
-        sa.Column("canary_share", sa.Float),
+        sa.Column("arm_share", sa.Float),
         sa.PrimaryKeyConstraint("version", name="pk_policies"),
     )
     op.create_index("ix_policies_status", "policies", ["status"])

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 
 from proxy.engines.engine import Engine, Lane
@@ -50,7 +50,9 @@ class EnginePool:
         self._not_draining: list[Engine] = []
         """Those of them that take new calls; all if all are draining."""
         self.trial: int | None = None
-        """The version on trial: only the sessions that name it as their canary sample with it."""
+        """The version on trial: only the sessions that name it as their arm sample with it."""
+        self.holdout: int | None = None
+        """The older version that the sessions which name it as their arm stay on."""
         self.read_served: Callable[[], Awaitable[None]] | None = None
         """Reads from the store which versions are served and on trial, and applies it to this pool."""
         self._num_notes = 0
@@ -107,15 +109,23 @@ class EnginePool:
         Raises:
             EngineUnavailable: when no engine serves.
         """
-        serving, trial = self._not_draining, self.trial
+        serving, arms = self._not_draining, {self.trial, self.holdout} - {None}
         lanes = [engine.active_lane for engine in serving]
-        if trial is not None:
-            tried = [lane for lane in lanes if lane.version == trial]
-            tried = tried or [engine.adapters[trial] for engine in serving if trial in engine.adapters]
-            control = [lane for lane in lanes if lane.version != trial]
+        if arms:
+            if session.arm in arms:
+                own = self._lanes_of(session.arm, serving)
+            else:
+                own = [lane for lane in lanes if lane.version not in arms]
             # Where one arm has no engine left, its sessions are better served by the other than not at all.
-            lanes = (tried if session.canary == trial else control) or lanes
+            lanes = own or lanes
         return self._choose(session.session_id, lanes)
+
+    @staticmethod
+    def _lanes_of(version: int | None, serving: Sequence[Engine]) -> list[Lane]:
+        """Return what samples with a version: what engines serve, else their adapters, else weights under adapters."""
+        found = [engine.active_lane for engine in serving if engine.active_lane.version == version]
+        found = found or [lane for engine in serving for lane in engine.adapters.values() if lane.version == version]
+        return found or [engine.base_lane for engine in serving if engine.base_lane.version == version]
 
     def _choose(self, key: str, lanes: list[Lane]) -> Lane:
         if not lanes:
@@ -200,8 +210,8 @@ class EnginePool:
             raise
         lane.num_calls += 1
         lane.engine.num_started += 1
-        if self.trial is not None and is_call:
-            arm = "canary" if lane.version == self.trial else "control"
+        if is_call and (self.trial is not None or self.holdout is not None):
+            arm = {self.trial: "canary", self.holdout: "holdout"}.get(lane.version, "control")
             self._metrics.canary_calls.labels(arm).inc()
         return lane
 
@@ -228,7 +238,7 @@ class EnginePool:
         Another process may have started or ended the trial. Without this a session could enter a trial after it has
         left it, or a call outside the trial could sample with the version on trial.
         """
-        return self.trial is not None or session.canary is not None or self._num_noted < self._num_notes
+        return self.trial is not None or session.arm is not None or self._num_noted < self._num_notes
 
     async def _read_served(self, read: Callable[[], Awaitable[None]]) -> None:
         """Read from the store which versions are served."""

@@ -1,4 +1,7 @@
-"""A canary: a share of the new sessions samples with a new version, which is rolled back if it does worse.
+"""Arms: a share of the new sessions samples with another version than the served one.
+
+A canary is a new version that is rolled back if it does worse. The hold-out is an older version that stays, so that the
+lift of the served one over it is known: the version that a newly served one replaces becomes it, and nothing is loaded.
 
 The transaction that creates a session assigns it to the trial or not, so all proxy processes agree, and a session never
 changes arms during a trial; sessions from before the trial stay on the served version. An adapter is loaded beside the
@@ -25,12 +28,12 @@ from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.load_attempts import LoadAttempts
-from proxy.reload.loader import NUM_PROBED, Loader
+from proxy.reload.loader import NUM_PROBED, Loader, serves
 from proxy.reload.served_versions import ServedVersions
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead
 from turnwise.store import policies
-from turnwise.store.arms import Arm, arms_since
+from turnwise.store.arms import Arm, arms_since, lift
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, PolicyVersion
 
@@ -40,6 +43,8 @@ NUM_STANDARD_ERRORS = 2.0
 """Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
 JUDGE_SECONDS = 1.0
 """How often the arms are compared."""
+LIFT_SECONDS = 60.0
+"""How often the served version is compared with the hold-out."""
 NUM_ENGINES = 2
 """Serving engines that a trial of whole weights needs."""
 ENGINE_SECONDS = 600.0
@@ -143,6 +148,7 @@ class Canary:
         self._judged_at = 0.0
         self._recorded: Json | None = None
         """The arms that this process has stored last."""
+        self._measured_at = 0.0
         self._lacks_engine_since: float | None = None
         """When a trial of whole weights was found without its engines, on the monotonic clock."""
         self.problem: str | None = None
@@ -153,6 +159,54 @@ class Canary:
         """Whether the arms should be compared now."""
         return time.monotonic() - self._judged_at >= JUDGE_SECONDS
 
+    @property
+    def is_lift_due(self) -> bool:
+        """Whether the served version should be compared with the hold-out now."""
+        return time.monotonic() - self._measured_at >= LIFT_SECONDS
+
+    def holdout_after(
+        self, target: PolicyVersion, active: PolicyVersion | None, holdout: PolicyVersion | None
+    ) -> PolicyVersion | None:
+        """Return the hold-out once the target is served: the one that there is, else the version served before it.
+
+        Whole weights are held out only beside another engine.
+        """
+        held = holdout or active
+        if held is None or held.version >= target.version or not self._settings.holdout_share:
+            return None
+        needs_engine = target.kind is PolicyKind.FULL
+        return None if needs_engine and len(self._pool.serving) < NUM_ENGINES else held
+
+    def without_held_out(self, holdout: PolicyVersion | None, target: PolicyVersion) -> list[Engine]:
+        """Return the serving engines that the target may be loaded into: one keeps the hold-out's whole weights."""
+        serving = self._pool.serving
+        if target.kind is PolicyKind.LORA:
+            return serving
+        kept = [engine for engine in serving if holdout is not None and serves(engine, holdout)]
+        return [engine for engine in serving if engine is not kept[-1]] if kept and len(serving) > 1 else serving
+
+    async def end_holdout(self, holdout: PolicyVersion) -> None:
+        """Serve all new sessions with the served version; the next version that is served starts another hold-out."""
+        log.info("the hold-out of version %d ends", holdout.version)
+        await self._lease.write(policies.end_holdout, holdout.version)
+        await self._served.refresh()
+
+    async def measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
+        """Compare the sessions of the served version with those of the hold-out since it is served.
+
+        An engine that came back may have lost the hold-out; it is loaded again.
+        """
+        self._measured_at = time.monotonic()
+        if not (active.kind is PolicyKind.LORA and holdout.kind is PolicyKind.FULL):  # adapters leave the weights
+            try:
+                await self._place(holdout, active)
+            except (BadCheckpoint, EngineError) as error:
+                log.warning("the hold-out of version %d cannot be loaded: %s", holdout.version, error)
+                await self.end_holdout(holdout)
+                return
+            self._pool.stop_draining()
+        await self._record(await asyncio.to_thread(self._arms, active, holdout), active, holdout)
+
     def is_wanted(self, target: PolicyVersion, active: PolicyVersion) -> bool:
         """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""
         if not self._settings.canary_share or target.version <= active.version:
@@ -160,7 +214,7 @@ class Canary:
         return not self._lacks_engine(target)
 
     def _lacks_engine(self, policy: PolicyVersion) -> bool:
-        return policy.kind is PolicyKind.FULL and len(self._pool.serving) < NUM_ENGINES
+        return policy.kind is PolicyKind.FULL and len(self.without_held_out(self._served.holdout, policy)) < NUM_ENGINES
 
     def note_engines(self, policy: PolicyVersion | None) -> None:
         """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
@@ -264,7 +318,11 @@ class Canary:
     async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
         """Store what the version is judged by, if it has changed."""
         canary, control = arms
-        compared = {"canary": canary.summary(policy.version), "control": control.summary(active.version)}
+        compared = {
+            "canary": canary.summary(policy.version),
+            "control": control.summary(active.version),
+            "lift": lift(canary, control),
+        }
         if compared != self._recorded:
             await self._lease.write(policies.record_arms, policy.version, compared)
             self._recorded = compared
@@ -277,8 +335,9 @@ class Canary:
                 if policy.version not in engine.adapters:
                     await self._loader.load_beside(engine, policy)
         elif len(serving) > 1 and self._is_missing(policy):
-            await self._drain(serving[-1])
-            await self._loader.exchange(serving[-1], policy, active)
+            free = self.without_held_out(self._served.holdout, policy)[-1]
+            await self._drain(free)
+            await self._loader.exchange(free, policy, active)
 
     def _is_missing(self, policy: PolicyVersion) -> bool:
         """Return whether no engine samples with a version of whole weights."""

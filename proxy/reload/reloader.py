@@ -144,22 +144,26 @@ class Reloader:
         """Return whether there is nothing to do now."""
         if wanted.target is None:
             return True
+        if wanted.holdout is not None and not self._settings.holdout_share:
+            return False
         if wanted.canary is not None and wanted.is_pinned:
             return False
         if self._attempts.is_waiting((wanted.canary or wanted.target).version):
             return True
         if wanted.canary is not None:
             return not self._canary.is_due
-        if wanted.active is None:
+        if wanted.active is None or wanted.target.version != wanted.active.version:
             return False
-        return wanted.target.version == wanted.active.version and all(
-            serves(engine, wanted.target) for engine in self._pool.serving
-        )
+        others = self._canary.without_held_out(wanted.holdout, wanted.target)
+        is_served = all(serves(engine, wanted.target) for engine in others)
+        return is_served and not (wanted.holdout and self._canary.is_lift_due)
 
     async def _step(self, wanted: Wanted) -> None:
         target, active, canary = wanted.target, wanted.active, wanted.canary
         assert target is not None
-        if canary is not None and (wanted.is_pinned or not self._settings.canary_share):
+        if wanted.holdout is not None and not self._settings.holdout_share:
+            await self._canary.end_holdout(wanted.holdout)
+        elif canary is not None and (wanted.is_pinned or not self._settings.canary_share):
             await self._canary.call_off(canary, active)
         elif canary is not None and active is not None:
             if await self._canary.wait_for_engine(canary, active):
@@ -170,6 +174,10 @@ class Reloader:
                 await self._promote(canary, active)
         elif active is not None and not wanted.is_pinned and self._canary.is_wanted(target, active):
             await self._canary.begin(target, active)
+        elif wanted.holdout is not None and active is not None and target.version == active.version:
+            await self._canary.measure(active, wanted.holdout)
+            if not all(serves(engine, target) for engine in self._canary.without_held_out(wanted.holdout, target)):
+                await self._roll_out(target, active)
         else:
             await self._roll_out(target, active)
 
@@ -195,8 +203,10 @@ class Reloader:
 
     async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> None:
         """Load the target into one engine, then into the others."""
-        behind = [engine for engine in self._pool.serving if not serves(engine, target)]
-        is_proven = len(behind) < len(self._pool.serving) or (active is not None and active.version == target.version)
+        holdout = self._canary.holdout_after(target, active, self._served.holdout)
+        others = self._canary.without_held_out(holdout, target)
+        behind = [engine for engine in others if not serves(engine, target)]
+        is_proven = len(behind) < len(others) or (active is not None and active.version == target.version)
         seconds = 0.0
         try:
             if behind:
@@ -211,10 +221,10 @@ class Reloader:
             if not self._attempts.schedule(target.version, error):
                 await self._fail(target, error)
             return
-        others = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(self._loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
         )
-        for engine, outcome in zip(behind, others, strict=True):
+        for engine, outcome in zip(behind, outcomes, strict=True):
             if isinstance(outcome, BadCheckpoint | EngineError):
                 self._loader.take_out(engine, outcome)
             elif isinstance(outcome, BaseException):
@@ -237,7 +247,9 @@ class Reloader:
         self._metrics.policy_version.set(target.version)
         self._metrics.reload_seconds.observe(seconds)
         log.info("policy version %d is served; engines paused for %.0f ms at most", target.version, seconds * 1000)
-        await self.lease.write(policies.activate_policy, target.version, seconds, utc_now())
+        is_held = self._canary.holdout_after(target, self._served.active, self._served.holdout) is not None
+        share = self._settings.holdout_share if is_held else 0.0
+        await self.lease.write(policies.activate_policy, target.version, seconds, utc_now(), share)
         await self._served.refresh()
 
     async def _check_engines(self, engines: list[Engine]) -> None:
@@ -263,8 +275,8 @@ class Reloader:
         if not engine.is_serving:
             await self._admit(engine)
         elif engine.adapters:
-            trial = self._pool.trial
-            await self._loader.retire(engine, {engine.version} | (set() if trial is None else {trial}))
+            arms = {arm for arm in (self._pool.trial, self._pool.holdout) if arm is not None}
+            await self._loader.retire(engine, {engine.version} | arms)
 
     async def _has_lost_weights(self, engine: Engine) -> bool:
         """Return whether an engine was restarted between two checks."""
@@ -286,7 +298,7 @@ class Reloader:
         wanted = await self._wanted()
         active = wanted.active
         engine.active_lane = engine.base_lane
-        served = [policy for policy in (active, wanted.canary) if policy is not None]
+        served = [policy for policy in (active, wanted.canary, wanted.holdout) if policy is not None]
         if active is not None and not any(serves(engine, policy) for policy in served):
             await self._loader.compare_with_own_models([active], [engine], is_needed=True)
         if self._settings.engine_sleep:

@@ -35,6 +35,8 @@ class Wanted:
     """The version that is served."""
     canary: PolicyVersion | None
     """The version on trial, also before its trial has started."""
+    holdout: PolicyVersion | None
+    """The older version that a share of the sessions stays on."""
     target: PolicyVersion | None
     """The pinned version, or the newest that has not failed."""
     is_pinned: bool
@@ -52,6 +54,8 @@ class ServedVersions:
         """Number of the newest reading that was applied."""
         self.active: PolicyVersion | None = None
         """The served version of that reading."""
+        self.holdout: PolicyVersion | None = None
+        """The hold-out of that reading."""
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
         """A reading for calls that has not started yet."""
@@ -89,6 +93,7 @@ class ServedVersions:
             read_at=read_at,
             active=state.active,
             canary=state.canary,
+            holdout=state.holdout,
             target=target
             if target is None or target.status is not PolicyStatus.FAILED
             else state.active or state.newest,
@@ -103,7 +108,7 @@ class ServedVersions:
         """Ask the engines for adapters that another process has loaded into them."""
         missing = [
             (engine, policy.version)
-            for policy in (wanted.active, wanted.canary)
+            for policy in (wanted.active, wanted.canary, wanted.holdout)
             if policy is not None and policy.kind is PolicyKind.LORA
             for engine in self._pool.serving
             if policy.version not in engine.adapters
@@ -115,7 +120,8 @@ class ServedVersions:
         if wanted.number < self._applied:
             return
         self._applied = wanted.number
-        self._pool.trial = None if wanted.canary is None else wanted.canary.version
+        self._pool.trial, self._pool.holdout = _version(wanted.canary), _version(wanted.holdout)
+        self.holdout = wanted.holdout
         before, self.active = self.active, wanted.active
         if _version(before) != _version(wanted.active):
             for engine in self._pool.serving:

@@ -144,6 +144,13 @@ def _versions(conn: sa.Connection) -> None:
     evaluations.record_evaluation(conn, 1, {"reward_mean": 1.0})
 
 
+def _holdout(conn: sa.Connection) -> None:
+    """Serve a version, then a newer one beside the first as its hold-out, then the first one again."""
+    policies.publish_policy(conn, PolicyVersion(version=9, path="newer"))
+    for version in (1, 9, 1):
+        policies.activate_policy(conn, version, None, None, 0.5)
+
+
 def _keys(conn: sa.Connection) -> None:
     key_id, key = keys.create_key(conn, "t", keys.KeyRole.AGENT, "another key")
     keys.verify_key(conn, key)
@@ -308,6 +315,7 @@ OF_ALL: dict[str, Ask] = {
     "pins": _pins,
     "the base model": _base,
     "states of a version": _versions,
+    "a hold-out": _holdout,
     "a lease": _lease,
     "engine activity": lambda c: [engine_activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
     "idle shares of engines": lambda c: engine_activity.idle_shares(c, [(NOW - WEEK, NOW)]),

@@ -13,7 +13,7 @@ from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.remote import proxy_options, remote
 from turnwise.types import Json
 
-_COLUMNS = ("version", "status", "pinned", "on_disk", "reward_mean", "reload_seconds", "created_at", "error")
+_COLUMNS = ("version", "status", "pinned", "on_disk", "reward_mean", "lift", "reload_seconds", "created_at", "error")
 _UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", "num_tokens", "reward_mean", "seconds")
 _SHOWN = ("reward_mean", "seconds")
 """Metrics of an update that the table shows."""
@@ -33,7 +33,8 @@ def policies(
         return
     with remote(url, api_key, database) as client:
         if client is not None:
-            found = [_with_metrics(each, "reward_mean") for each in itertools.islice(client.policies(), limit)]
+            versions = itertools.islice(client.policies(), limit)
+            found = [_with_lift(_with_metrics(each, "reward_mean")) for each in versions]
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
     from turnwise.commands.store import opened
@@ -44,7 +45,7 @@ def policies(
     with opened(place) as store, store.read() as conn:
         pinned = stored.pinned_version(conn)
         listed = [
-            _with_metrics(values_of(policy), "reward_mean")
+            _with_lift(_with_metrics(values_of(policy), "reward_mean"))
             | {"pinned": policy.version == pinned, "on_disk": stored.on_disk(policy)}
             for policy in stored.list_policies(conn, limit=limit)[0]
         ]
@@ -162,3 +163,12 @@ def updates(limit: int, database: str | None, url: str | None, api_key: str | No
 def _with_metrics(record: Json, *names: str) -> Json:
     """Return a record with some of its metrics as columns."""
     return record | {name: (record["metrics"] or {}).get(name) for name in names}
+
+
+def _with_lift(policy: Json) -> Json:
+    """Return a version with its lift over the older arm as text: the mean with its interval, each named reward too."""
+    found: Json = (policy.get("arms") or {}).get("lift") or {}
+    names = sorted(found, key=lambda name: (name != "reward", name))
+    texts = [f"{found[each]['mean']:+.3f} [{found[each]['low']:+.3f}, {found[each]['high']:+.3f}]" for each in names]
+    named = [text if name == "reward" else f"{name} {text}" for name, text in zip(names, texts, strict=True)]
+    return policy | {"lift": "; ".join(named) or None}

@@ -1,10 +1,13 @@
-"""Session statistics by policy version: a canary is judged by them."""
+"""Session statistics by policy version: what a canary is judged by, and the lift of one version over another."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
+import math
 import statistics
+from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -14,6 +17,13 @@ from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import DELETED, sessions, turns
 from turnwise.types import FORKED, IMPORT, SHADOW, Credit, Json, Outcome, SessionStatus
+
+ALPHA = 0.05
+"""Probability that the interval of a lift ever misses it."""
+NARROWEST_AT = 500
+"""Sessions of both arms at which the interval is narrowest."""
+MIN_REWARDS = 8
+"""Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +36,8 @@ class Arm:
     num_turns: int = 0
     num_broken: int = 0
     """Turns that failed, are untrainable, or were cut by length."""
+    by_name: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    """Rewards of the sessions that have a reward of this name."""
 
     def summary(self, version: int) -> Json:
         """Return the arm in a few numbers; the mean reward is None without a rewarded session."""
@@ -36,6 +48,32 @@ class Arm:
             "broken_share": self.num_broken / self.num_turns if self.num_turns else 0.0,
             "mean_reward": statistics.fmean(self.rewards) if self.rewards else None,
         }
+
+
+def lift(newer: Arm, older: Arm) -> Json:
+    """Return the differences of the mean rewards, whole (`reward`) and by name, with intervals for repeated looks.
+
+    Each has `mean`, `low` and `high`; rewards that either arm has fewer than `MIN_REWARDS` of are left out.
+    """
+    pairs = {name: (values, older.by_name.get(name, ())) for name, values in newer.by_name.items()}
+    pairs["reward"] = (newer.rewards, older.rewards)
+    return {name: _interval(*each) for name, each in pairs.items() if min(map(len, each)) >= MIN_REWARDS}
+
+
+def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
+    """Return the difference of two means with the interval that holds at all times with probability 1 − α.
+
+    The asymptotic confidence sequence of Waudby-Smith et al. 2021 (arXiv:2103.06476), theorem 2.2, for the difference
+    between two arms to which sessions are assigned at random. With n sessions and the standard error s of the
+    difference it is s · √(2 (n ρ² + 1) / (n ρ²) · log(√(n ρ² + 1) / α)) on each side. ρ makes it narrowest at
+    `NARROWEST_AT` sessions. So it may be looked at after every session, and the first time that it excludes 0 counts.
+    """
+    mean = statistics.fmean(newer) - statistics.fmean(older)
+    error = math.hypot(*(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (newer, older)))
+    rho_2 = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / NARROWEST_AT
+    n_rho_2 = (len(newer) + len(older)) * rho_2
+    margin = error * math.sqrt(2 * (n_rho_2 + 1) / n_rho_2 * math.log(math.sqrt(n_rho_2 + 1) / ALPHA))
+    return {"mean": mean, "low": mean - margin, "high": mean + margin}
 
 
 def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int]) -> tuple[Arm, Arm]:
@@ -72,6 +110,10 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
     rewards = {
         row.session_pk: credit.session_reward(lines.get(row.session_pk, ()), credit_of[row.session_pk]) for row in found
     }
+    named = {
+        row.session_pk: credit.rewards_by_name(lines.get(row.session_pk, ()), credit_of[row.session_pk])
+        for row in found
+    }
 
     def arm(version: int) -> Arm:
         own = [row for row in found if row.version == version]
@@ -80,6 +122,16 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
             len(own),
             sum(row.num_turns for row in own),
             sum(row.num_broken for row in own),
+            _by_name([named[row.session_pk] for row in own]),
         )
 
     return arm(versions[0]), arm(versions[1])
+
+
+def _by_name(named: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the rewards of sessions by name; `reward` alone is the whole."""
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for rewards in named:
+        for name, value in rewards.items():
+            found[name].append(value)
+    return dict(found)

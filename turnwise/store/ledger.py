@@ -38,8 +38,8 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
         raise InvalidRequest(f"group_size {session.group_size!r} needs a group_id; give one", param="group_id")
     known = _session_row(conn, session.tenant, session.session_id)
     if known is None:
-        group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
         (session,) = trials.assign(conn, [session])
+        group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
         if insert_ignoring(conn, sessions, rows.session_row(session, group_pk)):
             return dataclasses.replace(session, last_active_at=session.created_at), True
         groups.leave(conn, group_pk)

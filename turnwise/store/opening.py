@@ -59,9 +59,10 @@ def _create(conn: sa.Connection, wanted: dict[SessionKey, Session]) -> dict[Sess
     """
     for key in _stored(conn, wanted):
         wanted.pop(key, None)
-    group_pks = groups.create(conn, [wanted[key] for key in sorted(wanted)])
-    assigned = {_key(session): session for session in trials.assign(conn, [wanted[key] for key in group_pks])}
-    new_rows = [rows.session_row(assigned[key], group_pk) for key, group_pk in group_pks.items()]
+    assigned = {_key(session): session for session in trials.assign(conn, [wanted[key] for key in sorted(wanted)])}
+    group_pks = groups.create(conn, [session for session in assigned.values() if session.split is Split.TRAIN])
+    held_out = [key for key, session in assigned.items() if session.split is Split.EVAL]
+    new_rows = [rows.session_row(assigned[key], group_pks.get(key)) for key in sorted([*group_pks, *held_out])]
     created = set(insert_new_rows(conn, sessions, new_rows, ("tenant", "session_id")))
     for key in group_pks.keys() - created:  # another writer has created the session meanwhile
         groups.leave(conn, group_pks[key])

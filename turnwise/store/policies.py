@@ -41,6 +41,8 @@ class ServingState(NamedTuple):
     pinned: PolicyVersion | None
     newest: PolicyVersion | None
     """The newest version that has not failed."""
+    holdout: PolicyVersion | None
+    """The older version that a share of the sessions stays on."""
 
 
 def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
@@ -124,17 +126,37 @@ def publish_next(
 
 
 def activate_policy(
-    conn: sa.Connection, version: int, reload_seconds: float | None = None, now: datetime.datetime | None = None
+    conn: sa.Connection,
+    version: int,
+    reload_seconds: float | None = None,
+    now: datetime.datetime | None = None,
+    holdout_share: float = 0.0,
 ) -> PolicyVersion:
-    """Record that engines serve this version now, and retire the previous version.
+    """Record that engines serve this version now, and retire the previous one, or make it the hold-out.
+
+    A hold-out stays until a version is served that is not newer.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        version: The version.
+        reload_seconds: How long engines were paused.
+        now: The time of activation; by default the current time.
+        holdout_share: Share of new sessions that stays on the previous version if there is no hold-out; 0 for none.
 
     A version that failed while engines loaded it stays failed.
 
     Raises:
         NotFound: no such version.
     """
+    previous, holdout = active_and_holdout(conn)
+    if holdout is not None and holdout.version >= version:
+        end_holdout(conn, holdout.version)
+        holdout = None
     was_active = sa.and_(table.c.status == PolicyStatus.ACTIVE.value, table.c.version != version)
-    conn.execute(sa.update(table).where(was_active).values(status=PolicyStatus.RETIRED.value))
+    is_held = holdout_share > 0 and holdout is None and previous is not None and previous.version < version
+    held = {"status": PolicyStatus.HOLDOUT.value, "arm_share": holdout_share}
+    change = sa.update(table).where(was_active)
+    conn.execute(change.values(**held) if is_held else change.values(status=PolicyStatus.RETIRED.value))
     conn.execute(
         sa.update(table)
         .where(table.c.version == version, table.c.status != PolicyStatus.FAILED.value)
@@ -165,7 +187,7 @@ def prepare_trial(conn: sa.Connection, version: int) -> PolicyVersion:
     Raises:
         NotFound: no such version.
     """
-    return _set_canary(conn, version, activated_at=None, canary_share=None)
+    return _set_canary(conn, version, activated_at=None, arm_share=None)
 
 
 def try_policy(conn: sa.Connection, version: int, share: float, now: datetime.datetime | None = None) -> PolicyVersion:
@@ -174,11 +196,11 @@ def try_policy(conn: sa.Connection, version: int, share: float, now: datetime.da
     Raises:
         NotFound: no such version.
     """
-    return _set_canary(conn, version, activated_at=to_micros(now or utc_now()), canary_share=share)
+    return _set_canary(conn, version, activated_at=to_micros(now or utc_now()), arm_share=share)
 
 
 def _set_canary(
-    conn: sa.Connection, version: int, *, activated_at: int | None, canary_share: float | None
+    conn: sa.Connection, version: int, *, activated_at: int | None, arm_share: float | None
 ) -> PolicyVersion:
     change = sa.update(table).where(table.c.version == version)
     conn.execute(
@@ -187,7 +209,7 @@ def _set_canary(
             error=None,
             arms=None,
             activated_at=activated_at,
-            canary_share=canary_share,
+            arm_share=arm_share,
         )
     )
     return get_policy(conn, version)
@@ -329,6 +351,20 @@ def _first_of(records: Sequence[PolicyVersion], status: PolicyStatus) -> PolicyV
     return next((policy for policy in records if policy.status is status), None)
 
 
+def active_and_holdout(conn: sa.Connection) -> tuple[PolicyVersion | None, PolicyVersion | None]:
+    """Return the version that engines serve, and the hold-out; None for one that does not exist."""
+    wanted = table.c.status.in_([PolicyStatus.ACTIVE.value, PolicyStatus.HOLDOUT.value])
+    records = [rows.POLICIES.record(row) for row in conn.execute(sa.select(table).where(wanted)).all()]
+    return _first_of(records, PolicyStatus.ACTIVE), _first_of(records, PolicyStatus.HOLDOUT)
+
+
+def end_holdout(conn: sa.Connection, version: int) -> None:
+    """Let new sessions sample with the served version instead of this hold-out; other versions do not change."""
+    is_holdout = table.c.status == PolicyStatus.HOLDOUT.value
+    change = sa.update(table).where(table.c.version == version, is_holdout)
+    conn.execute(change.values(status=PolicyStatus.RETIRED.value))
+
+
 def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset[int]:
     """Return the failed ones among these versions."""
     failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(versions))
@@ -385,6 +421,7 @@ def serving_state(conn: sa.Connection) -> ServingState:
         _first_of(records, PolicyStatus.CANARY),
         None if pinned is None else by_version[pinned],
         newest,
+        _first_of(records, PolicyStatus.HOLDOUT),
     )
 
 
@@ -393,7 +430,8 @@ def _serving_state_sql(dialect: sa.Dialect) -> str:
     """Return the statement that selects all versions of a `ServingState`, each with the pin."""
     newest = sa.select(sa.func.max(table.c.version)).where(table.c.status != PolicyStatus.FAILED.value)
     pinned = sa.select(serving.c.pinned_version)
-    is_in_use = table.c.status.in_([PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value])
+    in_use = (PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value, PolicyStatus.HOLDOUT.value)
+    is_in_use = table.c.status.in_(in_use)
     is_named = table.c.version.in_([newest.scalar_subquery(), pinned.scalar_subquery()])
     query = (
         sa.select(table, serving.c.pinned_version, serving.c.pinned_until)

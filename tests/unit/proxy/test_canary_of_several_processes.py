@@ -60,8 +60,8 @@ async def on_trial(stage: Stage) -> AsyncIterator[Process]:
 async def open_sessions(process: Process, prefix: str, count: int = 16) -> tuple[list[Session], list[Session]]:
     """Open sessions; return those that the trial took, and the others."""
     opened = [(await process.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(count)]
-    taken = [session for session in opened if session.canary is not None]
-    return taken, [session for session in opened if session.canary is None]
+    taken = [session for session in opened if session.arm is not None]
+    return taken, [session for session in opened if session.arm is None]
 
 
 async def versions_of(process: Process, sessions: list[Session]) -> set[int]:

@@ -18,7 +18,7 @@ from turnwise.types import SHADOW, Session
 URLS = ["http://a", "http://b", "http://c"]
 SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
 SHADOW_SESSION = Session(session_id="shadow", opened_by=SHADOW)
-IN_TRIAL = [Session(session_id=f"t{number}", canary=8) for number in range(100)]
+IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 
 
 def with_pool(use: Callable[[EnginePool], object], urls: list[str] = URLS, *, most_calls: int = 100) -> None:

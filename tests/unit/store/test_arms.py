@@ -40,8 +40,8 @@ def test_finished_sessions_count_for_the_version_that_they_sampled_with(database
     play(database, "c", 7, 0.0)
     play(database, "d", 6, 0.0)
     canary, control = arms(database)
-    assert canary == Arm((0.5,), 1, 1, 0)
-    assert dataclasses.replace(control, rewards=()) == Arm((), 2, 2, 0)
+    assert canary == Arm((0.5,), 1, 1, 0, {"reward": [0.5]})
+    assert dataclasses.replace(control, rewards=(), by_name={}) == Arm((), 2, 2, 0)
     assert sorted(control.rewards) == [0.0, 1.0]
 
 
@@ -78,7 +78,7 @@ def test_a_trial_is_started_cancelled_and_permitted_again(database: Database) ->
         prepared = policies.prepare_trial(connection, 1)
         assert (prepared.status, prepared.activated_at) == (PolicyStatus.CANARY, None)
         tried = policies.try_policy(connection, 1, 0.25)
-        assert (tried.status, tried.canary_share) == (PolicyStatus.CANARY, 0.25)
+        assert (tried.status, tried.arm_share) == (PolicyStatus.CANARY, 0.25)
         assert tried.activated_at is not None
         assert policies.active_and_canary(connection) == (policies.get_policy(connection, 0), tried)
         again = policies.reconsider_policy(connection, 1)

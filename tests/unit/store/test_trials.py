@@ -60,6 +60,6 @@ def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: D
         found["after"] = create(connection, Session(session_id="after"))
         found["during again"] = create(connection, Session(session_id="during"))
         for session in found.values():
-            assert queries.session(connection, "default", session.session_id).canary == session.canary
-    assert {name for name, session in found.items() if session.canary == 1} == {"during", "during again", "judged"}
-    assert all(session.canary in (None, 1) for session in found.values())
+            assert queries.session(connection, "default", session.session_id).arm == session.arm
+    assert {name for name, session in found.items() if session.arm == 1} == {"during", "during again", "judged"}
+    assert all(session.arm in (None, 1) for session in found.values())

@@ -1,0 +1,160 @@
+"""The hold-out: a share of the sessions stays on the version that was served before, and the lift over it is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.ledger_samples import make_turn
+from support.reload_stage import Process, Stage
+from turnwise_fake_engine import Script, running_fake_engine
+
+from turnwise.store import ledger, policies, queries
+from turnwise.store.arms import Arm, lift
+from turnwise.store.database import Database
+from turnwise.types import PolicyKind, Reward, Session, Split, Turn
+
+SHARE = 0.5
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    with running_fake_engine(Script(lora=True)) as first, running_fake_engine(Script(lora=True)) as second:
+        yield Stage(database, url, [first, second], tmp_path)
+    database.close()
+
+
+async def opened(process: Process, prefix: str) -> tuple[list[Session], list[Session]]:
+    """Open sessions; return those that the hold-out took, and the others."""
+    found = [(await process.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(16)]
+    return [one for one in found if one.arm is not None], [one for one in found if one.arm is None]
+
+
+async def versions_of(process: Process, sessions: list[Session]) -> set[int]:
+    return {await process.version_of(session) for session in sessions}
+
+
+@pytest.mark.parametrize("kind", [PolicyKind.FULL, PolicyKind.LORA])
+async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_ones_are_served(
+    stage: Stage, kind: PolicyKind
+) -> None:
+    """Whole weights keep one of two engines for it. A held-out session is not trained; one of a group is not taken."""
+    async with stage.process(holdout_share=SHARE) as process:
+        for version in (1, 2, 3):
+            stage.publish(version, kind)
+            await process.follow()
+        assert stage.statuses() == ["holdout", "retired", "active"]
+        held, others = await opened(process, "s")
+        assert len(held) > 2
+        assert len(others) > 2
+        assert {(one.arm, one.split) for one in held} == {(1, Split.EVAL)}
+        assert await versions_of(process, held) == {1}
+        assert await versions_of(process, others) == {3}
+        groups = [
+            await process.writer.open(Session(session_id=f"g{n}", group_id="g", group_size=16)) for n in range(16)
+        ]
+        assert {(one.arm, one.split) for one, _ in groups} == {(None, Split.TRAIN)}
+        if kind is PolicyKind.FULL:
+            assert sorted(process.versions) == [1, 3]
+        stage.publish(4, kind)
+        await process.follow()
+        assert stage.statuses() == ["holdout", "retired", "retired", "active"]
+        assert await versions_of(process, held) == {1}
+        assert await versions_of(process, others) == {4}
+
+
+async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_again(stage: Stage) -> None:
+    async with stage.process(holdout_share=SHARE) as process:
+        for version in (1, 2):
+            stage.publish(version)
+            await process.follow()
+        assert stage.statuses() == ["holdout", "active"]
+        stage.pin(1)
+        await process.follow()
+        assert stage.statuses() == ["active", "retired"]
+        assert process.versions == [1, 1]
+        stage.pin(None)
+        await process.follow()
+        assert stage.statuses() == ["holdout", "active"]
+    async with stage.process() as process:
+        await process.follow()
+        await process.follow()
+        assert stage.statuses() == ["retired", "active"]
+        assert process.versions == [2, 2]
+
+
+async def test_one_engine_with_whole_weights_has_no_hold_out(stage: Stage) -> None:
+    stage.engines.pop()
+    async with stage.process(holdout_share=SHARE) as process:
+        for version in (1, 2):
+            stage.publish(version)
+            await process.follow()
+        assert stage.statuses() == ["retired", "active"]
+
+
+async def test_the_lift_of_the_served_version_over_the_hold_out_is_stored_with_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.reload.canary.LIFT_SECONDS", 0.0)
+    monkeypatch.setattr("turnwise.store.arms.MIN_REWARDS", 2)
+    async with stage.process(holdout_share=SHARE) as process:
+        for version in (1, 2):
+            stage.publish(version)
+            await process.follow()
+        held, others = await opened(process, "s")
+        with stage.database.write() as conn:
+            for sessions, values in ((held, (0.0, 1.0)), (others, (1.0, 2.0))):
+                for number, session in enumerate(sessions):
+                    version = await process.version_of(session)
+                    turn = _turn(session.session_id, version)
+                    ledger.append_turns(conn, [turn])
+                    rewards = [("reward", values[number % 2]), ("stars", 0.0)]
+                    lines = [Reward(session_id=session.session_id, name=name, value=value) for name, value in rewards]
+                    ledger.add_rewards(conn, lines)
+                    ledger.end_session(conn, "default", session.session_id)
+        await process.follow()
+        with stage.database.read() as conn:
+            arms = policies.get_policy(conn, 2).arms
+            assert queries.session(conn, "default", held[0].session_id).reward is not None
+    assert arms is not None
+    assert (arms["canary"]["version"], arms["control"]["version"]) == (2, 1)
+    assert (arms["canary"]["num_sessions"], arms["control"]["num_sessions"]) == (len(others), len(held))
+    assert set(arms["lift"]) == {"reward", "stars"}
+    assert arms["lift"]["reward"]["low"] < arms["lift"]["reward"]["mean"] < arms["lift"]["reward"]["high"]
+
+
+def _turn(session_id: str, version: int) -> Turn:
+    turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
+    return dataclasses.replace(turn, turn_id=f"t-{session_id}")
+
+
+def test_the_interval_of_a_lift_is_that_of_the_confidence_sequence() -> None:
+    """By hand, for 8 rewards each, 4 of them 1: both variances are 2/7, s = √(2 · (2/7) / 8) = 0.26726.
+
+    ρ² = (2 · 2.99573 + log 5.99146 + 1) / 500 = (5.99146 + 1.79033 + 1) / 500 = 0.0175636, n ρ² = 16 · 0.0175636 =
+    0.281017. √(2 · 1.281017 / 0.281017 · log(√1.281017 / 0.05)) = √(9.11702 · (0.123831 + 2.995732)) = 5.33300.
+    """
+    rewards = (0.0, 1.0) * 4
+    found = lift(Arm(rewards, by_name={"reward": rewards}), Arm(rewards, by_name={"reward": rewards}))
+    assert found["reward"]["mean"] == 0.0
+    assert found["reward"]["high"] == pytest.approx(0.26726 * 5.33300, rel=1e-4)
+    assert found["reward"]["low"] == -found["reward"]["high"]
+    few = Arm(rewards[:7], by_name={"reward": rewards[:7]})
+    assert lift(few, few) == {}
+
+
+def test_the_interval_of_a_lift_holds_at_every_look() -> None:
+    """Of 200 pairs of equal arms that are looked at after every tenth session, few ever exclude 0."""
+    wrong = 0
+    for seed in range(200):
+        draw = random.Random(seed)
+        newer, older = ([float(draw.random() < 0.5) for _ in range(300)] for _ in range(2))
+        looks = [lift(Arm(tuple(newer[:n])), Arm(tuple(older[:n])))["reward"] for n in range(20, 300, 10)]
+        wrong += any(look["low"] > 0 or look["high"] < 0 for look in looks)
+    assert wrong <= 10
