@@ -198,6 +198,28 @@ def test_a_session_is_exported_ended_and_deleted_after_a_question(window: Visit,
     assert httpx2.get(f"{world.url}/v1/sessions/finished").status_code == 404
 
 
+def test_a_person_says_what_a_reply_should_have_been(window: Visit, world: RunningProxy) -> None:
+    call(world, "judged")
+    page = window.open("#session/judged")
+    page.click("summary:text-is('Feedback')")
+    page.fill("label:text('Comment') textarea", f"Too long. {ODD}")
+    page.click("button:text-is('Comment')")
+    page.wait_for_selector(".feedback pre:text('Too long.')")
+    page.click("summary:text-is('Feedback')")
+    page.click("button[aria-label='Bad reply']")
+    page.wait_for_selector(".given:text('reward feedback 0')")
+    page.click("summary:text-is('Feedback')")
+    page.fill("label:text('A better reply') textarea", "Short.")
+    page.click("button:text('Store the better reply')")
+    page.wait_for_selector(".feedback pre:text-is('Short.')")
+    found = httpx2.get(f"{world.url}/v1/feedback?session_id=judged").json()["data"]
+    assert [(each["kind"], each["value"]) for each in found] == [
+        ("comment", f"Too long. {ODD}"),
+        ("boolean", False),
+        ("demonstration", "Short."),
+    ]
+
+
 def test_the_served_version_is_chosen_after_a_question(window: Visit, world: RunningProxy) -> None:
     """The engines of other tests keep their version, because the route that chooses one is answered here."""
     page = window.page
@@ -412,7 +434,8 @@ def test_a_stored_conversation_of_100_000_tokens_opens_with_few_requests_element
     assert 100_000 < num_tokens < 110_000
     assert page.evaluate("document.querySelectorAll('*').length") < 3000
     fetched = dict(page.evaluate(FETCHED))
-    assert sorted(path.split("/")[-1] for path in fetched) == ["long-conversation", "tokens", "turns?limit=200"]
+    wanted = ["feedback?session_id=long-conversation", "long-conversation", "tokens", "turns?limit=200"]
+    assert sorted(path.split("/")[-1] for path in fetched) == wanted
     assert sum(fetched.values()) < 16 * num_tokens, "bytes: the text, an id, and a logprob or null"
 
 

@@ -27,31 +27,32 @@ export function pathThrough(turns, chosen) {
 export function conversation(sessionId, changed) {
   const box = make("div", {className: "conversation"}), made = new Map();
   let isWhole = false;
-  const element = (each, turns) => {
-    const state = JSON.stringify([each.rewards, each.trained_in, each.role, turns.filter((other) => other.parent_turn_id === each.parent_turn_id).length]);
-    if (made.get(each.turn_id)?.state !== state) made.set(each.turn_id, {state, element: turnElement(each, turns, sessionId, changed)});
+  const element = (each, turns, feedback) => {
+    const own = feedback.filter((one) => one.turn_id === each.turn_id);
+    const state = JSON.stringify([own, each.rewards, each.trained_in, each.role, turns.filter((other) => other.parent_turn_id === each.parent_turn_id).length]);
+    if (made.get(each.turn_id)?.state !== state) made.set(each.turn_id, {state, element: turnElement(each, turns, own, sessionId, changed)});
     return made.get(each.turn_id).element;
   };
-  const show = (line, turns, ending) => {
+  const show = (line, turns, feedback, ending) => {
     const left = isWhole ? 0 : Math.max(0, line.length - SHOWN);
-    const earlier = left ? [make("button", {type: "button", onclick: () => { isWhole = true; show(line, turns, ending); }}, `Show ${number(left)} earlier turns`)] : [];
-    const wanted = [...earlier, ...line.slice(left).map((each) => element(each, turns)), ...ending];
+    const earlier = left ? [make("button", {type: "button", onclick: () => { isWhole = true; show(line, turns, feedback, ending); }}, `Show ${number(left)} earlier turns`)] : [];
+    const wanted = [...earlier, ...line.slice(left).map((each) => element(each, turns, feedback)), ...ending];
     wanted.forEach((each, at) => { if (box.children[at] !== each) box.insertBefore(each, box.children[at] ?? null); });
     while (box.children.length > wanted.length) box.lastChild.remove();
   };
   return {box, show, find: (turnId) => made.get(turnId)?.element};
 }
 
-function turnElement(each, turns, sessionId, changed) {
+function turnElement(each, turns, feedback, sessionId, changed) {
   const siblings = turns.filter((other) => other.parent_turn_id === each.parent_turn_id && other !== each && each.parent_turn_id !== null);
   const trained = each.trained_in.at(-1), isExact = each.outcome === "exact";
   const foot = make("div", {className: "foot"}, make("a", {className: "quiet", href: `#session/${path(sessionId)}/${path(each.turn_id)}`}, `Turn ${each.seq}`),
     ...(isExact ? [] : [make("span", {}, status(each.outcome), each.reason ? `: ${each.reason}` : "")]),
     ...rewardChips(each.rewards), trained ? make("span", {className: "quiet"}, `advantage ${number(trained.advantage)}`) : null,
     make("span", {className: "quiet"}, [`${number(each.token_ids.length)} tokens`, seconds(each.duration_seconds && Number(each.duration_seconds.toPrecision(2))), `version ${each.policy_version_last}`].filter(Boolean).join(" · ")),
-    opened("Tokens", () => ribbon(each.turn_id)), opened("Details", async () => details(each, turns, sessionId, changed)));
+    opened("Feedback", async () => feedbackForms(each, changed)), opened("Tokens", () => ribbon(each.turn_id)), opened("Details", async () => details(each, turns, sessionId, changed)));
   return make("section", {className: "turn", ariaLabel: `Turn ${each.seq}`, dataset: {turn: each.turn_id}}, ...lostChain(each, turns), ...(each.messages ?? []).map(message),
-    Object.keys(each.response ?? {}).length ? message({role: "assistant", ...each.response}) : make("p", {className: "quiet"}, "No reply."),
+    Object.keys(each.response ?? {}).length ? message({role: "assistant", ...each.response}) : make("p", {className: "quiet"}, "No reply."), ...feedback.map(given),
     siblings.length ? make("p", {className: "quiet"}, "A branch: the conversation also goes on with ", ...siblings.flatMap((other, at) => [at ? ", " : "", link(`session/${path(sessionId)}/${path(other.turn_id)}`, `Turn ${other.seq}`)]), ".") : null, foot);
 }
 
@@ -63,6 +64,31 @@ function opened(title, fill) {
     try { element.append(await fill()); } catch (error) { element.append(make("p", {className: "bad"}, error.message)); }
   });
   return element;
+}
+
+// What a person said about a turn, or about the session. A thumb or a rating is also a reward, which is shown as such.
+export function given(one) {
+  const said = {comment: "comment", demonstration: one.value === null ? "chosen over other replies" : "better reply"}[one.kind];
+  if (!said) return "";
+  return make("div", {className: "message feedback"}, make("span", {className: "quiet"}, [said, one.name === "feedback" ? "" : one.name, one.source].filter(Boolean).join(", ")), one.value === null ? null : make("pre", {dir: "auto"}, String(one.value)));
+}
+
+const NOTE = {name: "value", required: true, rows: 3};
+const post = (turnId, kind, value) => request("v1/feedback", {method: "POST", body: JSON.stringify({turn_id: turnId, kind, value, source: "page"})});
+
+function feedbackForms(each, changed) {
+  const answer = make("p", {role: "status", className: "quiet"});
+  const send = async (kind, value, said) => {
+    try { await post(each.turn_id, kind, value); answer.textContent = said; await changed(); } catch (error) { answer.textContent = error.message; }
+  };
+  const form = (label, button, kind, value, said) => {
+    const field = make("textarea", {...NOTE, value}), made = make("form", {className: "note"}, make("label", {}, label, field), make("button", {}, button));
+    made.onsubmit = (event) => { event.preventDefault(); send(kind, field.value, said); };
+    return made;
+  };
+  const thumb = (value, label, sign) => make("button", {type: "button", ariaLabel: label, title: label, onclick: () => send("boolean", value, "Stored as a reward of this turn.")}, sign);
+  return make("div", {}, make("p", {}, thumb(true, "Good reply", "👍"), " ", thumb(false, "Bad reply", "👎")), form("Comment", "Comment", "comment", "", "The comment is stored."),
+    form("A better reply, which SFT and DPO learn from", "Store the better reply", "demonstration", text(each.response?.content), "The better reply is stored, as a group of sessions with rewards 1 and 0."), answer);
 }
 
 // Reward lines in order of arrival; a line that a later one of the same name and target replaces is struck out.

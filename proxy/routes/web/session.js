@@ -1,6 +1,6 @@
 // One session as a conversation with its branches beside it, and what a person does with it: reward, label, end, delete, export.
-import {actionButton, ago, download, duration, inlineFacts, link, make, number, path, plural, request, status, time} from "./page.js";
-import {childrenOf, conversation, pathThrough, rewardChips, rewardForm, tree} from "./conversation.js";
+import {actionButton, ago, download, duration, inlineFacts, link, make, number, optional, path, plural, request, status, time} from "./page.js";
+import {childrenOf, conversation, given, pathThrough, rewardChips, rewardForm, tree} from "./conversation.js";
 import {chip, readiness} from "./overview.js";
 
 const TURNS = 200;
@@ -25,14 +25,14 @@ export async function session(id, chosen) {
 
   // A live turn is added below; what is open above it stays open.
   async function refresh() {
-    const [record, turns] = await Promise.all([request(address), everyTurn(address)]);
+    const [record, turns, feedback] = await Promise.all([request(address), everyTurn(address), optional(`v1/feedback?${new URLSearchParams({session_id: id})}`, {data: []})]);
     const line = pathThrough(turns, chosen), leaves = turns.length - [...childrenOf(turns).keys()].filter((parent) => parent !== null).length;
     about.replaceChildren(sessionFacts(record, turns));
     // A label that somebody types stays while others change the session.
     if (shownLabels !== (shownLabels = JSON.stringify(record.labels))) labels.replaceChildren(labelEditor(address, record.labels, refresh));
     if (shownStatus !== (shownStatus = record.status)) actions.replaceChildren(...actionButtons(record, address, refresh));
     if (leaves > 1) nav.replaceChildren(make("h3", {}, `${plural(turns.length, "turn")}, ${leaves} branches`), tree(id, turns, line));
-    shown.show(line, turns, ending(record, turns));
+    shown.show(line, turns, feedback.data, [...feedback.data.filter((one) => one.turn_id === null).map(given).filter(Boolean), ...ending(record, turns)]);
     columns.className = leaves > 1 ? "columns" : "";
     const wanted = leaves > 1 ? [shown.box, nav] : [shown.box];
     if (columns.children.length !== wanted.length) columns.replaceChildren(...wanted);
