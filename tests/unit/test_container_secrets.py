@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from click.testing import CliRunner, Result
 
 from turnwise.commands.cli import main
 from turnwise.demo import model_directory
+from turnwise.store import keys
+from turnwise.store.database import Database
 
 
 def _run(*arguments: str) -> Result:
@@ -51,11 +54,25 @@ def test_the_first_admin_key_is_created_once_printed_once_and_stored_for_its_own
     assert file.read_text().strip() == key
 
 
-def test_the_key_file_of_a_removed_database_is_replaced(tmp_path: Path) -> None:
+def test_a_key_that_the_operator_chose_is_the_first_admin_key_and_is_not_printed(tmp_path: Path) -> None:
+    """A mounted secret is known to the operator, so no log has to show it."""
+    file, url = tmp_path / "admin-key", f"sqlite:///{tmp_path}/x.db"
+    key = f"tw-{'0a' * 8}-{'b' * 64}"
+    file.write_text(f"{key}\n")
+    assert key not in _run("db", "upgrade", "--database", url, "--admin-key-file", str(file)).output
+    with contextlib.closing(Database(url)) as database, database.read() as conn:
+        found = keys.verify_key(conn, key)
+    assert found is not None
+    assert found.role == keys.KeyRole("admin")
+
+
+def test_a_file_with_something_else_than_a_key_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "admin-key"
-    file.write_text("tw-of-an-earlier-database")
-    _run("db", "upgrade", "--database", f"sqlite:///{tmp_path}/x.db", "--admin-key-file", str(file))
-    assert file.read_text() != "tw-of-an-earlier-database"
+    file.write_text("tw-short")
+    upgrade = ["db", "upgrade", "--database", f"sqlite:///{tmp_path}/x.db", "--admin-key-file", str(file)]
+    refused = _run(*upgrade)
+    assert refused.exit_code != 0
+    assert "openssl rand" in refused.output
 
 
 def test_a_directory_with_a_model_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import click
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records
 from turnwise.commands.secrets_files import OWNER_MODE, make_database_password, write_once
+from turnwise.errors import SettingsError
 
 
 @click.group("db")
@@ -21,7 +22,8 @@ def db() -> None:
 @click.option(
     "--admin-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Create an admin key where there is no key yet; print it once and write it to this file, for its owner alone.",
+    help="Create an admin key where there is no key yet: the one in this file, such as a mounted secret, or else a new "
+    "one, which is printed once and written to this file, for its owner alone.",
 )
 @database_option
 @json_option
@@ -90,14 +92,29 @@ def db_copy(source: str, target: str, *, as_json: bool) -> None:
 
 
 def _create_first_key(url: str, file: Path) -> str | None:
-    """Create an admin key where there is no key yet, and write it to a file; return it, None where there are keys."""
+    """Create an admin key where there is no key yet: the one in the file, or else a new one, which is written to it.
+
+    Returns:
+        The new key; None where there are keys, or where the file had it.
+
+    Raises:
+        InvalidRequest: the file has something else.
+        SettingsError: the file cannot be read or written.
+    """
     from turnwise.commands.store import opened
     from turnwise.store import keys
 
+    try:
+        given = file.read_text().strip()
+    except FileNotFoundError:
+        given = None
+    except OSError as error:
+        raise SettingsError(f"the key in {file} cannot be read: {error.strerror}") from error
     with opened(url) as database, database.write() as conn:
         if keys.any_keys(conn):
             return None
-        _, key = keys.create_key(conn, "default", keys.KeyRole("admin"), "first admin key")
-        file.unlink(missing_ok=True)  # of an earlier database, or of a start that was killed before its commit
-        write_once(file, f"{key}\n", OWNER_MODE)
-    return key
+        _, key = keys.create_key(conn, "default", keys.KeyRole("admin"), "first admin key", key=given)
+        # A start that is killed before its commit leaves a file, and the next one creates the key in it.
+        if given is None:
+            write_once(file, f"{key}\n", OWNER_MODE)
+    return None if given is not None else key

@@ -1,7 +1,7 @@
 """API keys, and the secrets that all proxy processes share.
 
-A key is `tw-ID-SECRET`. Only a hash of the secret is stored; the secret is 32 random bytes, so a plain SHA-256 is
-enough. The id finds the row, so one hash is compared, in constant time.
+A key is `tw-ID-SECRET`. Only a hash of the secret is stored; the secret is at least 32 random characters, so a plain
+SHA-256 is enough. The id finds the row, so one hash is compared, in constant time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import datetime
 import enum
 import hashlib
 import hmac
+import re
 import secrets
 
 import sqlalchemy as sa
@@ -24,6 +25,7 @@ from turnwise.store.tables import secrets as secrets_table
 from turnwise.types import utc_now
 
 _PREFIX = "tw"
+_ID_BYTES = 8
 _SECRET_BYTES = 32
 _KEYS_EXIST = "keys_exist"
 """Name of the row that the first key leaves among the secrets; nothing deletes it, the deletion of a tenant neither."""
@@ -68,16 +70,33 @@ def create_key(
     *,
     expires_at: datetime.datetime | None = None,
     token_budget: int | None = None,
+    key: str | None = None,
 ) -> tuple[str, str]:
     """Create a key; return its id and the whole key, which cannot be read again.
 
+    Args:
+        conn: A transaction of `Database.write`.
+        tenant: The key's tenant.
+        role: What the key may do.
+        name: For people.
+        expires_at: When it expires; None for never.
+        token_budget: Tokens that its calls may take; None for any number.
+        key: The whole key as an operator chose it; None for a random one.
+
     Raises:
-        InvalidRequest: the tenant has no name.
+        InvalidRequest: the tenant has no name, or the chosen key is not of the form `tw-ID-SECRET`, or too short.
     """
     if tenant == NO_TENANT:
         raise InvalidRequest("a tenant needs a name; give one with --tenant", param="tenant")
-    key_id = secrets.token_hex(8)
-    secret = secrets.token_urlsafe(_SECRET_BYTES)
+    whole = f"{_PREFIX}-{secrets.token_hex(_ID_BYTES)}-{secrets.token_urlsafe(_SECRET_BYTES)}" if key is None else key
+    form = re.fullmatch(rf"{_PREFIX}-([0-9a-f]{{{2 * _ID_BYTES}}})-([A-Za-z0-9_-]{{{_SECRET_BYTES},}})", whole)
+    if form is None:
+        raise InvalidRequest(
+            f"an API key is `{_PREFIX}-ID-SECRET` with an id of {2 * _ID_BYTES} hexadecimal digits and a secret of at "
+            f"least {_SECRET_BYTES} letters, digits, `-` and `_`; make one with "
+            f"`echo {_PREFIX}-$(openssl rand -hex {_ID_BYTES})-$(openssl rand -hex {_SECRET_BYTES})`"
+        )
+    key_id, secret = form.groups()
     conn.execute(
         sa.insert(api_keys).values(
             key_id=key_id,
@@ -91,7 +110,7 @@ def create_key(
         )
     )
     insert_ignoring(conn, secrets_table, {"name": _KEYS_EXIST, "value": b""})
-    return key_id, f"{_PREFIX}-{key_id}-{secret}"
+    return key_id, whole
 
 
 def verify_key(conn: sa.Connection, presented: str) -> Key | None:
