@@ -17,7 +17,7 @@ WORKERS := -n 3
 RERUNS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning gpu-check docs screenshots compose-check conformance clean
+.PHONY: help setup constraints fmt lint test test-real test-all chaos demo up bench bench-learning gpu-check docs screenshots compose-check conformance clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -62,8 +62,14 @@ up: .venv/.real ## Run engine, proxy and trainer on this machine
 	tests/conformance/setup.sh
 	touch $@
 
-test: setup lint .conformance/.installed ## Run the tests that a commit must pass: real vLLM, SQLite and PostgreSQL
-	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) -m "not slow"
+# The tests that take minutes of CPU time are in tests/real; of them, each commit plays the loop with a real vLLM.
+LOOP := tests/real/test_loop.py
+
+test: setup lint ## Run the tests that a commit must pass: units, contracts, and the loop with a real vLLM
+	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) tests/unit tests/contract $(LOOP) -m "not slow and not postgres"
+
+test-real: setup .conformance/.installed ## Run what `make test` leaves to CI: vLLM, PostgreSQL, kills, training runs
+	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) -m "not slow and (real or postgres)" --ignore $(LOOP)
 
 test-all: setup lint .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile thorough
@@ -104,7 +110,7 @@ compose-check: setup ## Bring docker-compose.yml up in containers, and down agai
 	cd tests && ../$(BIN)/python -m compose.check $(if $(INSTALL),--install)
 
 conformance: .conformance/.installed ## Run the original classes of Trinity-RFT and verl beside ours
-	$(BIN)/python -m pytest tests/conformance
+	$(BIN)/python -m pytest tests/real/test_originals.py
 
 clean: ## Remove what was built; runs/ and the databases stay
 	rm -rf .venv .conformance .mypy_cache .ruff_cache .pytest_cache build dist

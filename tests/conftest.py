@@ -21,6 +21,7 @@ pytest_plugins = [
     "support.node_projects",
     "support.proxies",
     "support.served_engine",
+    "support.tiers",
     "support.workers",
 ]
 

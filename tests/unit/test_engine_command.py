@@ -124,7 +124,6 @@ def test_a_taken_port_is_named(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}"):
             check_startable(EngineSettings(model=str(model_dir), port=port))

@@ -18,7 +18,7 @@ import pytest
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 DOCUMENTED_URL = "http://127.0.0.1:8100"
 MODEL = "gpt-4.1-mini"
 RUN_SECONDS = 120

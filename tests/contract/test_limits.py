@@ -204,7 +204,8 @@ def test_calls_over_the_limit_are_refused_with_a_retry_after_header(limited):
 @pytest.mark.parametrize("limit", ["--max-concurrent-calls", "--key-max-calls"])
 def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, start_proxy: StartProxy, limit):
     """Also a retry, unless it has an `Idempotency-Key`: its answer may be stored."""
-    proxy = start_proxy(fake_engine.url, limit, "1")
+    # A connection with an unfinished body is closed after this time.
+    proxy = start_proxy(fake_engine.url, limit, "1", "--header-timeout-seconds", "3")
     fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
 

@@ -26,7 +26,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 ALSO_SLOW = ("messages", "responses")
-"""Dialects that only `make test-all` tests; `tests/integration/test_dialects.py` has their short requests."""
+"""Dialects that only `make test-all` tests; `tests/real/test_dialects.py` has their short requests."""
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ HOUR = 3600.0
 GROUP_SIZE = 2
 SESSIONS_A_TRANSACTION = 250
 PATIENCE_SECONDS = 180.0
-PROGRAM = Path(__file__).parents[1] / "support" / "claiming_trainer.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "claiming_trainer.py"
 SKEWS = {"sqlite": {2: HOUR / 2}, "postgresql": {1: 3 * HOUR, 2: -5 * HOUR, 3: 72 * HOUR}}
 """Clock errors of the trainers, by number. On SQLite a trainer that is ahead treats every other lease as expired; on
 PostgreSQL there is no effect, though by its own clock the third would treat every open group as stalled.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-PYTHON = HERE.parents[1] / ".conformance" / "bin" / "python"
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".conformance" / "bin" / "python"
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="run tests/conformance/setup.sh first")
 
@@ -34,7 +34,7 @@ CASES = [(kind, plan) for kind in KINDS for plan in [*PLANS.values(), BREAKING]]
 @pytest.fixture(scope="module")
 def compared():
     """The results of both projects' classes and of Turnwise's."""
-    argv = [PYTHON, HERE / "originals.py", "compare", json.dumps(CASES)]
+    argv = [PYTHON, ROOT / "tests" / "conformance" / "originals.py", "compare", json.dumps(CASES)]
     answer = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return json.loads(answer.stdout.splitlines()[-1])

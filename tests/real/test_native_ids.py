@@ -41,7 +41,7 @@ CASES = (
     Case("OpenHands SDK", "litellm"),
 )
 WITH_AN_SDK = {"conversation": "openai (Python)"}
-"""Entries whose client needs no installation: `tests/clients` has their tests, which are not slow."""
+"""Entries whose client needs no installation: `tests/contract/clients` has their tests, which are not slow."""
 
 
 def test_every_entry_of_the_table_has_a_real_client_that_the_docs_name():

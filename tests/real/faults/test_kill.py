@@ -29,7 +29,7 @@ DIES_SECONDS = 120.0
 WRITERS = 2
 """Number of writing processes that are killed under one proxy."""
 KILLED_AT = [point for point in POINTS if point != "weights_received"]
-"""The points that this engine and this trainer reach; `tests/faults/test_weight_transfer.py` has the other one."""
+"""The points that this engine and this trainer reach; `tests/real/proxy/test_weight_transfer.py` has the other one."""
 REPETITIONS = [1, pytest.param(20, marks=pytest.mark.slow)]
 MOMENTS = [
     pytest.param("sqlite", 2),

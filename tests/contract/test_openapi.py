@@ -22,7 +22,7 @@ from turnwise.store.database import Database
 REVOKE = "/v1/keys/{key_id}/revoke"
 EXAMPLES = [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 100))]
 """Random requests to each operation, besides those of the phases `examples` and `coverage`, which are always made; with
-0 these are made for all operations but the calls, whose bad bodies `tests/integration/test_bad_input.py` has.
+0 these are made for all operations but the calls, whose bad bodies `tests/contract/test_bad_input.py` has.
 """
 ENGINE_VALIDATES = """\
 [[operations]]

@@ -1,4 +1,4 @@
-"""The page at `/`: the same files for everyone, which hold no data; tests/integration/test_page.py has its views."""
+"""The page at `/`: the same files for everyone, which hold no data; tests/real/test_page.py has its views."""
 
 from __future__ import annotations
 

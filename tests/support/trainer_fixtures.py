@@ -1,0 +1,46 @@
+"""A small model for the tests of a module, and a ledger for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.trainer_ledger import make_model, new_ledger
+
+from trainer import source
+from trainer.outages import Lease
+from turnwise.store.database import Database
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory; torch gets one thread, so that its results are the same on every machine."""
+    torch.set_num_threads(1)
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Database]:
+    """The ledger of `settings_for`, without rows."""
+    database = new_ledger(tmp_path / "ledger.db")
+    yield database
+    database.close()
+
+
+@pytest.fixture(autouse=True)
+def no_lease_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stop the threads that renew claims, also of trainers that a test let die; they would look for its database."""
+    held: list[Lease] = []
+
+    class NotedLease(Lease):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            held.append(self)
+
+    monkeypatch.setattr(source, "Lease", NotedLease)
+    yield
+    for lease in held:
+        lease.stop()
