@@ -73,7 +73,8 @@ def make_pool(wait_seconds: float, url: str = "http://a"):
 async def test_a_call_waits_for_an_engine_that_may_return_and_keeps_its_place():
     pool, _ = make_pool(60.0)
     waiting = asyncio.ensure_future(pool.admit(SESSION))
-    await asyncio.sleep(0.05)
+    for _ in range(10):
+        await asyncio.sleep(0)
     assert not waiting.done()
     pool.engines[0].status.change(EngineState.READY)
     lane = await asyncio.wait_for(waiting, 60)
