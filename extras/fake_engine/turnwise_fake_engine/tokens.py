@@ -151,7 +151,7 @@ def write_tokenizer(directory: Path) -> Path:
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for token, token_id in SPECIAL_IDS.items()
     ]
-    vocabulary = {_printable()[byte]: byte for byte in range(256)}
+    vocabulary = {character: byte for byte, character in enumerate(_printable())}
     files: dict[str, dict[str, Any]] = {
         "tokenizer.json": {
             "version": "1.0",
