@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 from support.migrated import migrated
+from support.warm_writers import fork_writers
 from turnwise_fake_engine import running_fake_engine
 
 from proxy.app import create_app
@@ -25,6 +26,7 @@ def in_process_proxy(
     directory: Path, *, engine_check: str = "off", wrap: Callable[[App], App] = lambda app: app, **settings: Any
 ) -> Iterator[tuple[TestClient, Database]]:
     """Run a proxy over a new database until the block ends; requests go to what `wrap` makes of its app."""
+    fork_writers()
     url = f"sqlite:///{directory}/turnwise.db"
     database = Database(migrated(url))
     with running_fake_engine() as engine:

@@ -9,11 +9,13 @@ and log.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,6 +48,8 @@ IMPORTED = (
 )
 """What a proxy and a stand-in engine import until they are ready."""
 
+FIRST_KEPT = 64
+"""A command closes the descriptors below it; the one that it was given is above."""
 TESTS = Path(__file__).parents[1]
 PROGRAM = f"import sys; sys.path[0] = {str(TESTS)!r}; from support.warm_commands import main; main()"
 
@@ -103,9 +107,15 @@ class WarmCommands:
         self._started: list[int] = []
         self.statuses: dict[int, int] = {}
         """Exit statuses of ended commands by process id."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
 
     def start(
         self,
@@ -116,16 +126,21 @@ class WarmCommands:
         environment: Mapping[str, str],
         errors: Path | None = None,
         module: str = CLI,
+        descriptor: int | None = None,
     ) -> WarmProcess:
         """Start `turnwise`, or another module's `main`, with these arguments.
 
-        The output is appended to the log, stderr to `errors` if given.
+        The output is appended to the log, stderr to `errors` if given. A descriptor is for a writing process: it is its
+        only argument.
         """
         order = {"arguments": list(arguments), "log": str(log), "errors": str(errors or log), "module": module}
+        order |= {"has_descriptor": descriptor is not None, "parent": os.getpid()}
         order |= {"cwd": str(cwd), "environment": dict(environment)}
         with self._lock:
             _pipe(self._process.stdin).write(json.dumps(order).encode() + b"\n")
             _pipe(self._process.stdin).flush()
+            if descriptor is not None:
+                socket.send_fds(self._link, [b"."], [descriptor])
             self.receive(None, until=lambda: bool(self._started))
             pid = self._started.pop()
             self.statuses.pop(pid, None)  # of an earlier process with this id
@@ -149,6 +164,7 @@ class WarmCommands:
         _pipe(self._process.stdin).close()
         self._process.wait()
         _pipe(self._process.stdout).close()
+        self._link.close()
 
     def _read(self) -> None:
         received = os.read(_pipe(self._process.stdout).fileno(), 65536)
@@ -167,7 +183,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def become(order: dict[str, Any]) -> None:
+def become(order: dict[str, Any], descriptor: int | None) -> None:
     """Run a command in this process, a fork, and end."""
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -176,20 +192,28 @@ def become(order: dict[str, Any]) -> None:
     log, errors = (os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for name in ("log", "errors"))
     for target, source in ((0, nothing), (1, log), (2, errors)):
         os.dup2(source, target)
-    os.closerange(3, 64)
+    kept = None if descriptor is None else fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_KEPT)
+    os.closerange(3, FIRST_KEPT)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.argv = ["turnwise", *order["arguments"]]
-    if order["arguments"][0] == "proxy":
+    if kept is not None:
+        sys.argv = ["-c", str(kept)]
+        sys.path.insert(0, order["cwd"])  # as `python -c` has it: jobs are pickled functions, of tests too
+        os.getppid = lambda: order["parent"]  # it writes only for the process that asked for it
+        Path("/proc/self/comm").write_text(warm_start.WRITER_NAME)
+    elif order["arguments"][0] == "proxy":
         warm_start.fork_children(order["arguments"])
     import_module(order["module"]).main()
+    sys.exit()
 
 
 class Starter:
     """Forks this process for each order, and reports the ends of its children."""
 
     def __init__(self) -> None:
+        self._link = socket.socket(fileno=int(sys.argv[1]))
         self._woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake)
@@ -223,9 +247,13 @@ class Starter:
         received = os.read(0, 65536)
         *lines, self._unread = (self._unread + received).split(b"\n")
         for line in lines:
+            order = json.loads(line)
+            descriptors = socket.recv_fds(self._link, 1, 1)[1] if order["has_descriptor"] else []
             pid = os.fork()
             if pid == 0:
-                become(json.loads(line))
+                become(order, *(descriptors or [None]))
+            for descriptor in descriptors:
+                os.close(descriptor)
             self._running.add(pid)
             print(json.dumps({"pid": pid}), flush=True)
         return bool(received)

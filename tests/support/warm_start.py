@@ -72,7 +72,7 @@ class _Forked(NamedTuple):
     link: socket.socket
 
 
-class _Namespace:
+class Namespace:
     """A module with other values for some of its names."""
 
     def __init__(self, module: Any, **values: Any) -> None:
@@ -106,7 +106,7 @@ def _with_forked(forked: list[_Forked]) -> Any:
             self.pid, self._child_created = pid, True
             return None
 
-    return _Namespace(subprocess, Popen=ForkedFirst)
+    return Namespace(subprocess, Popen=ForkedFirst)
 
 
 def _become(link: socket.socket, run: Callable[[socket.socket], None]) -> None:

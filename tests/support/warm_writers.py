@@ -1,0 +1,33 @@
+"""Writing processes for proxies in the test's own process, forked by the program that starts the tests' commands.
+
+They are the real ones, without the second of CPU time in which an interpreter imports the store.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from support.commands import warm_commands
+from support.warm_commands import WarmProcess
+from support.warm_start import Namespace
+
+from proxy.writer import client
+
+
+def fork_writers() -> None:
+    """Let `Writer` start its process so in this test process from now on."""
+    client.subprocess = Namespace(subprocess, Popen=_started)  # type: ignore[attr-defined]
+
+
+def _started(_: Sequence[str], *, pass_fds: Sequence[int]) -> WarmProcess:
+    return warm_commands().start(
+        [],
+        log=Path(f"/proc/{os.getpid()}/fd/2"),
+        cwd=Path.cwd(),
+        environment=os.environ,
+        module="proxy.writer.process",
+        descriptor=pass_fds[0],
+    )
