@@ -131,10 +131,6 @@ class Metrics:
             ["field"],
             registry=r,
         )
-        self.shadow_turns = Counter(
-            "turnwise_shadow_turns", "Shadow samples by result; calls do not count here", ["result"], registry=r
-        )
-        self.shadow_tokens = Counter("turnwise_shadow_tokens", "Tokens sampled in shadow samples", registry=r)
         self.unreadable_routing = Counter(
             "turnwise_unreadable_routing",
             "Turns that are stored without the experts that the engine returned, by what is wrong with these",

@@ -18,7 +18,6 @@ from fastapi import Request
 from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
-from proxy.calls.shadows import Shadows
 from proxy.continuation.sessions import Sessions
 from proxy.engines.activity import ActivityRecorder
 from proxy.engines.aliases import ModelNames
@@ -76,7 +75,6 @@ class Services:
     model_names: ModelNames
     sessions: Sessions
     relay: Relay
-    shadows: Shadows
     reloader: Reloader
     files: VersionFiles
     """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
@@ -138,7 +136,6 @@ async def running_services(
     await services.reloader.start()
     background = [
         services.reloader.run(),
-        services.shadows.run(),
         ActivityRecorder(services.pool, services.writer, services.metrics).run(),
         _sweep(services),
         _refresh_gauges(services.metrics),
@@ -173,8 +170,6 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
     pool = _make_pool(settings, metrics)
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults, max_reply_bytes=settings.max_reply_bytes)
-    shadows = Shadows(relay, pool, sessions, writer, settings, metrics)
-    relay.on_stored = shadows.observe
     reloader = Reloader(
         database,
         writer,
@@ -196,7 +191,6 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         model_names=ModelNames(settings.model_names),
         sessions=sessions,
         relay=relay,
-        shadows=shadows,
         reloader=reloader,
         files=VersionFiles(),
         authenticator=Authenticator(database, secret),

@@ -200,15 +200,6 @@ class ProxySettings(Settings):
     is served that is not newer. Whole weights need a second engine for it, adapters do not."""
     canary_drift_nats: float = Field(default=1.0, ge=0)
     """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
-    shadow_replies: int = Field(default=0, ge=0, le=64)
-    """Further replies that are sampled to the prompt of a chosen turn of a session without a group, while engines are
-    idle; with the real one they form a group. 0 samples none."""
-    shadow_turns: float = Field(default=0.1, ge=0, le=1)
-    """Share of the turns that are chosen."""
-    shadow_tokens: float = Field(default=0.1, ge=0)
-    """Bound of the tokens of shadow samples, as a share of the tokens sampled for calls."""
-    shadow_idle_seconds: float = Field(default=0.5, ge=0)
-    """Time without any call after which shadow samples begin, so that they do not fill the short pauses of agents."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """Form of the process's log lines on stderr."""

@@ -109,8 +109,6 @@ FORKED = "forked"
 """Reason of an untrainable turn that is a copy of another session's turn."""
 FEEDBACK = "feedback"
 """What ends the sessions that a demonstration is trained in."""
-SHADOW = "shadow"
-"""What opened the sessions of shadow samples."""
 MAX_REWARD = 1e6
 """Largest absolute value of one reward line, so that sums of lines and their squares stay finite in float32."""
 TOOL_GRAMMAR = "tool_grammar"

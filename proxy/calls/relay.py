@@ -34,7 +34,7 @@ from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.new_turns import SESSION_ENDED
 from turnwise.store.roles import set_roles
-from turnwise.types import Outcome, Role, Turn
+from turnwise.types import Turn
 
 T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -65,8 +65,6 @@ class Relay:
         self._sessions = sessions
         self._writer = writer
         self._metrics = metrics
-        self.on_stored: Callable[[Running, Outcome, Role], None] | None = None
-        """Called with each call whose turns are stored."""
         self._max_reply_bytes = max_reply_bytes
         self._num_running = 0
         self._idle = asyncio.Event()
@@ -233,13 +231,12 @@ class Relay:
             raise
         finally:
             if running.lane is not None:
-                self._pool.release(running.lane, running.session)
+                self._pool.release(running.lane)
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-            if not running.is_shadow:
-                mode = "stream" if running.call.stream else "whole"
-                self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
+            mode = "stream" if running.call.stream else "whole"
+            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
     async def wait_idle(self) -> None:
         """Wait until no call runs."""
@@ -286,13 +283,8 @@ class Relay:
             inferred_for=running.placement.inferred_by,
             continued=running.placement.parent,
         )
-        if running.is_shadow:
-            self._metrics.shadow_tokens.inc(sum(len(turn.token_ids) for turn in turns))
-        else:
-            self._count(running, endings)
-            self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
-        if self.on_stored is not None:
-            self.on_stored(running, Outcome(endings[0].outcome), found.role)
+        self._count(running, endings)
+        self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
         for first in known[:1]:
             for correction in corrections(first, forest):
                 await self._correct(correction, forest)
@@ -340,5 +332,4 @@ class Relay:
             inferred_by=running.placement.inferred_by,
         )
         await self._append(running, [turn])
-        if not running.is_shadow:
-            self._metrics.turns_of("error", reason).inc()
+        self._metrics.turns_of("error", reason).inc()

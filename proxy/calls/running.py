@@ -13,7 +13,7 @@ from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured
 from proxy.engines.engine import Lane
-from turnwise.types import SHADOW, Session, utc_now
+from turnwise.types import Session, utc_now
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,11 +50,6 @@ class Running:
         """Whether every choice has a finish reason."""
         choices = self.captured.choices.values()
         return len(choices) >= self.call.num_choices and all(each.finish_reason is not None for each in choices)
-
-    @property
-    def is_shadow(self) -> bool:
-        """Whether this is a shadow sample, which is counted apart from the calls of clients."""
-        return self.session.opened_by == SHADOW
 
     @property
     def turn_id(self) -> str:

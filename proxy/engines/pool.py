@@ -20,7 +20,7 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
-from turnwise.types import SHADOW, Session
+from turnwise.types import Session
 
 DRAIN_POLL_SECONDS = 0.02
 """How often it is checked whether the calls of a draining engine have ended."""
@@ -64,9 +64,6 @@ class EnginePool:
         self.num_served = 0
         """Calls from the first byte that is decoded to the last byte of the reply, also those without a place yet."""
         self._in_flight = 0
-        self.call_arrived = asyncio.Event()
-        """Set when a call takes a place. A shadow sample clears it before it starts, and ends when it is set."""
-        self._last_call_at = -math.inf
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
         for engine in self.engines:
@@ -87,13 +84,8 @@ class EnginePool:
 
     @property
     def num_calls(self) -> int:
-        """Calls that wait for an engine or run on one, without shadow samples."""
+        """Calls that wait for an engine or run on one."""
         return self._in_flight
-
-    @property
-    def idle_seconds(self) -> float:
-        """Seconds since the last call has ended; 0 while one waits or runs."""
-        return 0.0 if self._in_flight else time.monotonic() - self._last_call_at
 
     def route(self, key: str) -> Engine:
         """Return the serving engine of a key, such as an API key's id.
@@ -186,8 +178,7 @@ class EnginePool:
     async def admit(self, session: Session, *, has_waited: bool = False) -> Lane:
         """Take one of the places for concurrent calls, wait for an engine, and return the lane that the call takes.
 
-        A shadow sample takes no place, so that no call is refused because of it. The caller gives the lane to `release`
-        exactly once.
+        The caller gives the lane to `release` exactly once.
 
         Args:
             session: the call's session.
@@ -198,19 +189,17 @@ class EnginePool:
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
         """
-        is_call = session.opened_by != SHADOW
-        if is_call:
-            self._take_place()
+        self._take_place()
         try:
             if self.read_served is not None and self._may_be_outdated(session):
                 await self._read_served(self.read_served)
             lane = await self._wait_for_lane(session, 0.0 if has_waited else self._wait_seconds)
         except BaseException:
-            self._in_flight -= is_call
+            self._in_flight -= 1
             raise
         lane.num_calls += 1
         lane.engine.num_started += 1
-        if is_call and (self.trial is not None or self.holdout is not None):
+        if self.trial is not None or self.holdout is not None:
             arm = {self.trial: "canary", self.holdout: "holdout"}.get(lane.version, "control")
             self._metrics.canary_calls.labels(arm).inc()
         return lane
@@ -226,7 +215,6 @@ class EnginePool:
     def _take_place(self) -> None:
         self._check_limit(self._in_flight)
         self._in_flight += 1
-        self.call_arrived.set()
 
     def _check_limit(self, num_calls: int) -> None:
         if num_calls >= self._max_concurrent_calls:
@@ -281,12 +269,10 @@ class EnginePool:
             return False
         return engine.is_serving
 
-    def release(self, lane: Lane, session: Session) -> None:
-        """Return the place of a session's call."""
+    def release(self, lane: Lane) -> None:
+        """Return the place of a call on this lane."""
         lane.num_calls -= 1
-        if session.opened_by != SHADOW:
-            self._in_flight -= 1
-            self._last_call_at = time.monotonic()
+        self._in_flight -= 1
 
     def close(self) -> None:
         """Close all idle connections."""

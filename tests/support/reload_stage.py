@@ -66,7 +66,7 @@ class Process:
     async def version_of(self, session: Session) -> int:
         """Return the version that a call of the session gets."""
         lane = await self.pool.admit(session)
-        self.pool.release(lane, session)
+        self.pool.release(lane)
         return lane.version
 
     async def look(self) -> None:

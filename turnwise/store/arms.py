@@ -16,7 +16,7 @@ from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import DELETED, sessions, turns
-from turnwise.types import FORKED, IMPORT, SHADOW, Credit, Json, Outcome, SessionStatus
+from turnwise.types import FORKED, IMPORT, Credit, Json, Outcome, SessionStatus
 
 ALPHA = 0.05
 """Probability that the interval of a lift ever misses it."""
@@ -89,8 +89,7 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
         sa.select(sessions.c.session_pk, sessions.c.credit).where(
             sessions.c.created_at >= to_micros(since),
             sessions.c.status.not_in([SessionStatus.OPEN.value, DELETED]),
-            # No agent went on from the replies of shadow samples, and imported sessions hold copies.
-            sa.func.coalesce(sessions.c.opened_by, "").not_in([SHADOW, IMPORT]),
+            sessions.c.opened_by.is_distinct_from(IMPORT),  # imported sessions hold copies
         )
     ).all()
     credit_of = {row.session_pk: Credit(row.credit) for row in finished}

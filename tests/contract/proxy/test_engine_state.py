@@ -79,7 +79,7 @@ async def test_a_call_waits_for_an_engine_that_may_return_and_keeps_its_place():
     pool.engines[0].status.change(EngineState.READY)
     lane = await asyncio.wait_for(waiting, 60)
     assert lane.engine is pool.engines[0]
-    pool.release(lane, SESSION)
+    pool.release(lane)
 
 
 async def test_a_call_fails_once_no_engine_came_back_in_time():

@@ -114,7 +114,7 @@ async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage:
         assert stage.statuses() == ["active", "canary"]
         assert {other.pool.lane(session).engine.url for session in before} == {other.pool.engines[0].url}
         assert stage.loads == [["v1"], ["v1"]]
-        other.pool.release(lane, on_it)
+        other.pool.release(lane)
         await beginning
         assert stage.loads == [["v1"], ["v1", "v2"]]
         taken, control = await open_sessions(driver, "during")

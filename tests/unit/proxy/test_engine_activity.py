@@ -57,13 +57,13 @@ def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
         pool.engines[0].status.change(EngineState.READY)
         recorder.sample(60 * MINUTE)  # second 0: no call
         session = Session(session_id="s")
-        pool.release(await pool.admit(session), session)  # it ends before the sample of second 1
+        pool.release(await pool.admit(session))  # it ends before the sample of second 1
         recorder.sample(60 * MINUTE + 1.9)
         lane = await pool.admit(session)
         recorder.sample(60 * MINUTE + 2)
         await recorder.store()
         recorder.sample(60 * MINUTE + 3)  # it still runs
-        pool.release(lane, session)
+        pool.release(lane)
         recorder.sample(60 * MINUTE + 4)
         await recorder.store()
         # Seconds 0 to 4 were served and 1 to 3 busy; what the first write did not store came with the second.

@@ -13,11 +13,10 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
-from turnwise.types import SHADOW, Session
+from turnwise.types import Session
 
 URLS = ["http://a", "http://b", "http://c"]
 SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
-SHADOW_SESSION = Session(session_id="shadow", opened_by=SHADOW)
 IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 
 
@@ -118,7 +117,7 @@ def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out():
 async def enter(pool: EnginePool, session: Session) -> Lane:
     lane = await pool.admit(session)
     assert lane.num_calls == 1
-    pool.release(lane, session)
+    pool.release(lane)
     return lane
 
 
@@ -127,22 +126,10 @@ def test_a_call_over_the_limit_is_refused_with_the_time_to_retry():
         lane = await pool.admit(SESSIONS[0])
         with pytest.raises(Overloaded, match="1 calls are in flight"):
             await enter(pool, SESSIONS[1])
-        pool.release(lane, SESSIONS[0])
+        pool.release(lane)
         await enter(pool, SESSIONS[1])
 
     with_pool(use, most_calls=1)
-
-
-def test_a_shadow_sample_takes_no_place_of_a_call_and_learns_that_one_has_arrived():
-    async def use(pool: EnginePool) -> None:
-        lane = await pool.admit(SHADOW_SESSION)
-        assert (pool.num_calls, pool.call_arrived.is_set()) == (0, False)
-        await enter(pool, SESSIONS[0])
-        assert pool.call_arrived.is_set()
-        pool.release(lane, SHADOW_SESSION)
-        assert (pool.num_calls, lane.num_calls) == (0, 0)
-
-    with_pool(use, URLS[:2], most_calls=1)
 
 
 def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial():
