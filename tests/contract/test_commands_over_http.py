@@ -63,6 +63,15 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
         assert set(document) == set(whole)
         assert document["turns"][0]["prompt_token_ids"] == whole["turns"][0]["prompt_token_ids"]
         assert [line["value"] for line in document["rewards"]] == [0.25]
+        created = json.loads(run("keys", "create", "--name", "mine", "--expires-days", "1", "--json", *there).stdout)
+        assert created["key"].startswith("tw-")
+        assert (created["tenant"], created["role"]) == ("default", "agent")
+        assert "--tenant needs the database" in run("keys", "list", "--tenant", "t", *there).stderr
+        revoked = json.loads(run("keys", "revoke", created["key_id"], "--json", **variables).stdout)
+        assert revoked["revoked_at"] is not None
+        listed = json.loads(run("keys", "list", "--json", *there).stdout)
+        assert listed == json.loads(run("keys", "list", "--json", "--database", url).stdout)
+        assert [each["name"] for each in listed] == ["", "mine"]
         assert json.loads(run("policies", "--json", *there).stdout) == []
         assert json.loads(run("updates", "--json", *there).stdout) == []
         with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=made["key"]) as plain:

@@ -179,6 +179,18 @@ class Client(Connection):
         """Serve this policy version, and stay on it; without a pin until a newer version is published."""
         return self._json(wire.activate(version, pin=pin))
 
+    def keys(self) -> list[Json]:
+        """Return the tenant's API keys without their secrets; this and the next two need an admin key."""
+        return list(self._json(wire.get("/v1/keys"))["data"])
+
+    def create_key(self, **fields: Any) -> Json:
+        """Create an API key; fields are those of `POST /v1/keys`. Only this answer has the whole `key`."""
+        return self._json(wire.write("/v1/keys", fields))
+
+    def revoke_key(self, key_id: str) -> Json:
+        """Revoke an API key; return its JSON."""
+        return self._json(wire.revoke_key(key_id))
+
     def updates(self) -> Iterator[Json]:
         """Iterate over the trainer's updates, newest first."""
         return self._rows(wire.page_of("/v1/updates", {}), "update_id")
@@ -369,6 +381,18 @@ class AsyncClient(Connection):
     async def activate(self, version: int, *, pin: bool = True) -> Json:
         """Serve this policy version, and stay on it; without a pin until a newer version is published."""
         return await self._json(wire.activate(version, pin=pin))
+
+    async def keys(self) -> list[Json]:
+        """Return the tenant's API keys without their secrets; this and the next two need an admin key."""
+        return list((await self._json(wire.get("/v1/keys")))["data"])
+
+    async def create_key(self, **fields: Any) -> Json:
+        """Create an API key; fields are those of `POST /v1/keys`. Only this answer has the whole `key`."""
+        return await self._json(wire.write("/v1/keys", fields))
+
+    async def revoke_key(self, key_id: str) -> Json:
+        """Revoke an API key; return its JSON."""
+        return await self._json(wire.revoke_key(key_id))
 
     def updates(self) -> AsyncIterator[Json]:
         """Iterate over the trainer's updates, newest first."""

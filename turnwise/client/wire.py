@@ -167,6 +167,11 @@ def activate(version: int, *, pin: bool) -> Call:
     return write(f"/v1/policies/{segment(version)}/activate", {"pin": pin})
 
 
+def revoke_key(key_id: str) -> Call:
+    """Return the call that revokes an API key."""
+    return write(f"/v1/keys/{segment(key_id)}/revoke", {})
+
+
 def create_session(fields: SessionFields) -> Call:
     """Return the call that creates a session. The id is set here, so a retry finds the session of the first attempt."""
     named = {"session_id": uuid.uuid4().hex, **given(fields)}

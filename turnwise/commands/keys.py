@@ -6,14 +6,20 @@ import datetime as dt
 
 import click
 
+from turnwise.client.wire import given
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
-from turnwise.types import utc_now
+from turnwise.commands.remote import proxy_options, refuse_tenant, remote
+from turnwise.types import Json, utc_now
 
 KEY_COLUMNS = (
     *("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at"),
     *("token_budget", "tokens_used"),
 )
+
+CREATED = ("key_id", "key", "tenant", "role", "name")
+"""Fields that are printed of a new key."""
+SECONDS_A_DAY = 86_400
 
 
 @click.group("keys")
@@ -23,63 +29,87 @@ def keys() -> None:
 
 @keys.command("create")
 @click.option("--role", type=click.Choice(["agent", "trainer", "admin"]), default="agent", show_default=True)
-@click.option("--tenant", default="default", show_default=True, help="Tenant whose data the key reaches.")
+@click.option("--tenant", help="Tenant whose data the key reaches [default: default; over HTTP the caller's].")
 @click.option("--name", default="", help="What it is for.")
 @click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Days that it is accepted for.")
 @click.option("--token-budget", type=click.IntRange(min=1), help="Prompt and sampled tokens that its calls may use.")
 @database_option
+@proxy_options
 @json_option
 def keys_create(
     role: str,
-    tenant: str,
+    tenant: str | None,
     name: str,
     expires_days: float | None,
     token_budget: int | None,
     database: str | None,
+    url: str | None,
+    api_key: str | None,
     *,
     as_json: bool,
 ) -> None:
     """Create a key. It is printed once and stored as a hash."""
+    with remote(url, api_key, database) as client:
+        if client is not None:
+            refuse_tenant(tenant)
+            lifetime = None if expires_days is None else max(1, round(SECONDS_A_DAY * expires_days))
+            limits = given({"expires_in_seconds": lifetime, "token_budget": token_budget})
+            created = client.create_key(role=role, name=name, **limits)
+            print_records({field: created[field] for field in CREATED}, as_json=as_json)
+            return
     from turnwise.commands.store import opened
     from turnwise.store import keys as stored
 
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
     with opened(database_url(database)) as store, store.write() as conn:
         key_id, key = stored.create_key(
-            conn, tenant, stored.KeyRole(role), name, expires_at=expires_at, token_budget=token_budget
+            conn, tenant or "default", stored.KeyRole(role), name, expires_at=expires_at, token_budget=token_budget
         )
-    made = {"key_id": key_id, "key": key, "tenant": tenant, "role": role, "name": name}
-    print_records(made, as_json=as_json)
+    made = (key_id, key, tenant or "default", role, name)
+    print_records(dict(zip(CREATED, made, strict=True)), as_json=as_json)
 
 
 @keys.command("list")
 @click.option("--tenant", help="Only this tenant's.")
 @database_option
+@proxy_options
 @json_option
-def keys_list(tenant: str | None, database: str | None, *, as_json: bool) -> None:
+def keys_list(tenant: str | None, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
     """List the keys, revoked ones included."""
+    with remote(url, api_key, database) as client:
+        if client is not None:
+            refuse_tenant(tenant)
+            print_stored(client.keys(), "keys", client.base_url, as_json=as_json, columns=KEY_COLUMNS)
+            return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import keys as stored
     from turnwise.store import usage
 
-    url = database_url(database)
-    with opened(url) as store, store.read() as conn:
+    place = database_url(database)
+    with opened(place) as store, store.read() as conn:
         used = usage.used_by_key(conn, tenant)
         found = [{**values_of(key), "tokens_used": used.get(key.key_id, 0)} for key in stored.list_keys(conn, tenant)]
-    print_stored(found, "keys", url, as_json=as_json, columns=KEY_COLUMNS)
+    print_stored(found, "keys", place, as_json=as_json, columns=KEY_COLUMNS)
 
 
 @keys.command("revoke")
 @click.argument("key_id")
 @database_option
+@proxy_options
 @json_option
-def keys_revoke(key_id: str, database: str | None, *, as_json: bool) -> None:
+def keys_revoke(key_id: str, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
     """Revoke a key: it is refused from now on."""
+    with remote(url, api_key, database) as client:
+        revoked = _revoke(database, key_id) if client is None else client.revoke_key(key_id)
+    print_records(revoked, as_json=as_json, columns=("key_id", "tenant", "role", "name", "revoked_at"))
+
+
+def _revoke(database: str | None, key_id: str) -> Json:
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import keys as stored
 
     with opened(database_url(database)) as store, store.write() as conn:
-        revoked = values_of(stored.revoke_key(conn, key_id))
-    print_records(revoked, as_json=as_json, columns=("key_id", "tenant", "role", "name", "revoked_at"))
+        revoked: Json = values_of(stored.revoke_key(conn, key_id))
+    return revoked

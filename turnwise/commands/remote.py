@@ -1,4 +1,4 @@
-"""Reading over HTTP: a developer has the proxy's address and a key, an operator has the database.
+"""Commands over HTTP: a developer has the proxy's address and a key, an operator has the database.
 
 `--url`, or `TURNWISE_URL`, names the proxy; `--database` on the command line goes before the variable. A key reads its
 own tenant.
@@ -22,7 +22,7 @@ from turnwise.types import Json
 def proxy_options(command: Any) -> Any:
     """Add the options that name a proxy."""
     for option in (
-        click.option("--url", envvar=URL_VARIABLE, help=f"Read over HTTP from this proxy [default: ${URL_VARIABLE}]."),
+        click.option("--url", envvar=URL_VARIABLE, help=f"Use this proxy over HTTP [default: ${URL_VARIABLE}]."),
         click.option("--api-key", envvar=KEY_VARIABLE, help=f"Key for --url [default: ${KEY_VARIABLE}]."),
     ):
         command = option(command)
@@ -53,9 +53,18 @@ def api_filters(chosen: dict[str, Any]) -> Json:
         SettingsError: another tenant is asked for.
     """
     found = {name: chosen.pop(name) for name in NAMES}
-    if found.pop("tenant") is not None:
-        raise SettingsError("--tenant needs the database: over HTTP a key reads its own tenant")
+    refuse_tenant(found.pop("tenant"))
     return {name: value for name, value in found.items() if value is not None}
+
+
+def refuse_tenant(tenant: str | None) -> None:
+    """Refuse the option `--tenant` over HTTP.
+
+    Raises:
+        SettingsError: a tenant is asked for.
+    """
+    if tenant is not None:
+        raise SettingsError("--tenant needs the database: over HTTP a key reads its own tenant")
 
 
 def sessions_of(client: Client, filters: Json) -> Iterator[Json]:
@@ -70,13 +79,11 @@ def sessions_of(client: Client, filters: Json) -> Iterator[Json]:
 
 
 def session_document(client: Client, session: Json) -> Json:
-    """Return a session with its turns and rewards, as `turnwise.exchange.session_document` makes it from the database.
-
-    The API has no list of the lines for whole sessions, so the session's reward stands for them.
-    """
+    """Return a session with its turns and rewards, as `turnwise.exchange.session_document` does."""
     turns = [turn | client.turn(turn["turn_id"], prompt="whole") for turn in client.turns(session["session_id"])]
-    lines = [line for turn in turns for line in turn["rewards"] if line["turn_id"] == turn["turn_id"]]
-    if session["reward"] is not None and not lines:
-        line = {"name": "reward", "value": session["reward"], "turn_id": None, "step": None, "source": None}
-        lines = [line | {"created_at": session["ended_at"] or session["last_active_at"]}]
+    whole = client.session(session["session_id"])["rewards"]
+    given = {line["reward_id"]: line for line in (*whole, *(line for turn in turns for line in turn["rewards"]))}
+    # The latest line of each target and name is in force; the lines of a step are with each of its turns.
+    latest = {(line["turn_id"], line["step"], line["name"]): line for _, line in sorted(given.items())}
+    lines = sorted(latest.values(), key=lambda line: int(line["reward_id"]))
     return {**session, "tenant": session.get("tenant", "default"), "turns": turns, "rewards": lines}
