@@ -180,9 +180,9 @@ class ProxySettings(Settings):
     engine_sleep: bool = False
     """Bring engines to sleep while a trainer with `engine_sleep_level` computes. They need `--enable-sleep-mode`."""
     probe_tolerance: float | None = Field(default=None, ge=0)
-    """Largest |logprob difference| between the engine and a checkpoint's own probe, nats. By default by
-    precision: 0.005 where both are in float32, 0.25 on a coarser engine, 1.0 for a coarser checkpoint; and on average
-    0.0005, 0.05 and 0.1."""
+    """Largest |logprob difference| between the engine and a checkpoint's own probe, nats. By default five times that
+    of version 0, and at least 0.0005 where both are in float32, 0.25 on a coarser engine, 1.0 for a coarser checkpoint;
+    on average 0.00005, 0.05 and 0.1."""
     canary_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of new sessions that sample with a new version before all do; 0 serves it to all at once. Whole weights
     need a second engine for a trial, adapters do not."""

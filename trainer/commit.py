@@ -101,10 +101,22 @@ class Commits:
         self._written: set[int] = set()
         """The versions of the last state and of the one that is being written: a restart may need them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._base_probe: Json | None = None
+        """The probe of version 0, which every version carries; None if this run never had its weights."""
 
-    def start(self, version: int) -> None:
-        """Begin with the state of this version on disk."""
+    def start(self, version: int, probe: Json | None) -> None:
+        """Begin with the state of this version on disk, and with its probe."""
         self._written = {version}
+        self._base_probe = (probe or {}).get("base")
+
+    def probe_base(self, state: State, experiences: Sequence[Experience]) -> None:
+        """Compute the probe of version 0 while the weights are that version's."""
+        if state.progress.policy_version == 0:
+            self._base_probe = probe_of(state.policy, experiences)
+
+    def with_base(self, probe: Json) -> Json:
+        """Return a version's probe with that of version 0, for its manifest and for engines."""
+        return probe if self._base_probe is None else probe | {"base": self._base_probe}
 
     def go_back(self, version: int) -> None:
         """Note that the weights are those of this version again."""

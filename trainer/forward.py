@@ -73,11 +73,12 @@ class ForwardChecker:
     def _model(self, version: int) -> Any:
         """Return the model of a version, in float32 on the CPU."""
         if version not in self._models:
-            self._models[version] = _load(self._versions[version])
+            self._models[version] = load_version(self._versions[version])
         return self._models[version]
 
 
-def _load(version: PolicyVersion) -> Any:
+def load_version(version: PolicyVersion) -> Any:
+    """Return the model of a version's files, in float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
     is_adapter = version.kind is PolicyKind.LORA and version.version > 0

@@ -137,14 +137,14 @@ class RLWorkflow(abc.ABC):
             self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
             self.env.open(base_version(self.config.model))
             self._serve_weights()
-        self.commits.start(last.policy_version if last else 0)
+        probe = read_manifest(self.checkpoints.policy_directory(state.progress.policy_version)).get("probe")
+        self.commits.start(state.progress.policy_version, probe)
         self.agent.find_row_tokens(0 if last else self.states.moments_bytes())
         if last is None:
             return self._post_setup(state)
         log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
         if last.policy_version and self._sends_weights:
-            place = self.checkpoints.policy_directory(last.policy_version)
-            self._hold(last.policy_version, self.agent.export(), read_manifest(place).get("probe"))
+            self._hold(last.policy_version, self.agent.export(), probe)
         if "buffer" in last.metrics:
             state = dataclasses.replace(state, buffer=last.metrics["buffer"])
         state = self.states.with_missed_singles(state, self.env)
@@ -294,6 +294,7 @@ class OnPolicyWorkflow(RLWorkflow):
         if not chosen.experiences:
             return self.commits.finish_untrained(state, claimed, metrics, chosen)
         batch = self.claims.batch_of(chosen, num_imported, state)
+        self.commits.probe_base(state, chosen.experiences)
         try:
             with self._engines_asleep():
                 credited = self.updates.with_token_credit(batch, chosen)
@@ -314,7 +315,7 @@ class OnPolicyWorkflow(RLWorkflow):
             gate = self.gate.check(state.progress.policy_version)
             metrics, refusal = metrics | gate.gauges, gate.reason
         version = self.commits.next_version(state)
-        probe = probe_of(state.policy, chosen.experiences)
+        probe = self.commits.with_base(probe_of(state.policy, chosen.experiences))
         weights = self.agent.export()
         made = NewVersion(
             version=version,

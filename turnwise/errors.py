@@ -38,6 +38,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TurnwiseError(Exception):
     """Base class of all errors that Turnwise raises on purpose."""
@@ -143,10 +145,12 @@ class EngineUnsuitable(EngineError):
 class ReloadFailed(EngineError):
     """New weights were not loaded; the last good version is served."""
 
-    def __init__(self, message: str, *, is_transient: bool = False) -> None:
+    def __init__(self, message: str, *, is_transient: bool = False, evidence: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.is_transient = is_transient
         """Whether a later attempt may succeed: the engine was busy, or temporarily out of memory."""
+        self.evidence = evidence or {}
+        """What is stored with the version's metrics."""
 
 
 class ProxyUnavailable(TurnwiseError):

@@ -33,6 +33,8 @@ TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt")
 """What decides the token ids of a text, whichever of them a model has."""
 DIGESTED_BYTES = 2**20
 """Of each end of a weights file: names and shapes of its tensors, and values."""
+ENGINE_ANSWER = "engine_answer"
+"""In the metrics of a version that an engine did not compute: `positions` of its probe, and the engine's `logprobs`."""
 SHORTEST_PROBE = 2
 """Tokens; the first has no logprob."""
 
@@ -49,6 +51,9 @@ class Probe:
     """Of tokens 1 to N - 1 at temperature 1. [N - 1]"""
     dtype: str = "float32"
     """The least precise numbers among the trainer's computation and the published weights."""
+    base: Probe | None = None
+    """A text with its logprobs under version 0, which engines start with: it shows what an engine and this trainer
+    differ by where nothing was loaded. None if the trainer never had version 0."""
 
     def positions(self, count: int) -> list[int]:
         """Return at most `count` positions that have a logprob, spread over the text, the last one included."""
@@ -138,7 +143,12 @@ def probe_from(document: dict[str, Any] | None) -> Probe | None:
     """Return the probe in a manifest or in a trainer's answer; None if it is missing or too short."""
     if document is None or len(document["token_ids"]) < SHORTEST_PROBE:
         return None
-    return Probe(list(document["token_ids"]), list(document["logprobs"]), str(document.get("dtype", "float32")))
+    return Probe(
+        list(document["token_ids"]),
+        list(document["logprobs"]),
+        str(document.get("dtype", "float32")),
+        probe_from(document.get("base")),
+    )
 
 
 def base_version(model: str) -> PolicyVersion:

@@ -21,13 +21,13 @@ from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
-from proxy.reload.probe_check import mismatch
+from proxy.reload.probe_check import Gap, gap_to, mismatch
 from proxy.reload.transfer import Offer, Transfers
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed
 from turnwise.types import PolicyKind, PolicyVersion
-from turnwise.version_directory import Probe, read_probe
+from turnwise.version_directory import ENGINE_ANSWER, Probe, read_probe
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Loader:
         self.files = VersionFiles()
         self._compared_at: dict[tuple[str, str], float] = {}
         """When a version's path and an engine's own were last compared, or could not be, on the monotonic clock."""
+        self._at_base: dict[str, Gap] = {}
+        """How far each engine was from the trainer at version 0, by URL."""
 
     async def compare_with_own_models(
         self, versions: list[PolicyVersion], engines: list[Engine], *, is_needed: bool
@@ -194,6 +196,8 @@ class Loader:
         if has_loaded(engine, policy):
             engine.active_lane = engine.base_lane
             return 0.0
+        probe = received.probe if received else await self.probe(policy, engine, seconds=None)
+        await self._compare_base(engine, probe)
         if received is None:
             paused = await self._read_weights(engine, policy)
         else:
@@ -202,7 +206,6 @@ class Loader:
                 lambda: engine.load_received(policy.version, seconds=self._settings.reload_timeout_seconds),
                 policy.version,
             )
-        probe = received.probe if received else await self.probe(policy, engine, seconds=None)
         await self._verify(engine.base_lane, probe)
         return paused
 
@@ -219,6 +222,7 @@ class Loader:
         return await self._read_weights(engine, own_model(engine))
 
     async def _load_adapter(self, engine: Engine, policy: PolicyVersion, probe: Probe | None) -> Lane:
+        await self._compare_base(engine, probe)
         lane = await engine.load_adapter(policy.version, policy.path, seconds=self._settings.reload_timeout_seconds)
         await self._verify(lane, probe)
         return lane
@@ -255,13 +259,35 @@ class Loader:
         """Compare the engine's logprobs with the trainer's, if the version has a probe."""
         if probe is None:
             return
-        positions = probe.positions(NUM_PROBED)
-        logprobs = await lane.engine.token_logprobs(lane.model, probe.token_ids, positions)
+        logprobs = await self._probed(lane, probe)
         problem = mismatch(
-            probe, positions, logprobs, engine_dtype=lane.engine.dtype, tolerance=self._settings.probe_tolerance
+            probe,
+            gap_to(probe, probe.positions(NUM_PROBED), logprobs),
+            engine_dtype=lane.engine.dtype,
+            at_base=self._at_base.get(lane.engine.url),
+            tolerance=self._settings.probe_tolerance,
         )
         if problem is not None:
-            raise ReloadFailed(problem)
+            evidence = {ENGINE_ANSWER: {"positions": probe.positions(NUM_PROBED), "logprobs": logprobs}}
+            raise ReloadFailed(problem, evidence=evidence)
+
+    async def _compare_base(self, engine: Engine, probe: Probe | None) -> None:
+        """Measure once what an engine and the trainer differ by at version 0, while the engine has its own model."""
+        base = None if probe is None else probe.base
+        if base is None or engine.url in self._at_base or engine.loaded_version not in (UNLABELLED, 0):
+            return
+        logprobs = await self._probed(engine.base_lane, base)
+        found = self._at_base[engine.url] = gap_to(base, base.positions(NUM_PROBED), logprobs)
+        log.info(
+            "the engine at %s and the trainer differ by %.3g nats on average and %.3g at most at version 0",
+            engine.url,
+            found.mean,
+            found.largest,
+        )
+
+    async def _probed(self, lane: Lane, probe: Probe) -> list[float]:
+        """Return the engine's logprobs at some positions of a probe's text."""
+        return await lane.engine.token_logprobs(lane.model, probe.token_ids, probe.positions(NUM_PROBED))
 
     async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: Exception) -> None:
         """Load the last good version before new calls are admitted."""

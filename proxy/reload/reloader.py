@@ -30,7 +30,15 @@ from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.engine_requirements import ADDRESS_HINT
-from turnwise.errors import BadCheckpoint, EngineError, EngineRefused, EngineUnsuitable, FilesNotRead, TurnwiseError
+from turnwise.errors import (
+    BadCheckpoint,
+    EngineError,
+    EngineRefused,
+    EngineUnsuitable,
+    FilesNotRead,
+    ReloadFailed,
+    TurnwiseError,
+)
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, utc_now
@@ -237,7 +245,8 @@ class Reloader:
         self._last_error = reason = f"version {target.version} was not loaded: {error}"
         self._metrics.reloads.labels("failed").inc()
         log.error("%s; the last good version is served", reason)
-        await self.lease.write(policies.fail_policy, target.version, reason)
+        evidence = error.evidence if isinstance(error, ReloadFailed) else None
+        await self.lease.write(policies.fail_policy, target.version, reason, evidence)
 
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
         self._pool.stop_draining()

@@ -140,7 +140,7 @@ def _versions(conn: sa.Connection) -> None:
     policies.try_policy(conn, 1, 0.5)
     policies.record_arms(conn, 1, {})
     policies.reconsider_policy(conn, 1)
-    policies.fail_policy(conn, 1, "an error")
+    policies.fail_policy(conn, 1, "an error", {"engine_answer": {}})
     evaluations.record_evaluation(conn, 1, {"reward_mean": 1.0})
 
 

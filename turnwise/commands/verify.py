@@ -73,6 +73,10 @@ def verify(
             versions = {policy.version: policy for policy in checks.all_policies(store)}
             checker = ForwardChecker(versions, tolerance=tolerance)
         report = checks.verify(store, wanted, checker=checker, share=share, seed=seed, progress=show_progress)
+        if is_forward:
+            from trainer.stale_parts import name_stale_parts
+
+            name_stale_parts(versions, report)
     _print_verification(report.as_json(), as_json=as_json)
     if report.num_mismatches:
         sys.exit(1)

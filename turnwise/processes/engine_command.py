@@ -228,13 +228,17 @@ def _cpu_flags(settings: EngineSettings) -> list[str]:
 def _cpu_kv_cache_bytes(settings: EngineSettings) -> int:
     """Return the memory for keys and values of some long calls, within limits."""
     config = model_config(settings.model)
-    num_heads = config.get("num_attention_heads") or 1
-    head_size = config.get("head_dim") or (config.get("hidden_size") or 0) // num_heads
-    num_values = (
-        2 * (config.get("num_hidden_layers") or 0) * (config.get("num_key_value_heads") or num_heads) * head_size
-    )
+    num_heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 0
+    num_values = 2 * (config.get("num_hidden_layers") or 0) * num_heads * (head_size(config) or 0)
     tokens = CPU_FULL_CALLS * (settings.max_model_len or _cpu_context(settings.model))
     return min(max(4 * num_values * tokens, CPU_KV_CACHE_BYTES[0]), CPU_KV_CACHE_BYTES[1])
+
+
+def head_size(config: dict[str, Any]) -> int | None:
+    """Return the size of an attention head; None where the configuration does not say it."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    size: int | None = config.get("head_dim") or (width // heads if heads and width else None)
+    return size
 
 
 def _cpu_context(model: str) -> int:
@@ -278,8 +282,7 @@ def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
             f"max_model_len={asked} is more than the {positions} positions of the model {settings.model!r}; set at "
             f"most {positions}, or leave it out"
         )
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    size = config.get("head_dim") or (width // heads if heads and width else None)
+    size = head_size(config)
     if not gpu and size is not None and size not in CPU_HEAD_SIZES:
         raise EngineError(
             f"the model {settings.model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "

@@ -170,14 +170,16 @@ def activate_policy(
     return get_policy(conn, version)
 
 
-def fail_policy(conn: sa.Connection, version: int, error: str) -> PolicyVersion:
-    """Record that engines could not load this version, with the error.
+def fail_policy(conn: sa.Connection, version: int, error: str, evidence: Json | None = None) -> PolicyVersion:
+    """Record that engines could not load this version, with the error; the evidence is added to its metrics.
 
     Raises:
         NotFound: no such version.
     """
-    change = sa.update(table).where(table.c.version == version)
-    conn.execute(change.values(status=PolicyStatus.FAILED.value, error=error))
+    values: Json = {"status": PolicyStatus.FAILED.value, "error": error}
+    if evidence:
+        values |= rows.POLICIES.values({"metrics": get_policy(conn, version).metrics | evidence})
+    conn.execute(sa.update(table).where(table.c.version == version).values(values))
     return get_policy(conn, version)
 
 

@@ -158,6 +158,10 @@ def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, m
         log_p = torch.log_softmax(load_model(directory)(ids).logits[0], -1)
     expected = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0]
     np.testing.assert_allclose(manifest["probe"]["logprobs"], expected.numpy(), atol=1e-5)
+    with torch.no_grad():
+        log_p = torch.log_softmax(load_model(model)(ids).logits[0], -1)
+    base = manifest["probe"]["base"]
+    np.testing.assert_allclose(base["logprobs"], log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy(), atol=1e-5)
     assert (tmp_path / "policies" / "latest").read_text() == "v000001\n"
 
 

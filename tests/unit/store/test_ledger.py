@@ -411,8 +411,9 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         active = policies.activate_policy(connection, 1, reload_seconds=0.5)
         assert (active.status, active.reload_seconds) == (PolicyStatus.ACTIVE, 0.5)
         assert policies.get_policy(connection, 0).status is PolicyStatus.RETIRED
-        failed = policies.fail_policy(connection, 2, "not finite")
+        failed = policies.fail_policy(connection, 2, "not finite", {"engine_answer": 1})
         assert (failed.status, failed.error) == (PolicyStatus.FAILED, "not finite")
+        assert failed.metrics == {"engine_answer": 1}
         newest = policies.newest_policy(connection)
         assert newest is not None
         assert newest.version == 1
