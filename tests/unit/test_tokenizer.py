@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jinja2
@@ -15,14 +12,6 @@ from unit.proxy.test_templates_of_many_families import CASES, FAMILIES, TEXT, te
 from turnwise import tokenizer as kept_tokenizers
 from turnwise.template_messages import shape_conversation
 from turnwise.tokenizer import KeptTokenizer, load_tokenizer
-
-ROOT = Path(__file__).parents[2]
-LOADS = (
-    "import sys, proxy.main; from proxy.continuation.template_checks import load_chat_template;"
-    "template = load_chat_template(sys.argv[1], 'string'); print(template.shortens, template.shortens_tools);"
-    "print(*sorted({'transformers', 'torch', 'alembic', 'httpx2'} & sys.modules.keys()))"
-)
-"""Prints what the checks of a template found, and which heavy packages were imported for it."""
 
 
 @pytest.fixture
@@ -63,23 +52,6 @@ def test_templates_render_and_texts_are_tokenised_as_by_transformers(family: str
                 decoded = original.decode(ids, skip_special_tokens=skipped)
                 assert kept.decode(ids, skip_special_tokens=skipped) == decoded
     assert num_rendered > 0
-
-
-def test_a_second_start_imports_no_transformers_and_repeats_no_checks(home: Path, tmp_path: Path) -> None:
-    """The bound on imports holds for the whole proxy, up to its first call."""
-    (tmp_path / "model").mkdir()
-    argv = [sys.executable, "-c", LOADS, str(write_tokenizer(tmp_path / "model"))]
-    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT)}
-
-    def start() -> list[str]:
-        return subprocess.run(argv, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
-
-    found, imported = start()
-    assert "transformers" in imported
-    assert start() == [found, ""]
-    (result,) = home.rglob("checks-string-*.json")
-    result.write_text("null")
-    assert start() == ["False None", ""]  # the checks would have found something else
 
 
 def test_changed_files_of_a_model_are_read_again(home: Path, tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""A proxy's second start reads what its first one kept of a tokenizer, in new interpreters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from turnwise_fake_engine.tokens import write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+LOADS = (
+    "import sys, proxy.main; from proxy.continuation.template_checks import load_chat_template;"
+    "template = load_chat_template(sys.argv[1], 'string'); print(template.shortens, template.shortens_tools);"
+    "print(*sorted({'transformers', 'torch', 'alembic', 'httpx2'} & sys.modules.keys()))"
+)
+"""Prints what the checks of a template found, and which heavy packages were imported for it."""
+
+
+def test_a_second_start_imports_no_transformers_and_repeats_no_checks(tmp_path: Path) -> None:
+    """The bound on imports holds for the whole proxy, up to its first call."""
+    home = tmp_path / "home"
+    (tmp_path / "model").mkdir()
+    argv = [sys.executable, "-c", LOADS, str(write_tokenizer(tmp_path / "model"))]
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT)}
+
+    def start() -> list[str]:
+        return subprocess.run(argv, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    found, imported = start()
+    assert "transformers" in imported
+    assert start() == [found, ""]
+    (result,) = home.rglob("checks-string-*.json")
+    result.write_text("null")
+    assert start() == ["False None", ""]  # the checks would have found something else
