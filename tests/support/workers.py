@@ -37,7 +37,11 @@ LONGEST_FIRST = (
     "tests/real/rollouts/test_run.py",
     "tests/real/test_originals.py",
     "tests/real/test_workers.py",
+    "tests/contract/test_tenancy.py",
+    "tests/contract/test_openapi.py",
     "tests/contract/test_inferred_sessions.py",
+    "tests/contract/proxy/test_who_may_do_what.py",
+    "tests/contract/trainer/test_source.py",
     "tests/real/faults/test_reload_faults.py",
     "tests/real/test_learning_bench.py",
     "tests/real/test_durability.py",
@@ -45,7 +49,6 @@ LONGEST_FIRST = (
     "tests/real/test_compose_commands.py",
     "tests/real/test_documented_blocks.py",
     "tests/contract/store/test_migrations.py",
-    "tests/contract/trainer/test_refused_batches.py",
     "tests/unit/store/test_plans.py",
 )
 """Files that take longer than 10 seconds. If one of them began last, the other workers would wait for it."""
