@@ -253,6 +253,15 @@ def test_the_served_version_is_chosen_after_a_question(window: Visit, world: Run
     assert len(questions) == 3
 
 
+def test_the_overview_states_the_lift_over_the_hold_out(window: Visit) -> None:
+    arm = {"version": 5, "num_sessions": 40, "num_turns": 40, "broken_share": 0.0, "mean_reward": 0.5}
+    arms = {"canary": arm | {"version": 7}, "control": arm, "lift": {"reward": {"mean": 0.2, "low": 0.1, "high": 0.3}}}
+    version = {"status": "active", "metrics": {}, "created_at": "2026-01-01T00:00:00Z", "on_disk": True, "path": "/p"}
+    served = {"data": [version | {"version": 7, "arms": arms}], "has_more": False, "pinned_version": None}
+    window.page.route("**/v1/policies?*", lambda route: route.fulfill(json=served))
+    assert "Reward +0.2 over version 5, which is held out (0.1 to 0.3)" in main_text(window.open())
+
+
 def test_versions_are_compared_by_the_rewards_and_replies_of_the_same_task(window: Visit) -> None:
     """In this run version 0 sampled everything, so a version is compared with itself."""
     text = " ".join(main_text(window.open("#runs/0/0")).split())

@@ -17,15 +17,23 @@ export const countedAt = (counts) => Date.now() - new Date(counts.counted_at) > 
 
 export const chip = (label, note) => make("a", {className: "chip", href: `#sessions/${new URLSearchParams({label})}`, title: note ?? ""}, label);
 
-export function serving(ready, pinned) {
+export function serving(ready, pinned, gain = "") {
   const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
     make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? ", " : engine.error ? `: ${engine.error}` : "", engine.ready ? shortName(engine.model) : "")]);
   const version = ready.policy_version === null ? "no version" : `version ${ready.policy_version}`;
   const kept = pinned === null || pinned === undefined ? "" :
     make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until you follow the newest in `, link("runs", "Runs"), ".");
-  return card("Serving", make("b", {}, version), kept, facts([["store", status(ready.store)],
+  return card("Serving", make("b", {}, version), kept, gain, facts([["store", status(ready.store)],
     ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]),
     ready.reload_error ? make("p", {className: "bad"}, `Last reload: ${ready.reload_error}`) : null);
+}
+
+// What the served version gains over the hold-out, if a share of the sessions is held out.
+function lift(versions) {
+  const arms = versions.find((each) => each.status === "active")?.arms, found = arms?.lift?.reward;
+  if (!found) return "";
+  const kind = found.low > 0 ? "good" : found.high < 0 ? "bad" : "";
+  return make("p", {}, "Reward ", make("span", {className: kind}, `${found.mean > 0 ? "+" : ""}${number(found.mean)}`), ` over version ${arms.control.version}, which is held out (${number(found.low)} to ${number(found.high)})`);
 }
 
 // The name of a model that is a directory is the directory's last part.
@@ -92,7 +100,7 @@ export async function overview() {
     const [data, counts, exposition, failed, listed, rewards] = await Promise.all([learningData(), request("v1/counts"), request("metrics"), failuresOfTheHour(),
       request(`v1/sessions?summary=true&limit=${SESSIONS}`), rewardChart()]);
     calls = rates(samples(exposition));
-    cards.replaceChildren(serving(ready, data.versions.find((each) => each.isPinned)?.version), learning(counts), errors(failed), calls);
+    cards.replaceChildren(serving(ready, data.versions.find((each) => each.isPinned)?.version, lift(data.versions)), learning(counts), errors(failed), calls);
     charts.replaceChildren(data.updates.length ? learningCharts(data, {isWhole: false, more: [rewards]}) : make("div", {className: "charts"}, rewards));
     newest.replaceChildren(listed.data.length ? sessionList(listed.data) : noSessions(), listed.has_more ? link("sessions", `All ${number(Object.values(counts.sessions).reduce((sum, each) => sum + each, 0))} sessions`) : "");
   };
