@@ -34,7 +34,7 @@ from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.new_turns import SESSION_ENDED
 from turnwise.store.roles import set_roles
-from turnwise.types import Turn
+from turnwise.types import TokenIds, Turn
 
 T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -198,7 +198,17 @@ class Relay:
         stored = await self.stored_turns(running)
         running.version_first = stored[0].policy_version_first
         running.call.restart_encoder()
-        return rebuilt_answer(running.call, stored)
+        return await self.rebuild(running, stored)
+
+    async def rebuild(self, running: Running, stored: list[Turn]) -> bytes:
+        """Return the answer to a call from its stored turns, with the token ids that it asks for."""
+
+        def read_prompt() -> TokenIds:
+            with self._database.read() as connection:
+                return queries.turn(connection, running.session.tenant, stored[0].turn_id).prompt_token_ids
+
+        prompt = await asyncio.to_thread(read_prompt) if running.call.wants_token_ids else None
+        return rebuilt_answer(running.call, stored, prompt)
 
     async def _recorded(self, running: Running, sampling: Coroutine[Any, Any, T]) -> T:
         """Sample a reply and return its result. Record a failed or aborted call exactly once.

@@ -20,7 +20,7 @@ from blake3 import blake3
 from proxy.auth import Principal
 from proxy.dialects.base import Call
 from turnwise.errors import Conflict
-from turnwise.types import Json, Turn
+from turnwise.types import Json, TokenIds, Turn
 
 ATTEMPT_BYTES = 800
 """Memory of one attempt without its answer, roughly."""
@@ -197,8 +197,14 @@ def keyed_digest(call: Call) -> bytes:
     return blake3(request).digest(DIGEST_BYTES)
 
 
-def rebuilt_answer(call: Call, turns: list[Turn]) -> bytes:
-    """Return the answer to a call from its stored turns, one per choice; a stream has one chunk per choice."""
+def rebuilt_answer(call: Call, turns: list[Turn], prompt: TokenIds | None) -> bytes:
+    """Return the answer to a call from its stored turns, one per choice; a stream has one chunk per choice.
+
+    Args:
+        call: The call.
+        turns: Its stored turns.
+        prompt: The whole prompt of a call that asks for token ids.
+    """
     first = turns[0]
     head: Json = {"id": first.turn_id, "created": int(first.created_at.timestamp()), "model": first.model}
     sampled = sum(len(turn.token_ids) for turn in turns)
@@ -208,16 +214,17 @@ def rebuilt_answer(call: Call, turns: list[Turn]) -> bytes:
         "total_tokens": first.prompt_length + sampled,
     }
     whole_object, chunk_object = call.dialect.object_names
-    choices = [
-        call.dialect.rebuild_choice(turn.response, turn.finish_reason, index, stream=call.stream)
-        for index, turn in enumerate(turns)
-    ]
+    choices = [call.dialect.rebuild_choice(call, turn, index) for index, turn in enumerate(turns)]
+    shown = {}
+    if prompt is not None and "prompt_token_ids" not in choices[0]:
+        shown = {"prompt_token_ids": prompt.tolist()}
     head["object"] = chunk_object if call.stream else whole_object
     if not call.stream:
-        return call.dialect.encode_reply(orjson.dumps({**head, "choices": choices, "usage": usage}), call)
+        return call.dialect.encode_reply(orjson.dumps({**head, **shown, "choices": choices, "usage": usage}), call)
     options = call.body.get("stream_options") or {}
     counted = {"usage": usage} if options.get("continuous_usage_stats") else {}
     chunks = [{**head, **counted, "choices": [choice]} for choice in choices]
+    chunks[0] |= shown
     if options.get("include_usage"):
         chunks.append({**head, "choices": [], "usage": usage})
     return call.encoder.chunks(list(map(orjson.dumps, chunks))) + call.encoder.done()

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
 from turnwise.store.lineage import TurnView
-from turnwise.types import Json
+from turnwise.types import Json, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 """The error body of the control plane, which has OpenAI's shape."""
@@ -211,7 +211,7 @@ class Dialect(abc.ABC):
         call.body["messages"] = call.messages
 
     @abc.abstractmethod
-    def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:
+    def rebuild_choice(self, call: Call, turn: Turn, index: int) -> Json:
         """Return a stored choice in the format of the engine's route: of a whole reply, or of a stream's chunk."""
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's format is the client's

@@ -16,7 +16,7 @@ from proxy.dialects.base import (
 )
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json
+from turnwise.types import Json, Turn
 
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}
 
@@ -75,13 +75,15 @@ class ChatCompletions(Dialect):
             wants_token_ids=bool(body.get("return_token_ids")),
         )
 
-    def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:
+    def rebuild_choice(self, call: Call, turn: Turn, index: int) -> Json:
         """Return a stored choice as vLLM's chat route formats it."""
-        if stream and message.get("tool_calls"):
-            calls = [{**call, "index": position} for position, call in enumerate(message["tool_calls"])]
-            message = {**message, "tool_calls": calls}
-        field = "delta" if stream else "message"
-        return {"index": index, field: message, "logprobs": None, "finish_reason": finish_reason}
+        message = turn.response
+        if call.stream and message.get("tool_calls"):
+            called = [{**each, "index": position} for position, each in enumerate(message["tool_calls"])]
+            message = {**message, "tool_calls": called}
+        field = "delta" if call.stream else "message"
+        choice = {"index": index, field: message, "logprobs": None, "finish_reason": turn.finish_reason}
+        return {**choice, "token_ids": turn.token_ids.tolist()} if call.wants_token_ids else choice
 
 
 def readable_messages(call: Call) -> orjson.Fragment | list[Json]:

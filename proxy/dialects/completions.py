@@ -12,7 +12,7 @@ from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.chat import check_kinds, number_of_choices
 from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json
+from turnwise.types import Json, Turn
 
 
 class TextCompletions(Dialect):
@@ -57,9 +57,13 @@ class TextCompletions(Dialect):
             wants_token_ids=bool(body.get("return_token_ids")),
         )
 
-    def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:  # noqa: ARG002
+    def rebuild_choice(self, call: Call, turn: Turn, index: int) -> Json:
         """Return a stored choice as vLLM's completions route formats it, whole or streamed alike."""
-        return {"index": index, "text": message.get("content") or "", "logprobs": None, "finish_reason": finish_reason}
+        text = turn.response.get("content") or ""
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": turn.finish_reason}
+        if call.wants_token_ids:  # each prompt is the whole one: no call of this route extends another
+            choice |= {"token_ids": turn.token_ids.tolist(), "prompt_token_ids": turn.prompt_delta.tolist()}
+        return choice
 
 
 def number_of_prompts(prompt: Any) -> int:

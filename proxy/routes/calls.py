@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from proxy.auth import Principal
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
-from proxy.calls.replays import DIGEST_BYTES, RequestIdentity, identify_request, keyed_digest, rebuilt_answer
+from proxy.calls.replays import DIGEST_BYTES, RequestIdentity, identify_request, keyed_digest
 from proxy.calls.running import Running
 from proxy.continuation.which_session import name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
@@ -213,7 +213,7 @@ class SampleEndpoint:
         stored = [] if call.idempotency_key is None else await relay.stored_turns(running)
         if stored:
             self._services.metrics.coalesced.inc()
-            answer = rebuilt_answer(call, stored)
+            answer = await relay.rebuild(running, stored)
             await reply.again(answer, stream=call.stream)
             return answer
         if call.stream:

@@ -74,8 +74,12 @@ class Played:
     num_ended: int = 0
     """Conversations that have ended."""
     num_cut: int = 0
-    num_retries: int = 0
-    refusals: Counter[str] = dataclasses.field(default_factory=Counter)
+    retries: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Repeated attempts, by what ended the one before."""
+
+
+class RefusedError(Exception):
+    """The proxy refused a call, or ended its stream early."""
 
 
 class Player:
@@ -128,35 +132,42 @@ class Player:
     ) -> Seen:
         """Repeat a call until its reply is complete."""
         while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
+            try:
                 async with self._post(http, name, body, key) as response:
-                    if response.status == 200:
-                        reply = await (_streamed(response) if body["stream"] else _whole(response))
-                        if reply is not None and len(reply[1]) == body["n"]:
-                            seen = Seen(name, reply[0], parent, key, len(body["messages"]), *reply[1:])
-                            self._played.seen.append(seen)
-                            return seen
-                    else:
-                        self._played.refusals[(await response.json())["error"]["code"]] += 1
-            self._played.num_retries += 1
+                    reply = await (_streamed(response) if body["stream"] else _whole(response))
+                    seen = Seen(name, reply[0], parent, key, len(body["messages"]), *reply[1:])
+                    self._played.seen.append(seen)
+                    return seen
+            except RefusedError as refusal:
+                self._played.retries[str(refusal)] += 1
+            except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
+                self._played.retries[type(error).__name__] += 1
             await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def _whole(response: aiohttp.ClientResponse) -> tuple[str, list[Json], list[list[int]]]:
     reply = await response.json()
+    if "error" in reply:
+        raise RefusedError(reply["error"]["code"])
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     return reply["id"], [_message(choice["message"]) for choice in choices], [choice["token_ids"] for choice in choices]
 
 
-async def _streamed(response: aiohttp.ClientResponse) -> tuple[str, list[Json], list[list[int]]] | None:
-    """Return id, messages and token ids of a stream's choices; None if one of them was not finished."""
+async def _streamed(response: aiohttp.ClientResponse) -> tuple[str, list[Json], list[list[int]]]:
+    """Return id, messages and token ids of a stream's choices.
+
+    Raises:
+        RefusedError: it ends with an error, or before all choices are finished.
+    """
     turn_id, messages, tokens, finished = "", defaultdict(dict), defaultdict(list), set()
+    if response.status != 200:
+        raise RefusedError((await response.json())["error"]["code"])
     async for line in response.content:
         if not line.startswith(b"data: {"):
             continue
         chunk = orjson.loads(line[len(b"data: ") :])
         if "error" in chunk:
-            return None
+            raise RefusedError(chunk["error"]["code"])
         turn_id = chunk["id"]
         for choice in chunk["choices"]:
             index = choice["index"]
@@ -165,7 +176,7 @@ async def _streamed(response: aiohttp.ClientResponse) -> tuple[str, list[Json], 
             if choice["finish_reason"] is not None:
                 finished.add(index)
     if not finished or finished != set(range(len(messages))):
-        return None
+        raise RefusedError("cut off")
     order = sorted(messages)
     return turn_id, [_message(messages[index]) for index in order], [tokens[index] for index in order]
 
@@ -214,7 +225,7 @@ def run(database_url: str, directory: Path, *, conversations: int, seed: int) ->
         found.append(f"{conversations - played.num_ended} conversations did not end")
     summary = (
         f"{played.num_ended} recorded conversations, seed {seed}: {len(played.seen)} replies seen whole, "
-        f"{played.num_cut} cut, {played.num_retries} retries, kills {dict(kills)}, refusals {dict(played.refusals)}; "
+        f"{played.num_cut} cut, kills {dict(kills)}, retries {dict(played.retries)}; "
         f"{len(found)} violations"
     )
     return Result(found, summary)
@@ -237,7 +248,7 @@ def _kill_while(players: threading.Thread, proxy: RunningProxy, rng: random.Rand
         wanted = played.num_ended + KILL_EVERY
         wait_until(
             lambda wanted=wanted: played.num_ended >= wanted or not players.is_alive(),
-            f"{KILL_EVERY} more conversations have ended after {played.num_ended}; refusals {played.refusals}",
+            f"{KILL_EVERY} more conversations have ended after {played.num_ended}; retries {played.retries}",
             PROGRESS_SECONDS,
         )
         if not players.is_alive():
