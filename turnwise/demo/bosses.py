@@ -1,7 +1,10 @@
 """A task for a pretrained model: find out where a person's boss is, with two lookups and an answer.
 
-The agent's commands are text: `LOOKUP(name)` and `ANSWER(city)`. Held-out tasks use names and cities that no training
-task has, so only the procedure can be learnt. The reward, 0 or 1, comes at the end.
+The agent's commands are text: `lookup("name")` and `answer("city")`. Held-out tasks use names and cities that no
+training task has, so only the procedure can be learnt. The reward, 0 or 1, comes at the end.
+
+Names are quoted wherever they stand, because a tokenizer writes a word after a space with other tokens than after a
+quotation mark: a small model would have to learn by heart how each name is spelt.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ CITIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Cities by split; no city is in both."""
-_ANSWER = re.compile(r"ANSWER\((\w+)\)")
+_ANSWER = re.compile(r'answer\("(\w+)"\)')
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ def make_task(split: Literal["train", "eval"], index: int, seed: int) -> BossTas
     rng = random.Random(f"bosses/{split}/{seed}/{index}")  # noqa: S311 - a game, no secret
     person, boss = rng.sample(NAMES[split], 2)
     answer = rng.choice(CITIES[split])
-    records = {person: f"boss: {boss}", boss: f"city: {answer}"}
-    return BossTask(f"bosses-{split}-{seed}-{index}", f"Where is the boss of {person}?", records, answer)
+    records = {person: f'boss="{boss}"', boss: f'city="{answer}"'}
+    return BossTask(f"bosses-{split}-{seed}-{index}", f'Where is the boss of "{person}"?', records, answer)
 
 
 def reward(task: BossTask, final_text: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, SecretStr
 
 from turnwise.client import AsyncClient
+from turnwise.commands.preflight import load_trainer
 from turnwise.demo import trail
 from turnwise.demo.report import Point, Report
 from turnwise.demo.rollouts import CONCURRENT_SESSIONS, Playing, Rollouts, Tasks, load_agent
@@ -27,6 +29,7 @@ from turnwise.processes.stack import Stack, UpSettings
 from turnwise.processes.supervisor import Supervisor
 from turnwise.rollouts.pacing import active_policy
 from turnwise.settings import Settings
+from turnwise.types import PolicyKind
 
 POLL_SECONDS = 0.25
 """Interval between checks for a new policy version."""
@@ -62,8 +65,8 @@ class Demo:
     """The format of the model's warm-up, a key of `small_model.WORLDS`."""
     tasks: Tasks = trail
     """Makes the tasks and grades the answers."""
-    num_parallel = CONCURRENT_SESSIONS
-    """Sessions that are played at once."""
+    title = "An agent learns to follow a trail"
+    """Title of the picture."""
 
     def __init__(self, settings: DemoSettings, say: Any) -> None:
         self._settings = settings
@@ -88,8 +91,13 @@ class Demo:
                 await self._count(client, report)
             report.seconds = round(time.monotonic() - started, 1)
         report.warm_up_seconds = round(warm_up_seconds, 1)
+        report.load_average = os.getloadavg()[1]
         await asyncio.to_thread(report.write, settings.out)
+        await self._complete(report)
         return report
+
+    async def _complete(self, report: Report) -> None:
+        """Measure what is measured after the stack has ended, and write the report again."""
 
     def _build_model(self) -> str:
         """Build the model unless it exists; return its directory."""
@@ -103,7 +111,9 @@ class Demo:
         """Yield the object that plays the agent's sessions."""
         model = (await client.models())[0]["id"]
         agent = load_agent(self._settings.agent)
-        yield Rollouts(client, agent, model, tasks=self.tasks, seed=self._settings.seed, num_parallel=self.num_parallel)
+        yield Rollouts(
+            client, agent, model, tasks=self.tasks, seed=self._settings.seed, num_parallel=CONCURRENT_SESSIONS
+        )
 
     def _start(self, stack: contextlib.ExitStack, model: str) -> AsyncClient:
         """Start engine, proxy and trainer on a fresh database; return a client of the proxy."""
@@ -118,7 +128,9 @@ class Demo:
             policies_dir=fresh_directory(out / "policies"),
             trainer_config=self._settings.trainer_config,
         )
-        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus())).children()
+        trainer = load_trainer(up, None)
+        lora_rank = trainer.lora_rank if trainer.kind == PolicyKind.LORA else None
+        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus()), lora_rank=lora_rank).children()
         stack.enter_context(Supervisor(children, log_directory=out / "logs", say=self._say))
         return AsyncClient(f"http://127.0.0.1:{up.port}")
 
@@ -132,7 +144,9 @@ class Demo:
         self._say("demo", f"playing {settings.num_eval_tasks} held-out tasks before any training")
         before = await self._evaluate(rollouts)
         self._say("demo", f"held-out reward before: {before:.2f}")
-        report = Report(seed=settings.seed, reward_before=before, num_eval_tasks=settings.num_eval_tasks)
+        report = Report(
+            title=self.title, seed=settings.seed, reward_before=before, num_eval_tasks=settings.num_eval_tasks
+        )
         async with self._playing(client, rollouts, report):
             while self._version < settings.max_versions:
                 await self._next_version()

@@ -1,17 +1,35 @@
-"""`python -m turnwise.demo.real`: a pretrained model of 135 M parameters learns a task of three turns."""
+"""`python -m turnwise.demo.real`: a pretrained model of 135 M parameters learns a task of three turns.
+
+Besides the reward on fresh held-out tasks, sampled as in training and greedily, it measures what the training changed
+on unrelated conversations. `--control` gives each session the reward of another one: there is nothing to learn.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
+from turnwise.client import AsyncClient
 from turnwise.commands.flags import SettingsCommand
 from turnwise.demo import bosses
 from turnwise.demo.__main__ import terminal
 from turnwise.demo.driver import Demo, DemoSettings, main
+from turnwise.demo.forgetting import measure_forgetting
 from turnwise.demo.pretrained import write_pretrained
+from turnwise.demo.report import Report
+from turnwise.demo.rollouts import Rollouts, ShuffledRewards, load_agent
+from turnwise.rollouts.pacing import active_policy
+from turnwise.types import PolicyKind
+
+GREEDY = {"temperature": 0.0}
+FIRST_FINAL_TASK = 1_000_000
+"""Index of the first task of the last evaluation; those before it decided when the training ended."""
 
 
 class RealDemoSettings(DemoSettings):
@@ -24,19 +42,73 @@ class RealDemoSettings(DemoSettings):
     target_reward: float = Field(default=0.92, gt=0, le=1)
     enough_reward: float = Field(default=0.9, gt=0, le=1)
     num_eval_tasks: int = Field(default=128, ge=1)
-    max_versions: int = Field(default=30, ge=1)
+    max_versions: int = Field(default=24, ge=1)
+    control: bool = False
+    """Give each training session the reward of another one: nothing can be learnt, and all versions are trained."""
+    unrelated: Path = Path("examples/bosses/unrelated.jsonl")
+    """Conversations that have nothing to do with the task, with replies of version 0."""
 
 
 class RealDemo(Demo):
     """The demo with pretrained weights."""
 
     tasks = bosses
-    num_parallel = 16
+    title = "SmolLM2-135M-Instruct learns a task of three turns"
+
+    def __init__(self, settings: RealDemoSettings, say: Any) -> None:
+        super().__init__(settings, say)
+        self._real = settings
+        self._base = settings.out / "SmolLM2-135M-Instruct"
+        self._learnt: dict[str, Any] = {}
+        """The served version at the end, as the API returns it."""
 
     def _build_model(self) -> str:
-        directory = self._settings.out / "SmolLM2-135M-Instruct"
-        self._say("model", f"SmolLM2-135M-Instruct (quantised to 4 bits before) in {directory}")
-        return str(write_pretrained(directory))
+        self._say("model", f"SmolLM2-135M-Instruct (quantised to 4 bits before) in {self._base}")
+        return str(write_pretrained(self._base))
+
+    @contextlib.asynccontextmanager
+    async def _rollouts(self, client: AsyncClient) -> AsyncIterator[Rollouts]:
+        settings = self._real
+        yield Rollouts(
+            client,
+            load_agent(settings.agent),
+            (await client.models())[0]["id"],
+            tasks=bosses,
+            seed=settings.seed,
+            num_parallel=16,
+            shuffled=ShuffledRewards(settings.seed) if settings.control else None,
+        )
+
+    async def _learn(self, client: AsyncClient) -> Report:
+        """Play until it has learnt, then evaluate the served version on held-out tasks that nothing was decided by."""
+        count = self._settings.num_eval_tasks
+        async with self._rollouts(client) as rollouts:
+            greedy_before = await rollouts.evaluate(FIRST_FINAL_TASK, count, GREEDY)
+            report = await self._play_until_learnt(client, rollouts)
+            self._learnt = await active_policy(client) or {}
+            await client.activate(self._learnt["version"])  # the trainer may still publish another one
+            report.reward_after = await rollouts.evaluate(FIRST_FINAL_TASK, count)
+            greedy_after = await rollouts.evaluate(FIRST_FINAL_TASK, count, GREEDY)
+            report.greedy = (greedy_before, greedy_after)
+        self._say("demo", f"greedily: {greedy_before:.2f} → {greedy_after:.2f}")
+        return report
+
+    async def _complete(self, report: Report) -> None:
+        """Measure what was forgotten, now that the engine leaves the processor free."""
+        report.forgetting = await asyncio.to_thread(
+            measure_forgetting,
+            self._base,
+            Path(self._learnt["path"]),
+            PolicyKind(self._learnt["kind"]),
+            self._real.unrelated,
+        )
+        await asyncio.to_thread(report.write, self._settings.out)
+        found = report.forgetting
+        self._say(
+            "demo",
+            f"{found.num_conversations} unrelated conversations: loss {found.loss_before:.3f} → "
+            f"{found.loss_after:.3f}, KL {found.kl:.3f} nats a token",
+        )
 
 
 def run(settings: RealDemoSettings) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+from turnwise.demo.forgetting import Forgetting
+
 
 @dataclasses.dataclass(slots=True)
 class Point:
@@ -25,9 +27,14 @@ class Point:
 class Report:
     """The whole run."""
 
+    title: str
+    """Of the picture."""
     seed: int
     reward_before: float
     reward_after: float = 0.0
+    greedy: tuple[float, float] | None = None
+    """Held-out reward before and after where the agent's calls are greedy; None if it was not measured."""
+    forgetting: Forgetting | None = None
     num_eval_tasks: int = 0
     """Number of held-out tasks of each of the two rewards."""
     num_policy_versions: int = 0
@@ -36,6 +43,8 @@ class Report:
     num_sampled_tokens: int = 0
     seconds: float = 0.0
     """Time from the stack's start to its end, without the build of the model."""
+    load_average: float = 0.0
+    """Of the machine at the end, over five minutes: other programs take part of the time."""
     warm_up_seconds: float = 0.0
     failed_requests: int = 0
     outcomes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -70,7 +79,7 @@ class Report:
             xlabel="sessions played",
             ylabel="mean reward",
             ylim=(0, 1.02),
-            title=f"An agent learns to follow a trail (seed {self.seed}, {self.num_policy_versions} policy versions)",
+            title=f"{self.title} (seed {self.seed}, {self.num_policy_versions} policy versions)",
         )
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import logging
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -17,6 +18,7 @@ from typing import Any, Literal, Protocol, cast
 from turnwise.client import AsyncClient
 from turnwise.client.wire import SessionFields
 from turnwise.errors import SettingsError, TurnwiseError
+from turnwise.types import Json
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ MAX_FAILED_SESSIONS = 5
 """Number of failed sessions after which the demo ends with the last session's error."""
 CONCURRENT_SESSIONS = 64
 """More concurrent sessions do not increase the small engine's load."""
+NUM_SHUFFLED = 64
+"""Rewards among which a control exchanges."""
 
 
 def load_agent(path: Path) -> Play:
@@ -50,6 +54,7 @@ class Tally:
     """Counts of the sessions that have been played."""
 
     num_sessions: int = 0
+    """Training sessions."""
     num_failed: int = 0
     """Sessions in which a request failed; the demo expects none."""
     recent_rewards: list[float] = dataclasses.field(default_factory=list)
@@ -99,11 +104,37 @@ class Playing(Protocol):
         """Play `size` training tasks once each, in sessions without a group."""
 
 
+class ShuffledRewards:
+    """Gives each training session the reward of another one: a control that has nothing to learn.
+
+    Rewards keep their mean and their spread.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - a control of an experiment, no secret
+        self._held: list[float] = []
+
+    def exchange(self, reward: float) -> float:
+        """Keep a reward, and return one of the latest ones; so few at the beginning that some are given twice."""
+        self._held.append(reward)
+        if len(self._held) <= NUM_SHUFFLED:
+            return self._random.choice(self._held)
+        return self._held.pop(self._random.randrange(len(self._held)))
+
+
 class Rollouts:
     """Plays sessions through the proxy."""
 
     def __init__(
-        self, client: AsyncClient, play: Play, model: str, *, tasks: Tasks, seed: int, num_parallel: int
+        self,
+        client: AsyncClient,
+        play: Play,
+        model: str,
+        *,
+        tasks: Tasks,
+        seed: int,
+        num_parallel: int,
+        shuffled: ShuffledRewards | None = None,
     ) -> None:
         self._client = client
         self._play = play
@@ -111,13 +142,17 @@ class Rollouts:
         self._tasks = tasks
         self._seed = seed
         self._places = asyncio.Semaphore(num_parallel)
+        self._shuffled = shuffled
         self.tally = Tally()
         self.is_training = True
         """False skips the training sessions that have not begun; running sessions are completed."""
 
-    async def evaluate(self, first: int, count: int) -> float:
-        """Play each of some held-out tasks once, without training on them; return their mean reward."""
-        played = [self._session("eval", first + index, 0, None) for index in range(count)]
+    async def evaluate(self, first: int, count: int, sampling: Json | None = None) -> float:
+        """Play each of some held-out tasks once, without training on them; return their mean reward.
+
+        `sampling` overrides the sampling parameters of the agent's calls.
+        """
+        played = [self._session("eval", first + index, 0, None, sampling) for index in range(count)]
         return sum(await asyncio.gather(*played)) / count
 
     async def train_group(self, index: int, size: int) -> None:
@@ -133,9 +168,16 @@ class Rollouts:
         if self.is_training:
             self.tally.recent_rewards += rewards
 
-    async def _session(self, split: Literal["train", "eval"], index: int, run: int, group_size: int | None) -> float:
+    async def _session(
+        self,
+        split: Literal["train", "eval"],
+        index: int,
+        run: int,
+        group_size: int | None,
+        sampling: Json | None = None,
+    ) -> float:
         task: DemoTask = self._tasks.make_task(split, index, self._seed)
-        fields = SessionFields(task_id=task.task_id, run=run, split=split)
+        fields = SessionFields(task_id=task.task_id, run=run, split=split, sampling=sampling or {})
         if group_size is not None:
             fields |= SessionFields(group_id=task.task_id, group_size=group_size)
         async with self._places:
@@ -151,7 +193,10 @@ class Rollouts:
                 log.exception("a session failed")
                 answer = ""
             reward = self._tasks.reward(task, answer)
-            await session.reward(reward, source="demo")
+            given = reward
+            if self._shuffled is not None and split == "train":
+                given = self._shuffled.exchange(reward)
+            await session.reward(given, source="demo")
             await session.end(reason="env_done")
-        self.tally.num_sessions += 1
+        self.tally.num_sessions += split == "train"
         return reward

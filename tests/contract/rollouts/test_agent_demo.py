@@ -30,7 +30,7 @@ class ShortDemo(AgentDemo):
 
     async def _play_until_learnt_by(self, rollouts) -> Report:
         await rollouts.train_group(0, 2)
-        report = Report(seed=0, reward_before=await rollouts.evaluate(0, 3))
+        report = Report(title="A demo", seed=0, reward_before=await rollouts.evaluate(0, 3))
         rollouts.is_training = False
         await rollouts.train_group(1, 2)
         return report

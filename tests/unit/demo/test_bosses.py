@@ -1,0 +1,100 @@
+"""The pretrained demo's task, its control, and the measure of what was forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from turnwise.demo import bosses
+from turnwise.demo.forgetting import measure_forgetting
+from turnwise.demo.rollouts import NUM_SHUFFLED, ShuffledRewards
+from turnwise.demo.small_model import SmallModelSpec, build_small_model
+from turnwise.types import PolicyKind
+
+AGENT = Path("examples/bosses/agent.py")
+TINY = [
+    SmallModelSpec(hidden_size=32, intermediate_size=64, num_layers=1, num_warm_up_steps=3, seed=seed)
+    for seed in (0, 1)
+]
+
+
+class FollowingClient:
+    """An OpenAI client whose model looks up whom it was told of last, and answers with a city."""
+
+    def __init__(self) -> None:
+        self.chat = SimpleNamespace(completions=self)
+        self.num_calls = 0
+
+    async def create(self, *, messages: list[dict], **_given: object) -> SimpleNamespace:
+        """Return the right command."""
+        self.num_calls += 1
+        name = messages[-1]["content"].split('"')[1]
+        command = "answer" if messages[-1]["content"].startswith("city=") else "lookup"
+        message = SimpleNamespace(content=f'{command}("{name}")')
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+
+def test_names_and_cities_of_held_out_tasks_are_in_no_training_task_and_not_in_the_example():
+    """Only the procedure can be learnt: a policy that knows the training names by heart gains nothing."""
+    opening = AGENT.read_text(encoding="utf-8")
+    for words in (bosses.NAMES, bosses.CITIES):
+        assert not set(words["train"]) & set(words["eval"])
+        for word in (*words["train"], *words["eval"]):
+            assert f'"{word}"' not in opening
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('answer("{answer}")', 1.0),
+        (' answer("{answer}")\n', 1.0),
+        ("answer({answer})", 0.0),
+        ('lookup("{answer}")', 0.0),
+        ('The city is answer("{answer}")', 0.0),
+        ('answer("Atlantis")', 0.0),
+        ("", 0.0),
+    ],
+)
+def test_only_the_command_with_the_right_city_is_rewarded(text: str, expected: float):
+    task = bosses.make_task("eval", 0, seed=0)
+    assert bosses.reward(task, text.replace("{answer}", task.answer)) == expected
+
+
+def test_the_agent_solves_a_task_in_three_turns_with_a_model_that_follows():
+    spec = importlib.util.spec_from_file_location("bosses_agent", AGENT)
+    assert spec is not None
+    assert spec.loader is not None
+    agent = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(agent)
+    task, client = bosses.make_task("train", 3, seed=1), FollowingClient()
+    assert bosses.reward(task, asyncio.run(agent.play(client, task.for_agent(), "a model"))) == 1.0
+    assert client.num_calls == 3
+
+
+def test_a_control_gives_every_reward_to_another_session():
+    """After the first ones, each reward that goes in comes out once: only those still held are missing."""
+    shuffled = ShuffledRewards(seed=0)
+    first = [shuffled.exchange(-1.0) for _ in range(NUM_SHUFFLED)]
+    given = [shuffled.exchange(float(number)) for number in range(1000)]
+    assert set(first) == {-1.0}
+    assert max(Counter(reward for reward in given if reward >= 0).values()) == 1
+    assert given.count(-1.0) <= NUM_SHUFFLED
+    assert given != sorted(given)
+
+
+def test_a_model_has_forgotten_nothing_of_itself_and_another_model_differs(tmp_path):
+    """The divergence of a model from itself is 0; a model of another seed gives other logprobs."""
+    base, other = (build_small_model(tmp_path / str(spec.seed), spec) for spec in TINY)
+    lines = tmp_path / "conversations.jsonl"
+    messages = [{"role": "user", "content": "Which city?"}, {"role": "assistant", "content": "Oslo it is"}]
+    lines.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    same = measure_forgetting(base, base, PolicyKind.FULL, lines)
+    assert (same.num_conversations, same.loss_after) == (1, same.loss_before)
+    assert same.kl == pytest.approx(0.0, abs=1e-6)
+    assert measure_forgetting(base, other, PolicyKind.FULL, lines).kl > 1e-3
