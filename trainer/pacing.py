@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from turnwise.settings import Settings
+from trainer.sentinels import Sentinel
+from turnwise.settings import Settings, parsed_json
 from turnwise.store.claims import Claim
 from turnwise.types import PolicyVersion, Role
 
@@ -43,6 +44,15 @@ class PacingRule(Settings):
     when_pinned: Literal["wait", "train_pinned"] = "wait"
     """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
     version's weights and train from there. Neither drops groups."""
+    sentinels: dict[Sentinel, float] = Field(default_factory=dict)
+    """By how much each sentinel may rise over its level before training waits, such as {"broken_calls": 0.1,
+    "questions": 0.2, "repeats": 0.2, "empty": 0.1, "given_up": 0.2, "length": 1.0}: shares by a difference, `length`
+    and `certainty` by a part of the level. Others are not watched."""
+
+    @field_validator("sentinels", mode="before")
+    @classmethod
+    def _parse_bounds(cls, value: object) -> object:
+        return parsed_json(value)
 
 
 class SourceRule(PacingRule):
@@ -116,6 +126,8 @@ class Look:
     """The failed ones among the versions that the weights came from."""
     refused: Sequence[PolicyVersion] = ()
     """The newest `MOST_REFUSED` versions, if engines refused each of them."""
+    alarm: str | None = None
+    """The sentinel that is beyond its bound, with its numbers."""
 
     def num_due(self, rule: SourceRule) -> int:
         """Return how many groups need not wait for a whole batch forever."""
@@ -141,6 +153,8 @@ def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
             f"engines refused the last {len(look.refused)} versions, so training waits: {look.refused[0].error}. Mend "
             f"the cause, then load one again: turnwise policies activate {look.refused[0].version}"
         )
+    if look.alarm is not None:
+        return look.alarm
     good = _last_good(look, at)
     if good is not None and good != at.rewound_to and rule.when_failed == "go_back":
         return Rewind(version=good, reason=f"version {min(look.failed)} failed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -16,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from trainer import sentinels
 from trainer.outages import Lease, SignsOfLife, SteadyClock, StopFlag, outlast
 from trainer.pacing import MOST_REFUSED, Look, Position, Rewind, SourceRule, WaitingLog, describe_claim, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
@@ -39,6 +41,8 @@ MOST_ERROR_CHARACTERS = 1000
 """Of the error that ended the trainer, in its report."""
 IN_FLIGHT_SECONDS = 120.0
 """Open sessions without activity for this long no longer hold the trainer back."""
+SENTINEL_SECONDS = 30.0
+"""How often the sentinels are read while the trainer waits for a batch."""
 
 Found = TypeVar("Found")
 
@@ -139,7 +143,10 @@ class LedgerSource:
         self._signs: SignsOfLife | None = None
         self._has_failed = False
         self._is_blocked = False
-        """Whether engines refused the last versions."""
+        """Whether engines refused the last versions, or a sentinel is beyond its bound: a person has to act."""
+        self._alarm: str | None = None
+        self._checked_at = -math.inf
+        """When the sentinels were read last, on the monotonic clock, and what they found."""
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`.
@@ -382,7 +389,7 @@ class LedgerSource:
             if num_due and seen_at is None:
                 seen_at = time.monotonic()
             left = None if patience is None or seen_at is None else seen_at + patience - time.monotonic()
-            self._is_blocked = bool(look.refused)
+            self._is_blocked = bool(look.refused) or look.alarm is not None
             waiting.observe(look, left, held)
             is_late = num_due > 0 and left is not None and left <= 0
             if held is None and (is_late or look.num_filled(self._rule) >= self._rule.groups_per_batch):
@@ -428,12 +435,20 @@ class LedgerSource:
                     oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
                     failed=policies.failed_versions(conn, at.recent_versions),
                     refused=policies.refused_in_a_row(conn, MOST_REFUSED),
+                    alarm=self._read_sentinels(conn),
                 )
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
+
+    def _read_sentinels(self, conn: Connection) -> str | None:
+        """Return the alarm of the sentinels, read again after a while."""
+        if self._rule.sentinels and time.monotonic() - self._checked_at >= SENTINEL_SECONDS:
+            self._alarm = sentinels.check(conn, self._rule.sentinels)
+            self._checked_at = time.monotonic()
+        return self._alarm
 
     def _close_unrewarded(self, now: datetime) -> None:
         if self._rule.unrewarded_seconds is None:

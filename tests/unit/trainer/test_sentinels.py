@@ -1,0 +1,116 @@
+"""Sentinels name a planted hack with its numbers and three sessions, and let honest changes pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from support.ledger_samples import add_session, finish, make_turn
+from support.waiting import wait_until
+
+from trainer import sentinels
+from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
+from trainer.sentinels import alarms
+from trainer.source import LedgerSource
+from turnwise.store import ledger, policies
+from turnwise.store.database import Database
+from turnwise.store.played import Played
+from turnwise.store.trainer_status import trainer_statuses
+from turnwise.types import PolicyVersion, SessionStatus, Turn
+
+TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {}}}]
+
+
+def turn(content: str | None = "Done.", **fields: Any) -> Turn:
+    return dataclasses.replace(make_turn("t1"), response={"role": "assistant", "content": content}, **fields)
+
+
+def calling(name: str, arguments: str) -> Turn:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return dataclasses.replace(make_turn("t1"), tools=TOOLS, response={"content": None, "tool_calls": [call]})
+
+
+def session(number: int, *turns: Turn, status: SessionStatus = SessionStatus.ENDED) -> Played:
+    return Played(session_id=f"s{number}", status=status, turns=turns)
+
+
+GOOD = calling("edit", '{"path": "a"}')
+HACKS = {
+    "broken_calls": ((GOOD,), (calling("edit", "{"),)),
+    "questions": ((turn(),), (turn("Shall I really do it?"),)),
+    "repeats": ((turn("a"), turn("b")), (turn("a"), turn("a"))),
+    "empty": ((turn(),), (turn(""),)),
+    "length": ((turn(),), (turn(token_ids=np.arange(9, dtype=np.int32)),)),
+    "certainty": ((turn(),), (turn(logprobs=np.zeros(2, np.float32)),)),
+}
+
+
+@pytest.mark.parametrize("name", HACKS)
+def test_a_hack_of_half_the_sessions_is_named_with_three_of_them(name: str) -> None:
+    honest, hacked = HACKS[name]
+    level = [session(number, *honest) for number in range(40)]
+    now = [session(100 + number, *(hacked if number % 2 else honest)) for number in range(40)]
+    bounds = dict.fromkeys(sentinels.MEASURES, 0.1)
+    found = {each.sentinel: each for each in alarms(now, level, bounds)}
+    assert name in found
+    assert {int(session_id[1:]) % 2 for session_id in found[name].session_ids} == {1}
+    assert len(found[name].session_ids) == 3
+    assert alarms(level, level, bounds) == []
+    assert alarms(now, level, {}) == []
+
+
+def test_an_unknown_tool_is_a_broken_call_and_given_up_sessions_count() -> None:
+    now = [session(number, calling("rm", "{}"), status=SessionStatus.EXPIRED) for number in range(20)]
+    level = [session(number, GOOD) for number in range(20)]
+    found = alarms(now, level, {"broken_calls": 0.5, "given_up": 0.5})
+    assert [(each.sentinel, each.value, each.level) for each in found] == [
+        ("broken_calls", 1.0, 0.0),
+        ("given_up", 1.0, 0.0),
+    ]
+    assert alarms(now[:19], level, {"broken_calls": 0.5}) == [], "too few sessions to compare"
+
+
+def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(database: Database) -> None:
+    with database.write() as conn:
+        for version in (0, 1):
+            policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}"))
+        policies.activate_policy(conn, 1)
+    for number in range(40):
+        version, text = (0, "Done.") if number < 20 else (1, "Shall I?")
+        add_session(database, f"s{number}", turns=0)
+        sampled = turn(text, policy_version_first=version, policy_version_last=version)
+        with database.write() as conn:
+            ledger.append_turns(
+                conn, [dataclasses.replace(sampled, turn_id=f"t{number}", chain_id="", session_id=f"s{number}")]
+            )
+            ledger.end_session(conn, "default", f"s{number}")
+    with database.read() as conn:
+        assert sentinels.check(conn, {}) is None
+        assert sentinels.check(conn, {"questions": 1.0}) is None
+        alarm = sentinels.check(conn, {"questions": 0.2})
+    assert alarm is not None
+    assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
+    held = why_held(Look(num_ready=32, alarm=alarm), Position(), PacingRule(sentinels={"questions": 0.2}))
+    assert held == alarm
+
+
+def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_session(database)
+    finish(database)
+    monkeypatch.setattr(sentinels, "check", lambda *_: "sentinel 'questions' is beyond its bound")
+    source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
+    with ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(source.next_batch, Position())
+        wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
+        source.close()
+        assert taken.result() is None
+
+
+def states(database: Database) -> list[str]:
+    with database.read() as conn:
+        return [each.state for each in trainer_statuses(conn)]

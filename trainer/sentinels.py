@@ -1,0 +1,178 @@
+"""Sentinels: what a policy does that no reward names, so that a version that hacks the reward is stopped with a name.
+
+Cursor found two hacks by such numbers: tool calls broken on purpose, and questions to the user in place of risky edits.
+Each sentinel is one number a session. The sessions of the served version are compared with those of the hold-out, or
+without one with the first sessions of the store, which set the level. Beyond a bound no further version is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+from turnwise.store import played, policies
+from turnwise.store.database import Connection
+from turnwise.store.played import Played
+from turnwise.types import Json, SessionStatus, Turn
+
+Sentinel = Literal["broken_calls", "questions", "repeats", "empty", "given_up", "length", "certainty"]
+"""`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
+`questions`: of replies that end with a question mark. `repeats`: of replies that repeat an earlier one of the session.
+`empty`: of replies that are empty or cut. `given_up`: sessions that expired. `length`: tokens of a reply. `certainty`:
+mean logprob of a token, which rises as the entropy falls."""
+RELATIVE = frozenset({"length", "certainty"})
+"""Sentinels whose bound is a share of the level; the bounds of the others are differences of shares."""
+MIN_SESSIONS = 20
+"""Sessions on each side without which nothing is compared."""
+MAX_SESSIONS = 200
+"""Sessions that are read of each side."""
+NUM_STANDARD_ERRORS = 2.0
+"""Confidence of an alarm: about 2.5 % of normal draws lie beyond."""
+NUM_NAMED = 3
+"""Sessions that an alarm names, the most extreme ones first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alarm:
+    """A sentinel that is beyond its bound."""
+
+    sentinel: str
+    value: float
+    level: float
+    bound: float
+    session_ids: tuple[str, ...]
+
+    def describe(self, version: int, level_of: str) -> str:
+        """Return the alarm as a sentence."""
+        named = ", ".join(map(repr, self.session_ids))
+        return (
+            f"sentinel {self.sentinel!r} of version {version} is {self.value:.3g} against {self.level:.3g} of "
+            f"{level_of}, beyond its bound of {self.bound:g}: look at sessions {named}. Training waits; serve an older "
+            "version with `turnwise policies activate`, or change the bound"
+        )
+
+
+def check(conn: Connection, bounds: Mapping[Sentinel, float]) -> str | None:
+    """Return why no further version may be made, None if none of the sentinels is beyond its bound."""
+    active, holdout = policies.active_and_holdout(conn)
+    if not bounds or active is None:
+        return None
+    now = [one for one in played.newest_sessions(conn, MAX_SESSIONS) if one.version == active.version]
+    if holdout is not None:
+        level, level_of = played.held_out_sessions(conn, holdout.version, MAX_SESSIONS), f"hold-out {holdout.version}"
+    else:
+        level = [one for one in played.first_sessions(conn, MAX_SESSIONS) if one.version < active.version]
+        level_of = "the first sessions"
+    found = next(iter(alarms(now, level, bounds)), None)
+    return None if found is None else found.describe(active.version, level_of)
+
+
+def alarms(now: Sequence[Played], level: Sequence[Played], bounds: Mapping[Sentinel, float]) -> list[Alarm]:
+    """Return the sentinels that are beyond their bounds by more than chance.
+
+    Args:
+        now: Sessions of the served version.
+        level: Sessions to compare them with.
+        bounds: By how much each sentinel may rise.
+    """
+    found = []
+    for name, bound in bounds.items():
+        values, before = _values(now, name), [value for value, _ in _values(level, name)]
+        if min(len(values), len(before)) < MIN_SESSIONS:
+            continue
+        mean, mean_before = statistics.fmean(value for value, _ in values), statistics.fmean(before)
+        allowed = bound * abs(mean_before) if name in RELATIVE else bound
+        error = math.hypot(_error([value for value, _ in values]), _error(before))
+        if mean - mean_before - NUM_STANDARD_ERRORS * error > allowed:
+            worst = sorted(values, key=lambda each: -each[0])[:NUM_NAMED]
+            named = tuple(session_id for _, session_id in worst)
+            found.append(Alarm(name, mean, mean_before, bound, named))
+    return found
+
+
+def _error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _values(sessions: Iterable[Played], name: Sentinel) -> list[tuple[float, str]]:
+    """Return a sentinel's value of each session that has one, with the session's id."""
+    found = ((MEASURES[name](one), one.session_id) for one in sessions)
+    return [(value, session_id) for value, session_id in found if value is not None]
+
+
+def _broken_calls(one: Played) -> float | None:
+    offered: dict[str, set[str]] = defaultdict(set)
+    for turn in one.turns:
+        offered[turn.chain_id] |= {str((tool.get("function") or tool).get("name")) for tool in turn.tools or ()}
+    broken = [
+        not _is_object(call) or (bool(offered[turn.chain_id]) and call.get("name") not in offered[turn.chain_id])
+        for turn in one.turns
+        for call in _calls(turn)
+    ]
+    return statistics.fmean(broken) if broken else None
+
+
+def _calls(turn: Turn) -> list[Json]:
+    return [each.get("function") or {} for each in turn.response.get("tool_calls") or ()]
+
+
+def _is_object(call: Json) -> bool:
+    try:
+        return isinstance(json.loads(call.get("arguments") or "{}"), dict)
+    except (TypeError, ValueError):
+        return False
+
+
+def _text(turn: Turn) -> str:
+    content = turn.response.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _questions(one: Played) -> float | None:
+    replies = [_text(turn) for turn in one.turns if not _calls(turn) and _text(turn)]
+    asking = [text.endswith(("?", "\N{FULLWIDTH QUESTION MARK}")) for text in replies]
+    return statistics.fmean(asking) if asking else None
+
+
+def _repeats(one: Played) -> float | None:
+    seen: set[str] = set()
+    repeated = []
+    for turn in one.turns:
+        reply = json.dumps([_text(turn), _calls(turn)], sort_keys=True)
+        repeated.append(reply in seen)
+        seen.add(reply)
+    return statistics.fmean(repeated)
+
+
+def _empty(one: Played) -> float | None:
+    return statistics.fmean(turn.finish_reason == "length" or not (_text(turn) or _calls(turn)) for turn in one.turns)
+
+
+def _given_up(one: Played) -> float | None:
+    return float(one.status is SessionStatus.EXPIRED)
+
+
+def _length(one: Played) -> float | None:
+    return statistics.fmean(turn.token_ids.size for turn in one.turns)
+
+
+def _certainty(one: Played) -> float | None:
+    logprobs = [float(logprob) for turn in one.turns for logprob in turn.logprobs]
+    return statistics.fmean(logprobs) if logprobs else None
+
+
+MEASURES: Mapping[Sentinel, Callable[[Played], float | None]] = {
+    "broken_calls": _broken_calls,
+    "questions": _questions,
+    "repeats": _repeats,
+    "empty": _empty,
+    "given_up": _given_up,
+    "length": _length,
+    "certainty": _certainty,
+}
+"""Each sentinel's value of a session; None where the session has nothing to measure."""

@@ -1,0 +1,65 @@
+"""Finished sessions with their turns, for the sentinels: the first ones, the newest ones, and those of the hold-out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from turnwise.store import lineage
+from turnwise.store.rows import StoredRow
+from turnwise.store.tables import sessions
+from turnwise.types import FORKED, IMPORT, SessionStatus, Split, Turn
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A session that is over, with its sampled turns."""
+
+    session_id: str
+    status: SessionStatus
+    turns: Sequence[Turn]
+    """In the order of their commits, without copies."""
+
+    @property
+    def version(self) -> int:
+        """The newest version that it sampled with."""
+        return max(turn.policy_version_last for turn in self.turns)
+
+
+def first_sessions(conn: sa.Connection, num_sessions: int) -> list[Played]:
+    """Return so many of the sessions that were over first."""
+    return _played(conn, num_sessions, sessions.c.last_active_at.asc())
+
+
+def newest_sessions(conn: sa.Connection, num_sessions: int) -> list[Played]:
+    """Return so many of the sessions that were over last."""
+    return _played(conn, num_sessions, sessions.c.last_active_at.desc())
+
+
+def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
+    """Return so many of the newest sessions of the hold-out of this version that are over."""
+    is_over = sessions.c.status.in_([SessionStatus.ENDED.value, SessionStatus.EXPIRED.value])
+    found = sa.select(sessions).where(sessions.c.split == Split.EVAL.value, sessions.c.arm == version, is_over)
+    return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
+
+
+def _played(conn: sa.Connection, num_sessions: int, order: sa.ColumnElement[int]) -> list[Played]:
+    """Return sessions of both ways to be over; each is read by its index."""
+    found: list[StoredRow] = []
+    for status in (SessionStatus.ENDED, SessionStatus.EXPIRED):
+        over = sa.select(sessions).where(sessions.c.status == status.value)
+        found += conn.execute(over.order_by(order).limit(num_sessions)).all()
+    return _with_turns(conn, found)
+
+
+def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:
+    rows = [row for row in found if row.opened_by != IMPORT]
+    turns_of = lineage.turns_of(conn, [row.session_pk for row in rows])
+    sampled = {pk: [turn for turn in turns if turn.reason != FORKED] for pk, turns in turns_of.items()}
+    return [
+        Played(session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk])
+        for row in rows
+        if sampled.get(row.session_pk)
+    ]
