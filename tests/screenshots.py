@@ -68,6 +68,8 @@ def take(window: Visit, address: str, prepare: Any, target: Path) -> None:
     page = window.open(address)
     if address in ("", "#runs"):
         page.locator(".chart canvas").first.wait_for()
+    if address == "":
+        page.wait_for_selector("text=sampled tokens a minute")
     if prepare is not None:
         prepare(page)
     page.screenshot(path=target)
