@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -194,8 +193,3 @@ def needed(tensor: Tensor | None) -> Tensor:
     """Return the tensor, which the batch must have for this loss."""
     assert tensor is not None, "the batch was built without what this loss needs"
     return tensor
-
-
-def no_tokens(tokens: TrainedTokens) -> Tensor:
-    """Return False for each token. [M]."""
-    return torch.zeros_like(tokens.advantages, dtype=torch.bool)
