@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.dialects import QUICK_ON_SQLITE
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -37,7 +36,6 @@ def test_queries_of_a_small_tenant_and_of_the_trainer_do_not_grow_with_the_data_
 
 
 @pytest.mark.slow
-@QUICK_ON_SQLITE
 def test_no_query_grows_with_the_data_of_others_up_to_a_million_turns(dialect, database_url):
     """On PostgreSQL the bench counts the blocks that a query reads."""
     flags = ["--url", database_url] if dialect == "postgresql" else []

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from pydantic import PrivateAttr
 from support.control_plane import ask, metric, publish, wait_for_status
-from support.dialects import QUICK_ON_SQLITE
 from support.proxies import (
     STOP_SECONDS,
     ProxyAndEngine,
@@ -112,7 +111,6 @@ def test_metrics_are_summed_over_the_workers_and_keep_the_counts_of_a_killed_one
     assert metric(proxy, "process_open_fds", pid=str(killed)) == 0
 
 
-@QUICK_ON_SQLITE
 def test_a_killed_worker_loses_and_duplicates_no_turn_and_is_replaced(database_url, tmp_path):
     """The agents retry; the calls of the other worker run on. SIGTERM ends all workers.
 

@@ -317,9 +317,6 @@ def test_a_writing_process_that_makes_progress_is_not_killed(database_url, monke
     assert not errors_of_writer(metrics)
 
 
-@pytest.mark.parametrize(
-    "dialect", ["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgres, pytest.mark.slow])]
-)
 def test_a_writing_process_that_cannot_be_replaced_at_once_is_replaced_later(database, database_url):
     """No file descriptors are left when it is killed, so no socket to the next one can be opened."""
     metrics = Metrics()
