@@ -24,11 +24,18 @@ from trainer.commit import Commits, NewVersion, probe_of
 from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.gap_check import GapCheck
 from trainer.gate import Gate
+from trainer.learning.selection import TOO_LONG, Selection
 from trainer.learning.singles import moved_on
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
-from trainer.policy.memory import MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
+from trainer.policy.memory import (
+    OUT_OF_MEMORY,
+    MemoryLimits,
+    OutOfMemory,
+    note_out_of_memory,
+    read_limits,
+)
 from trainer.publish.checkpoint import Checkpoints
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
@@ -36,7 +43,7 @@ from trainer.resume import States
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source
 from trainer.state import State
-from trainer.update import Updates
+from trainer.update import FittingGroups, Updates
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, UpdateRecord
@@ -71,6 +78,9 @@ class RLWorkflow(abc.ABC):
         self.updates = Updates(agent, GapCheck(agent, self.checkpoints, self.config), self.config)
         self.gate = Gate(env, agent, self.config) if self.config.gate_sessions else None
         self.commits = Commits(env, agent, self.checkpoints, self.config, keeps_refused=self.has_buffer)
+        self._fitting = FittingGroups()
+        self._too_large: tuple[str, ...] = (OUT_OF_MEMORY,)
+        """How reasons begin for which groups are left out that do not fit into memory."""
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""
 
@@ -200,10 +210,11 @@ class RLWorkflow(abc.ABC):
 
     def _apply_memory_limits(self, limits: MemoryLimits) -> None:
         """Avoid what did not fit into memory before a restart."""
-        self.agent.bound_rows(limits.row_tokens)
-        if limits.chain_tokens is not None:
-            longest = min(self.config.max_chain_tokens or limits.chain_tokens, limits.chain_tokens)
+        self.agent.save_memory(limits)
+        longest, wanted = limits.chain_tokens, self.config.max_chain_tokens
+        if longest is not None and (wanted is None or longest < wanted):
             self.config = self.claims.config = self.config.model_copy(update={"max_chain_tokens": longest})
+            self._too_large = (OUT_OF_MEMORY, TOO_LONG)
 
     def _serve_weights(self) -> None:
         """Hand weights to engines from memory, and tell the proxy where."""
@@ -292,7 +303,7 @@ class OnPolicyWorkflow(RLWorkflow):
         chosen, num_imported, metrics = self.claims.selected(claimed, state)
         state = dataclasses.replace(state, singles=moved_on(state.singles, chosen.single_rows))
         if not chosen.experiences:
-            return self.commits.finish_untrained(state, claimed, metrics, chosen)
+            return self._finish_untrained(state, claimed, metrics, chosen)
         batch = self.claims.batch_of(chosen, num_imported, state)
         self.commits.probe_base(state, chosen.experiences)
         try:
@@ -304,10 +315,11 @@ class OnPolicyWorkflow(RLWorkflow):
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
             reasons = dict.fromkeys(group_keys(claimed), f"refused: {error}")
             none = dataclasses.replace(chosen, refused=reasons)
-            return self.commits.finish_untrained(state, claimed, metrics | {"refused": str(error)}, none)
+            return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, none)
         chosen, metrics = done.chosen, metrics | done.gauges
         if not done.num_steps:
-            return self.commits.finish_untrained(state, claimed, metrics, chosen)
+            return self._finish_untrained(state, claimed, metrics, chosen)
+        self._fitting.observe(metrics["num_groups"] - len(chosen.refused), chosen.refused.values(), self._too_large)
         trained_at = time.monotonic()
         metrics |= {"num_updates": done.num_steps, "seconds": trained_at - started}
         refusal = None
@@ -326,3 +338,10 @@ class OnPolicyWorkflow(RLWorkflow):
             refusal=refusal,
         )
         return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, made)
+
+    def _finish_untrained(
+        self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection
+    ) -> tuple[Json, State]:
+        """Drop the groups with their reasons, unless nearly all of the latest ones do not fit into memory."""
+        self._fitting.observe(0, chosen.refused.values(), self._too_large)
+        return self.commits.finish_untrained(state, claimed, metrics, chosen)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -18,9 +19,10 @@ from trainer.learning.batch import Batch, Reals, minibatches, turn_advantages
 from trainer.learning.gauges import Gauges, finite
 from trainer.learning.selection import LARGEST_VALUE, Selection, without_groups
 from trainer.policy.engine import TrainingEngine
-from trainer.policy.memory import OutOfMemory
+from trainer.policy.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
 from trainer.state import State
+from turnwise.errors import SettingsError
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,35 @@ Refused = dict[GroupKey, str]
 """Groups that are not trained, each with the reason."""
 Record = Callable[[Json, int], None]
 
-OUT_OF_MEMORY = "out_of_memory"
+
+NUM_VERDICTS = 10
+"""Groups that are looked at before nearly all of them may be found too large, which stops the training."""
+NEARLY_ALL = 0.9
+
+
+class FittingGroups:
+    """Stops a training that leaves out nearly all of its groups because they do not fit into memory."""
+
+    def __init__(self) -> None:
+        self._verdicts: deque[bool] = deque(maxlen=NUM_VERDICTS)
+        """Of the latest groups: True where one does not fit."""
+
+    def observe(self, num_trained: int, reasons: Iterable[str], left_out: tuple[str, ...]) -> None:
+        """Take a batch: its trained groups, why others are not trained, and how reasons of memory begin.
+
+        Raises:
+            SettingsError: Nearly all of the latest groups do not fit.
+        """
+        num_large = sum(reason.startswith(left_out) for reason in reasons)
+        self._verdicts.extend([*[False] * num_trained, *[True] * num_large])
+        num_bad, num = sum(self._verdicts), len(self._verdicts)
+        if num_large and num >= NUM_VERDICTS and num_bad >= NEARLY_ALL * num:
+            raise SettingsError(
+                f"{num_bad} of the last {num} groups do not fit into the device's memory, although activations are "
+                "recomputed and a row holds one chain: use larger devices or more of them (context_parallel), "
+                "weights_dtype='bfloat16', optimizer_state='host', or a lower engine_gpu_memory, and delete "
+                f"{FILE!r} in policies_dir; to train short chains only, set max_chain_tokens"
+            )
 
 
 @dataclasses.dataclass(slots=True)

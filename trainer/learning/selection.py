@@ -18,6 +18,8 @@ from turnwise.types import GroupKey, Json, SessionKey
 
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
+TOO_LONG = "chain_too_long"
+"""Beginning of the reason of a chain over `max_chain_tokens`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +219,7 @@ def _left_out(experiences: Sequence[Experience], rule: SelectionRule) -> list[st
         if experience.session_key in overlong:
             return "overlong"
         if rule.max_chain_tokens is not None and len(experience.tokens) > rule.max_chain_tokens:
-            return f"chain_too_long: {len(experience.tokens)} tokens, max_chain_tokens={rule.max_chain_tokens}"
+            return f"{TOO_LONG}: {len(experience.tokens)} tokens, max_chain_tokens={rule.max_chain_tokens}"
         return None
 
     return [reason(experience) for experience in experiences]

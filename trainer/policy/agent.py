@@ -6,6 +6,7 @@ The gradient comes with the logprobs of its forward pass, to compare them with t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +25,7 @@ from trainer.learning.ratios import TrainedTokens
 from trainer.parallel import World
 from trainer.policy.critic import Critic
 from trainer.policy.inputs import RowInputs, ahead, on_device
-from trainer.policy.memory import OutOfMemory
+from trainer.policy.memory import MemoryLimits, OutOfMemory
 from trainer.policy.model import Policy
 from trainer.policy.row_data import RowData, inputs_of, row_data
 from turnwise.errors import SettingsError
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 NO_SHARDED_CRITIC = (
     "algorithm={!r} trains its critic in one process: set multi_devices=false, or an algorithm without a critic"
 )
+RECOMPUTED = "from now on activations are recomputed, as gradient_checkpointing=true does from the start"
 SHORTEST_ROW = 16
 """Tokens of the shortest row that is tried at the start."""
 
@@ -73,7 +75,7 @@ class PolicyAgent:
         self._reference = reference
         self.world = World()
         self._gauge_names = try_algorithm(self.algorithm)
-        self._memory_bound: int | None = None
+        self._memory = MemoryLimits()
         """Row tokens that fitted into memory after a row did not."""
         self._vocabulary: int | None = None
         """Number of token ids that the model knows; set by `load`."""
@@ -82,7 +84,8 @@ class PolicyAgent:
     def row_tokens(self) -> int:
         """Tokens of one packed row. On a CPU attention over a long row costs more than another row does."""
         wanted = self.rule.row_tokens or (8192 if self.policy.device.type == "cuda" else 512)
-        return wanted if self._memory_bound is None else min(wanted, self._memory_bound)
+        bound = self._memory.row_tokens
+        return wanted if bound is None else min(wanted, bound)
 
     @property
     def packing(self) -> Packing:
@@ -93,12 +96,15 @@ class PolicyAgent:
         """Return what the optimizers of policy and critic update."""
         return self.policy.parameters() + ([] if self.critic is None else self.critic.parameters())
 
-    def bound_rows(self, num_tokens: int | None) -> None:
-        """Compute no rows of more tokens; None sets no bound."""
-        self._memory_bound = num_tokens
+    def save_memory(self, limits: MemoryLimits) -> None:
+        """Compute within these limits; before `load`."""
+        self._memory = limits
+        self.policy.is_checkpointed |= limits.checkpoints_layers
 
     def find_row_tokens(self, reserved_bytes: int) -> None:
-        """Halve the rows until one fits into memory beside so many bytes, which the optimizer allocates later.
+        """Find rows that fit into memory beside so many bytes, which the optimizer allocates later.
+
+        Where a row does not fit, activations are recomputed; then rows are halved.
 
         Raises:
             SettingsError: Not even a very short row fits.
@@ -106,15 +112,19 @@ class PolicyAgent:
         if not self._probes_rows():
             return
         while not self._fits(self.row_tokens, reserved_bytes):
+            if self.policy.can_checkpoint:
+                log.warning("a row of %d tokens does not fit into memory: %s", self.row_tokens, RECOMPUTED)
+                self.policy.checkpoint()
+                continue
             shorter = self.row_tokens // 2
             if shorter < SHORTEST_ROW:
                 raise SettingsError(
                     f"a row of {self.row_tokens} tokens does not fit into the memory of {self.policy.device} beside "
-                    f"weights and optimizer: set gradient_checkpointing=true, weights_dtype='bfloat16' or "
-                    "optimizer_state='host', use more devices, or lower engine_gpu_memory"
+                    f"weights and optimizer: set weights_dtype='bfloat16' or optimizer_state='host', use more "
+                    "devices, or lower engine_gpu_memory"
                 )
             log.warning("a row of %d tokens does not fit into memory, trying %d", self.row_tokens, shorter)
-            self.bound_rows(shorter)
+            self._shorten_rows(shorter)
         log.info("rows of %d tokens fit into memory", self.row_tokens)
 
     def _probes_rows(self) -> bool:
@@ -211,7 +221,7 @@ class PolicyAgent:
     ) -> tuple[Gauges, Reals]:
         """Compute the gradient of one optimizer step; return gauges, and the logprobs of the members' tokens. [M].
 
-        The rows become shorter each time that one does not fit into memory.
+        Each time that a row does not fit into memory, the next step is taken that saves some.
 
         Raises:
             BatchRefused: Turns were routed in another model.
@@ -223,7 +233,7 @@ class PolicyAgent:
                 return self.accumulate_gradient(batch, members, proximal=proximal)
             except OutOfMemory as error:
                 self._clear_gradients(optimizer)
-                self._shorten_rows(error)
+                self._take_less_memory(error)
 
     def step(self, optimizer: torch.optim.Optimizer) -> float:
         """Update the weights; return the gradient's norm before clipping. A gradient that is not finite gives NaN."""
@@ -245,15 +255,23 @@ class PolicyAgent:
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
-    def _shorten_rows(self, error: OutOfMemory) -> None:
-        """Halve the rows from now on; raise the error again where that cannot help."""
+    def _take_less_memory(self, error: OutOfMemory) -> None:
+        """Recompute activations from now on, or else halve the rows; raise the error where neither can help."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         # With several processes the others already wait in a collective: only a restart brings them back together.
-        if len(error.units) <= 1 or self.world.size > 1:
+        if self.world.size > 1 or not (error.can_checkpoint or len(error.units) > 1):
             raise error
-        self._memory_bound = max(error.num_tokens // 2, 1)
-        log.warning("%s; rows hold at most %d tokens from now on", error, self._memory_bound)
+        if error.can_checkpoint:
+            log.warning("%s: %s", error, RECOMPUTED)
+            self.policy.checkpoint()
+            return
+        self._shorten_rows(max(error.num_tokens // 2, 1))
+        log.warning("%s; rows hold at most %d tokens from now on", error, self.row_tokens)
+
+    def _shorten_rows(self, num_tokens: int) -> None:
+        """Compute no rows of more tokens."""
+        self._memory = dataclasses.replace(self._memory, row_tokens=num_tokens)
 
     @contextlib.contextmanager
     def _reporting_memory(self, batch: Batch, row: Row) -> Iterator[None]:
@@ -261,7 +279,9 @@ class PolicyAgent:
             yield
         except torch.OutOfMemoryError as error:
             members = np.unique(batch.table.experience[row.token]).tolist()
-            raise OutOfMemory(len(row.layout.tokens), {batch.unit_of[m]: m for m in members}) from error
+            units = {batch.unit_of[member]: member for member in members}
+            can_checkpoint = torch.is_grad_enabled() and self.policy.can_checkpoint
+            raise OutOfMemory(len(row.layout.tokens), units, can_checkpoint=can_checkpoint) from error
 
     def accumulate_gradient(
         self, batch: Batch, members: Sequence[int], *, proximal: Reals | None = None
@@ -290,7 +310,7 @@ class PolicyAgent:
                 return row_data(self.policy, batch, row, weighed, proximal)
 
         for number, ((row, counts), data) in enumerate(ahead(own, prepare), 1):
-            self.policy.sync_gradients(is_wanted=number == len(own))
+            self.policy.sync_gradients(is_wanted=self._memory.syncs_every_row or number == len(own))
             with self._reporting_memory(batch, row):
                 every = self._tokens(data)
                 tokens, imported = parts(every)
@@ -351,7 +371,7 @@ class PolicyAgent:
             try:
                 return self._computed(compute, batch, members)
             except OutOfMemory as error:
-                self._shorten_rows(error)
+                self._take_less_memory(error)
 
     def _computed(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
         gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)

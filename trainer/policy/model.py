@@ -58,7 +58,8 @@ class PolicySpec(Settings):
     process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more time. By default where the weights,
-    the optimizer and the activations of a row of 8192 tokens would not fit into the free memory of the GPU."""
+    the optimizer and the activations of a row of 8192 tokens would not fit into the free memory of the GPU; and, also
+    if this is false, once a row does not fit."""
     replicas: int = Field(default=1, ge=1)
     """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
     need more memory and exchange shards within a machine only."""
@@ -91,6 +92,8 @@ class Policy:
         """Whether `load` compiles each layer. Rows differ in length, hence dynamic shapes."""
         self.division = Division(spec.replicas, spec.tensor_parallel, spec.context_parallel)
         """How several processes divide the model and its rows."""
+        self.is_checkpointed = False
+        """Whether activations are recomputed in the backward pass. `load` decides, and keeps it once it is so."""
         self._context: ContextGroup | None = None
         self.mesh_axis: str | None = None
         """Name of the mesh's dimension that `load` shards over; None keeps the model whole."""
@@ -137,6 +140,16 @@ class Policy:
         config = base_of(self.model).config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
+    @property
+    def can_checkpoint(self) -> bool:
+        """Whether activations are kept that could be recomputed."""
+        return not self.is_checkpointed and bool(base_of(self.model).supports_gradient_checkpointing)
+
+    def checkpoint(self) -> None:
+        """Recompute activations from now on."""
+        self.is_checkpointed = True
+        checkpoint_layers(self.model)
+
     def parameters(self) -> list[nn.Parameter]:
         """Return what the optimizer updates."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -165,8 +178,9 @@ class Policy:
         """Return the model with kernels, checkpointing and compiled layers as the settings ask."""
         if uses_liger(self.spec.liger if self.division.tensor == 1 else False, self.device):
             use_liger(base_of(model))
-        wanted = self.spec.gradient_checkpointing
-        if wanted if wanted is not None else needs_checkpointing(model, base_of(model).config, self.device):
+        wanted = self.is_checkpointed or self.spec.gradient_checkpointing
+        self.is_checkpointed = needs_checkpointing(model, self.device) if wanted is None else wanted
+        if self.is_checkpointed:
             checkpoint_layers(model)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype is not torch.float32:

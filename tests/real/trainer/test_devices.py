@@ -16,15 +16,17 @@ from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_fo
 
 from trainer.build import make_agent
 from trainer.learning.batch import build
-from trainer.main import _optional_recorders
+from trainer.main import _optional_recorders, run
 from trainer.parallel import World, leave_world
-from trainer.policy.agent import AgentRule, PolicyAgent
+from trainer.policy.agent import RECOMPUTED, AgentRule, PolicyAgent
 from trainer.policy.inputs import ahead
 from trainer.policy.loading import allocate, empty_model, load_model
+from trainer.policy.memory import MemoryLimits
 from trainer.policy.model import Policy, PolicySpec, resolve_device
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import queries
+from turnwise.store.trainer_status import TrainerState, trainer_statuses
 
 
 def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkeypatch):
@@ -81,12 +83,16 @@ def test_an_error_of_a_row_that_is_prepared_ahead_is_raised_where_the_row_is_due
         next(rows)
 
 
-def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model, ledger, monkeypatch):
+@pytest.mark.parametrize("is_every", [False, True])
+def test_gradients_are_reduced_with_the_last_row_of_a_step_only_unless_memory_is_short(
+    tmp_path, model, ledger, monkeypatch, is_every
+):
     Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=1)
     reduced, real = [], torch.Tensor.backward
     settings = settings_for(tmp_path, model, total_batches=1, row_tokens=20, groups_per_batch=1)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
+    workflow.agent.save_memory(MemoryLimits(syncs_every_row=is_every))
     wanted = [True]
     state.policy.mesh_axis = "data"  # as if it were sharded
     state.policy.model.set_requires_gradient_sync = wanted.append
@@ -99,7 +105,7 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model,
     workflow.learn(state)
     workflow.close()
     assert len(reduced) > 2
-    assert reduced == [*[False] * (len(reduced) - 1), True]
+    assert reduced == [*[is_every] * (len(reduced) - 1), True]
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -117,16 +123,49 @@ def test_a_model_without_weights_takes_no_memory_for_them_and_has_the_names_and_
         assert torch.equal(empty(ids).logits, whole(ids).logits)
 
 
-def small_memory(monkeypatch, most_tokens):
-    """Raise an out-of-memory error for rows of more tokens, as a device does."""
+def small_memory(monkeypatch, most_tokens, most_recomputed=None):
+    """Raise an out-of-memory error for rows of more tokens, as a device does; recomputed ones may be longer."""
     real = Policy.logprobs
 
     def logprobs(self, inputs):
-        if inputs.tokens.shape[1] > most_tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        most = most_recomputed if self.is_checkpointed and most_recomputed is not None else most_tokens
+        if inputs.tokens.shape[1] > most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return real(self, inputs)
 
     monkeypatch.setattr(Policy, "logprobs", logprobs)
+
+
+def test_activations_are_recomputed_before_rows_become_shorter_or_a_group_is_left_out(
+    tmp_path, model, ledger, monkeypatch, caplog
+):
+    """Chains of 32 tokens, of which 40 fit if they are recomputed: two more steps, and every group is trained."""
+    Rollouts(ledger, trainer_ledger.load_model(model), num_turns=4).play("a", num_groups=3)
+    small_memory(monkeypatch, 10, most_recomputed=40)
+    settings = settings_for(tmp_path, model, total_batches=1, row_tokens=200, gradient_checkpointing=False)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.learn(workflow.setup(0))
+    workflow.close()
+    assert workflow.agent.policy.is_checkpointed
+    assert workflow.agent.row_tokens < 200
+    assert (state.progress.num_groups, state.progress.num_refused_groups) == (3, 0)
+    recomputed, shortened = caplog.text.index(RECOMPUTED), caplog.text.index("rows hold at most")
+    assert recomputed < shortened
+
+
+def test_a_trainer_that_would_leave_out_nearly_all_groups_for_memory_ends_with_an_error_that_is_seen(
+    tmp_path, model, ledger, monkeypatch
+):
+    """Not one of ten groups fits: none is dropped, and doctor, page, readiness and metrics read the error."""
+    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=10)
+    small_memory(monkeypatch, 10)
+    with pytest.raises(SettingsError, match="10 of the last 10 groups do not fit into the device's memory"):
+        run(settings_for(tmp_path, model, total_batches=1, groups_per_batch=10))
+    with ledger.read() as connection:
+        assert queries.counts(connection).groups == {"ready": 10}
+        (status,) = trainer_statuses(connection)
+    assert status.state is TrainerState.DIED
+    assert status.state.needs_attention
 
 
 @pytest.mark.parametrize("tis_cap", [None, 2.0])

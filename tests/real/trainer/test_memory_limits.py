@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
@@ -13,18 +15,27 @@ from trainer.policy.model import Policy
 from trainer.train import OnPolicyWorkflow
 
 
-def test_a_row_of_several_chains_halves_the_rows_and_a_single_chain_bounds_the_chains():
-    limits = MemoryLimits().after(4096, 3, is_pairs=False)
-    assert limits == MemoryLimits(row_tokens=2048)
-    limits = limits.after(2000, 2, is_pairs=False).after(3000, 2, is_pairs=False)
-    assert limits == MemoryLimits(row_tokens=1000)
-    assert limits.after(900, 1, is_pairs=False) == MemoryLimits(row_tokens=1000, chain_tokens=899)
-    assert limits.after(900, 1, is_pairs=True) == MemoryLimits(row_tokens=1000, chain_tokens=449)
+def failed(num_tokens, num_units, *, can_checkpoint=False):
+    return OutOfMemory(num_tokens, dict.fromkeys(range(num_units)), can_checkpoint=can_checkpoint)
+
+
+def test_nothing_is_left_out_before_everything_else_was_tried():
+    """Activations, then the gradient, then rows; only a chain that is alone in its row bounds the chains."""
+    limits = MemoryLimits().after(failed(4096, 1, can_checkpoint=True), is_pairs=False)
+    assert limits == MemoryLimits(checkpoints_layers=True)
+    limits = limits.after(failed(4096, 1), is_pairs=False)
+    assert limits == MemoryLimits(checkpoints_layers=True, syncs_every_row=True)
+    limits = limits.after(failed(4096, 3), is_pairs=False)
+    assert (limits.row_tokens, limits.chain_tokens) == (2048, None)
+    limits = limits.after(failed(2000, 2), is_pairs=False).after(failed(3000, 2), is_pairs=False)
+    assert (limits.row_tokens, limits.chain_tokens) == (1000, None)
+    assert limits.after(failed(900, 1), is_pairs=False).chain_tokens == 899
+    assert limits.after(failed(900, 1), is_pairs=True).chain_tokens == 449
 
 
 @pytest.mark.parametrize("packing", ["forest", "chain"])
 def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path, monkeypatch, packing):
-    """Rows of over 14 tokens do not fit: neither several chains in one row, nor a chain of 15 alone."""
+    """No row fits: the fourth start computes shorter ones, or no chain of 15 tokens, and says so in its settings."""
     model = make_model(tmp_path / "model")
     db = new_ledger(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3)
@@ -38,15 +49,20 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
     monkeypatch.setattr(Policy, "logprobs", logprobs)
     monkeypatch.setattr(World, "own", lambda _world, rows, _cost: [(row, True) for row in rows])
     monkeypatch.setattr(World, "share", lambda _world, item: item)
-    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
-    state = workflow.setup(0)
-    workflow.agent.world.size = 2
-    with pytest.raises(OutOfMemory):
-        workflow.learn(state)
-    workflow.agent.world.size = 1
-    workflow.close()
-    several = MemoryLimits(row_tokens=rows[0] // 2)
-    assert read_limits(tmp_path / "policies") == (several if packing == "forest" else MemoryLimits(chain_tokens=14))
+    found = []
+    for _ in range(3):
+        workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+        state = workflow.setup(0)
+        found.append((workflow.agent.policy.is_checkpointed, len(rows)))
+        workflow.agent.world.size = 2
+        with pytest.raises(OutOfMemory):
+            workflow.learn(state)
+        workflow.agent.world.size = 1
+        workflow.close()
+    assert found == [(False, 0), (True, 1), (True, 2)]
+    tried = MemoryLimits(checkpoints_layers=True, syncs_every_row=True)
+    last = {"row_tokens": rows[0] // 2} if packing == "forest" else {"chain_tokens": 14}
+    assert read_limits(tmp_path / "policies") == dataclasses.replace(tried, **last)
     restarted = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     restarted.setup(0)
     assert restarted.agent.row_tokens == (rows[0] // 2 if packing == "forest" else 64)

@@ -248,15 +248,20 @@ def test_no_value_is_read_from_the_device_between_the_rows_of_an_optimizer_step(
 
 
 def test_layers_are_checkpointed_by_default_where_training_would_not_fit(model, monkeypatch):
-    """15,000 parameters of 16 bytes, and 8192 tokens of 2 layers of width 32 at 34 bytes: 18 MB and a little."""
+    """15,000 parameters of 16 bytes, and 8192 tokens of 2 layers of width 32 at 80 bytes: 42 MB and a little.
+
+    Each of four processes holds a quarter of the 16 bytes, and the whole gradient of 4 bytes between two rows.
+    """
     bare = load_model(model)
-    needed = memory_of_training(bare, bare.config)
-    assert needed == 16 * sum(value.numel() for value in bare.parameters()) + 34 * 8192 * 32 * 2
+    num_weights = sum(value.numel() for value in bare.parameters())
+    needed = memory_of_training(bare)
+    assert needed == 16 * num_weights + 80 * 8192 * 32 * 2
+    assert memory_of_training(bare, 4) == (4 + 4) * num_weights + 80 * 8192 * 32 * 2
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, 2 * needed))
-    assert needs_checkpointing(bare, bare.config, torch.device("cuda", 0))
+    assert needs_checkpointing(bare, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed, 2 * needed))
-    assert not needs_checkpointing(bare, bare.config, torch.device("cuda", 0))
-    assert not needs_checkpointing(bare, bare.config, torch.device("cpu"))
+    assert not needs_checkpointing(bare, torch.device("cuda", 0))
+    assert not needs_checkpointing(bare, torch.device("cpu"))
 
 
 def test_the_kernels_of_liger_replace_those_of_a_known_architecture(model, monkeypatch):

@@ -32,13 +32,14 @@ def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart
     Rollouts(ledger, load_model(model)).play("short", num_groups=2)
     Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
     settings = settings_for(tmp_path, model, packing="chain", total_batches=1)
-    with pytest.raises(WorldFailed) as failed:
-        run_world(2, train_ledger, settings, longest_row=30)
-    assert "does not fit into the device's memory" in failed.value.errors[1]
-    assert failed.value.num_hanging == 0
-    limit = read_limits(settings.policies_dir).chain_tokens
-    assert read_limits(settings.policies_dir) == MemoryLimits(chain_tokens=limit)
-    assert limit > 30
+    for _ in range(3):  # nothing is left out before activations are recomputed and each row's gradient is reduced
+        with pytest.raises(WorldFailed) as failed:
+            run_world(2, train_ledger, settings, longest_row=30)
+        assert "does not fit into the device's memory" in failed.value.errors[1]
+        assert failed.value.num_hanging == 0
+    limits = read_limits(settings.policies_dir)
+    assert limits == MemoryLimits(checkpoints_layers=True, syncs_every_row=True, chain_tokens=limits.chain_tokens)
+    assert limits.chain_tokens > 30
     assert run_world(2, train_ledger, settings, longest_row=30) == [1, 1]
     with ledger.read() as connection:
         assert queries.counts(connection).groups == {"dropped": 1, "trained": 2}
