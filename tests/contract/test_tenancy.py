@@ -21,6 +21,11 @@ NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_
 HEALTH = {"/healthz", "/readyz"}
 MODEL_OF_FIRST = {"TURNWISE_PROXY_POLICY_TENANT": "first"}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+BODIES = {
+    "/v1/turns/{turn_id}/fork": {"session_id": "forked"},
+    "/v1/turns/{turn_id}/role": {"role": "side"},
+}
+"""Bodies of the routes that require one."""
 
 
 def turnwise(proxy_database: str, *arguments: str) -> dict:
@@ -83,16 +88,25 @@ def test_every_route_but_health_requires_a_key(keyed):
         assert {path for (_, path), status in statuses.items() if status != 401} == HEALTH
 
 
+def routes_of_ids(http):
+    """Return method and path of each route of a session or a turn; calls of agents open the session that they name."""
+    paths = http.get("/openapi.json").raise_for_status().json()["paths"]
+    names = ("{session_id}", "{turn_id}")
+    found = [(m, path) for path, each in paths.items() for m in each if any(name in path for name in names)]
+    return [(method, path) for method, path in found if path.startswith("/v1/")]
+
+
 def test_a_second_tenant_cannot_read_anything_of_the_first(keyed):
     """For the second tenant each id of the first is unknown, on each route that takes one."""
     _, tenants = keyed
     first, other = tenants["admin"].http, tenants["other"].http
     first.post("/v1/sessions", json={"session_id": "mine", "task_id": "t", "group_id": "g"}).raise_for_status()
     turn_id = tenants["admin"].call("mine")
-    for path in ("/v1/sessions/mine", "/v1/sessions/mine/turns", f"/v1/turns/{turn_id}"):
-        assert first.get(path).status_code == 200
-        assert other.get(path).status_code == 404
-    assert other.post("/v1/sessions/mine/end", json={}).status_code == 404
+    for method, path in routes_of_ids(first):
+        answer = other.request(
+            method, path.format(session_id="mine", turn_id=turn_id, label="l"), json=BODIES.get(path, {})
+        )
+        assert answer.status_code == 404, (method, path, answer.text)
     for line in ({"turn_id": turn_id}, {"session_id": "mine"}, {"session_id": "mine", "step": 0}):
         assert other.post("/v1/rewards", json={**line, "value": 1.0}).status_code == 404
     assert other.get("/v1/sessions").json()["data"] == []

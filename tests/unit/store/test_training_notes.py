@@ -32,6 +32,12 @@ def test_the_note_of_a_single_session_states_what_will_be_done_with_it(
     assert note(database).startswith("It is a single session and was not trained: uniform_rewards.")
 
 
+def test_the_note_of_a_session_is_about_the_group_of_its_own_tenant(database: Database) -> None:
+    add_session(database, group_id="g", group_size=2)
+    add_session(database, "other", tenant="another", group_id="g", group_size=3)
+    assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. Group 'g' has 0 of 2 sessions")
+
+
 def test_the_note_of_a_session_without_a_reward_states_that_it_waits_for_one(database: Database) -> None:
     add_session(database, group_id="g", group_size=2)
     with database.write() as connection:
