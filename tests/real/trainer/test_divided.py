@@ -68,9 +68,9 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @functools.cache
-def alone(model: Path, **rule: Any) -> dict[str, Any]:
-    """Return what one process computes."""
-    return steps({"model": str(model)}, rule)
+def alone(model: Path, algorithm: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
+    """Return what one process computes; `algorithm` are the items of its settings."""
+    return steps({"model": str(model)}, {"algorithm": dict(algorithm)} if algorithm else {})
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_two_processes_with_compiled_layers_equal_one_without(models: Path, divi
     ids=str,
 )
 def test_four_processes_equal_one_however_they_divide_the_work(models: Path, family: str, division: dict[str, int]):
-    rule = {"algorithm": {"name": "gspo", "kl_coef": 0.1}}
-    found = world_of(4, {"model": str(models / family)} | division, **rule)
-    assert_equal(found, alone(models / family, **rule))
+    algorithm = {"name": "gspo", "kl_coef": 0.1}
+    found = world_of(4, {"model": str(models / family)} | division, algorithm=algorithm)
+    assert_equal(found, alone(models / family, tuple(algorithm.items())))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

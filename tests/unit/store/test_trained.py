@@ -112,15 +112,18 @@ def test_the_serving_state_is_read_by_one_statement_as_its_parts_are(database: D
             lambda: policies.fail_policy(connection, 3, "it is broken"),
             lambda: policies.pin_policy(connection, 3),
             lambda: policies.pin_policy(connection, None),
+            lambda: policies.activate_policy(connection, 2, reload_seconds=0.1, holdout_share=0.1),
         ]
         for change in changes:
             change()
             version = policies.pinned_version(connection)
             pinned = None if version is None else policies.get_policy(connection, version)
             newest = policies.newest_policy(connection)
-            parts = policies.ServingState(*policies.active_and_canary(connection), pinned, newest)
+            _, holdout = policies.active_and_holdout(connection)
+            parts = policies.ServingState(*policies.active_and_canary(connection), pinned, newest, holdout)
             assert policies.serving_state(connection) == parts
-    assert (parts.active and parts.active.version, parts.canary and parts.canary.version) == (0, 1)
+    versions = [None if part is None else part.version for part in (parts.active, parts.canary, parts.holdout)]
+    assert versions == [2, 1, 0]
 
 
 def test_a_version_whose_files_are_gone_cannot_be_chosen(database: Database, tmp_path: Path) -> None:
