@@ -7,13 +7,18 @@ gradients (inside FSDP2) and a few sums; the first process sends the claimed bat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import ipaddress
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from turnwise.errors import SettingsError
+from turnwise.settings import child_environment
 
 Item = TypeVar("Item")
 
@@ -97,13 +102,41 @@ class World:
 
 
 def join_world() -> World:
-    """Join the processes that `torchrun` started: NCCL on GPUs, gloo on CPUs."""
+    """Join the processes that `torchrun` started: NCCL on GPUs, gloo on CPUs.
+
+    Raises:
+        SettingsError: Other machines cannot reach this one under the address of its host name.
+    """
     if not dist.is_initialized():
+        check_address(child_environment({}))
         on_gpu = torch.cuda.is_available()
         dist.init_process_group("nccl" if on_gpu else "gloo")
         if on_gpu:
             torch.cuda.set_device(dist.get_node_local_rank())
     return World()
+
+
+def check_address(environment: Mapping[str, str]) -> None:
+    """Check the address that gloo gives to the other machines: that of the host name, unless an interface is named.
+
+    Gloo connects the processes also where NCCL computes. With an address of loopback they wait for one another.
+
+    Raises:
+        SettingsError: It is one of loopback, and there are several machines.
+    """
+    if environment.get("WORLD_SIZE") == environment.get("LOCAL_WORLD_SIZE") or environment.get("GLOO_SOCKET_IFNAME"):
+        return
+    host = socket.gethostname()
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        found = set()
+    if all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found):
+        raise SettingsError(
+            f"the host name {host!r} resolves to {', '.join(sorted(found)) or 'nothing'}, where other machines cannot "
+            "reach this one: set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs, to the interface that connects "
+            "the machines (such as eth0) on each of them, or correct /etc/hosts"
+        )
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from trainer.policy.memory import (
     note_out_of_memory,
     read_limits,
 )
-from trainer.publish.checkpoint import Checkpoints
+from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
 from trainer.resume import States
@@ -135,11 +135,12 @@ class RLWorkflow(abc.ABC):
         Raises:
             BadCheckpoint: The ledger names a version whose state is not on disk.
             SettingsError: A setting changed that cannot change within a run, or the directory of the versions belongs
-                to another trainer or run.
+                to another trainer or run, or is not the same one for all processes.
         """
         world = self.agent.world
         if world.is_first:
             self.checkpoints.open()
+        check_shared(self.checkpoints, world)
         self._apply_memory_limits(world.share(read_limits(self.config.policies_dir) if world.is_first else None))
         last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
         state = self.states.of_version(last.policy_version if last else 0, seed, reports_changes=True)

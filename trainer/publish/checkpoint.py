@@ -16,10 +16,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import functools
 import itertools
 import logging
 import re
+import secrets
 import shutil
+import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +32,9 @@ from typing import Any, TextIO
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from trainer.parallel import World
 from turnwise import version_directory
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.files import lock, synchronise
@@ -39,6 +45,10 @@ log = logging.getLogger(__name__)
 
 TENSORS = "tensors"
 """In a version's state directory: the checkpoint of its tensors."""
+NONCE = ".shared"
+"""File with a random word of the first process, which the other processes look for."""
+SHARED_SECONDS = 60.0
+"""How long a process waits for a file of another one; network file systems show it late."""
 LOCK = ".lock"
 """File in the directory that the trainer which writes into it has locked."""
 WRITING = ".writing-"
@@ -53,6 +63,9 @@ UNTIL = ".until-"
 """Followed by that day."""
 
 _LAST_DAY = re.compile(re.escape(UNTIL) + r"(\d{4}-\d{2}-\d{2})$")
+
+
+SHARE = "all machines of a trainer need one policies_dir on shared storage, under the same path"
 
 
 class Checkpoints:
@@ -88,6 +101,25 @@ class Checkpoints:
                 f"policies_dir {str(self.directory)!r} cannot be used: {error}; name a directory that this user can "
                 "write into"
             ) from error
+
+    def write_nonce(self) -> str:
+        """Write and return a random word, by which the other processes know this directory; in the first process."""
+        nonce = secrets.token_hex(16)
+        path = self.directory / NONCE
+        path.write_text(nonce, encoding="utf-8")
+        synchronise(path)
+        return nonce
+
+    def is_shared(self, nonce: str) -> bool:
+        """Return whether this process sees what the first one wrote into the directory."""
+
+        def is_seen() -> bool:
+            try:
+                return (self.directory / NONCE).read_text(encoding="utf-8") == nonce
+            except OSError:
+                return False
+
+        return _comes_true(is_seen)
 
     def close(self) -> None:
         """Let another trainer use the directory."""
@@ -125,7 +157,7 @@ class Checkpoints:
             group: The processes; None for one alone.
 
         Raises:
-            BadCheckpoint: A process could not write.
+            BadCheckpoint: A process could not write, or wrote into another directory.
         """
         place = self.state_directory(version)
         if group is not None and torch.distributed.get_rank() != 0:
@@ -137,6 +169,7 @@ class Checkpoints:
                 torch.distributed.barrier(group)
             torch.save(values, staging / STATE_FILE)
             _save_tensors(tensors, staging / TENSORS, group)
+            _check_shards(staging / TENSORS)
         pointer = self.directory / f".{LATEST}"
         pointer.write_text(self.policy_directory(version).name + "\n", encoding="utf-8")
         pointer.replace(self.directory / LATEST)
@@ -235,12 +268,59 @@ class Checkpoints:
         shutil.rmtree(self.policy_directory(version), ignore_errors=True)
 
 
+def check_shared(checkpoints: Checkpoints, world: World) -> None:
+    """Check that all processes see one directory; every process calls it in step, after the first one has opened it.
+
+    Raises:
+        SettingsError: Some do not; in all processes.
+    """
+    if world.size == 1:
+        return
+    nonce = world.share(checkpoints.write_nonce() if world.is_first else None)
+    found = world.gather((socket.gethostname(), checkpoints.is_shared(nonce)))
+    strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
+    if strange:
+        raise SettingsError(
+            f"policies_dir {str(checkpoints.directory)!r} of process {', '.join(strange)} is not the one of the first "
+            f"process on {found[0][0]!r}: {SHARE}"
+        )
+
+
 def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
     try:
         with _without_warning():
             state_dict_saver.save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise BadCheckpoint(f"the trainer state {str(path)!r} cannot be written: {error}") from error
+
+
+def _check_shards(path: Path) -> None:
+    """Check that the shards of all processes are here, before a state counts as written.
+
+    Raises:
+        BadCheckpoint: One is missing or too short.
+    """
+    sizes: dict[Path, int] = {}
+    for info in FileSystemReader(path).read_metadata().storage_data.values():
+        file = path / info.relative_path
+        sizes[file] = max(sizes.get(file, 0), info.offset + info.length)
+    for file, size in sizes.items():
+        if not _comes_true(functools.partial(_holds, file, size)):
+            raise BadCheckpoint(f"{str(file)!r}, which another process wrote, is not here: {SHARE}")
+
+
+def _holds(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size >= size
+
+
+def _comes_true(check: Callable[[], bool]) -> bool:
+    """Return whether a check comes true within `SHARED_SECONDS`."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not check():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
+from torch.distributed.checkpoint import state_dict_saver
 
-from trainer.publish.checkpoint import Checkpoints
+from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.train import OnPolicyWorkflow
-from turnwise.errors import SettingsError
+from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.version_directory import find_versions
 
 HOLDS_AND_DIES = """
@@ -166,3 +167,56 @@ def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypa
     assert checkpoints.read_state(1)["count"] == 2
     assert not list(place.glob(".replaced-*"))
     checkpoints.close()
+
+
+class TwoProcesses:
+    """The first of two processes, whose second one sees another directory or the same."""
+
+    size, is_first = 2, True
+
+    def __init__(self, is_shared_there: bool) -> None:
+        self._is_shared_there = is_shared_there
+
+    def share(self, item: object) -> object:
+        return item
+
+    def gather(self, item: tuple[str, bool]) -> list[tuple[str, bool]]:
+        return [item, ("host-b", self._is_shared_there)]
+
+
+def test_processes_that_do_not_see_one_directory_are_refused_at_the_start(place: Path):
+    first = Checkpoints(place, keep=1)
+    first.open()
+    check_shared(first, TwoProcesses(is_shared_there=True))
+    with pytest.raises(
+        SettingsError, match=r"of process 1 on 'host-b' is not the one .*: all machines of a trainer need"
+    ):
+        check_shared(first, TwoProcesses(is_shared_there=False))
+    first.close()
+
+
+def test_another_directory_does_not_hold_the_first_ones_word(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.publish.checkpoint.SHARED_SECONDS", 0.0)
+    place.mkdir()
+    nonce = Checkpoints(place, keep=1).write_nonce()
+    assert Checkpoints(place, keep=1).is_shared(nonce)
+    assert not Checkpoints(place.parent / "other", keep=1).is_shared(nonce)
+    Checkpoints(place, keep=1).write_nonce()
+    assert not Checkpoints(place, keep=1).is_shared(nonce)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 10)])
+def test_a_state_counts_as_written_only_once_every_processs_shards_are_there(place: Path, monkeypatch, damage):
+    """Here they are lost between the processes' writing and the first one's look."""
+    save = state_dict_saver.save
+
+    def save_elsewhere(tensors, checkpoint_id, **options):
+        save(tensors, checkpoint_id=checkpoint_id, **options)
+        damage(next(Path(checkpoint_id).glob("*.distcp")))
+
+    monkeypatch.setattr("trainer.publish.checkpoint.SHARED_SECONDS", 0.0)
+    monkeypatch.setattr(state_dict_saver, "save", save_elsewhere)
+    checkpoints = Checkpoints(place, keep=1)
+    with pytest.raises(BadCheckpoint, match="which another process wrote, is not here: all machines"):
+        checkpoints.write_state(1, {}, {"w": torch.ones(64)})
+    assert not checkpoints.has_state(1)

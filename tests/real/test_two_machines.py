@@ -1,0 +1,209 @@
+"""Two machines that train together: network namespaces with an address and a host name each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.waiting import wait_until
+
+from trainer.parallel import check_address
+from turnwise.errors import SettingsError
+from turnwise.store import queries
+
+SECONDS = 240.0
+PORT = 29431
+ADDRESSES = {"host-a": "10.199.77.1", "host-b": "10.199.77.2"}
+HOSTS = list(ADDRESSES)
+CABLE = "cable"
+"""Name of the interface on each machine."""
+PROGRAM = """
+import sys
+from pathlib import Path
+from trainer.main import run
+from trainer.settings import TrainerSettings
+from turnwise.settings import load_settings
+sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="trainer", overrides={})))
+"""
+
+
+def test_a_host_name_of_loopback_is_refused_where_there_are_several_machines(monkeypatch):
+    """Gloo would give this address to the other machines, and all would wait."""
+    several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    found = [(socket.AF_INET, 0, 0, "", ("127.0.1.1", 0)), (socket.AF_INET6, 0, 0, "", ("::1", 0, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    with pytest.raises(SettingsError, match=r"resolves to 127.0.1.1, ::1, .* set GLOO_SOCKET_IFNAME, and NCCL_SOCKET"):
+        check_address(several)
+    check_address(several | {"GLOO_SOCKET_IFNAME": "eth0"})
+    check_address({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [*found, (socket.AF_INET, 0, 0, "", ("10.0.0.7", 0))])
+    check_address(several)
+
+
+class Machines:
+    """Two namespaces that are connected by a cable."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        (scratch / "program.py").write_text(PROGRAM)
+
+    def connect(self, *, is_up: bool) -> None:
+        """Plug the cable in, or out."""
+        ip("-n", "host-a", "link", "set", CABLE, "up" if is_up else "down")
+
+    @contextlib.contextmanager
+    def training(self, configs: dict[str, Path], **interfaces: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
+        """Run one process of a trainer on each machine; what still runs after the block is killed."""
+        processes = {host: self._start(host, config, interfaces) for host, config in configs.items()}
+        try:
+            yield processes
+        finally:
+            for host, process in processes.items():
+                self.kill(host)
+                process.wait()
+
+    def kill(self, host: str) -> None:
+        """End all processes of a machine; torchrun's have sessions of their own."""
+        found = subprocess.run(["ip", "netns", "pids", host], check=True, capture_output=True, text=True, timeout=30)
+        for pid in found.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def _start(self, host: str, config: Path, interfaces: dict[str, str]) -> subprocess.Popen[str]:
+        hosts = self._scratch / f"hosts-{host}"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        launcher += ["--node-rank", str(HOSTS.index(host)), "--master-addr", ADDRESSES["host-a"]]
+        launcher += ["--master-port", str(PORT), str(self._scratch / "program.py"), str(config)]
+        as_host = f'mount --bind {hosts} /etc/hosts && hostname {host} && exec "$@"'
+        with (self._scratch / f"log-{host}").open("w") as log:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "sh", "-c", as_host, "sh", *launcher],
+                env={**os.environ, **interfaces},
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def log(self, host: str) -> str:
+        """Return what a machine's processes wrote in their last run."""
+        return (self._scratch / f"log-{host}").read_text()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("network namespaces need root, iproute2 and util-linux")
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr!r}")
+    try:
+        ip("link", "add", CABLE, "netns", "host-a", "type", "veth", "peer", "name", CABLE, "netns", "host-b")
+        for host, address in ADDRESSES.items():
+            ip("-n", host, "address", "add", f"{address}/24", "dev", CABLE)
+            ip("-n", host, "link", "set", CABLE, "up")
+            ip("-n", host, "link", "set", "lo", "up")
+        yield Machines(tmp_path)
+    finally:
+        for host in HOSTS:
+            ip("netns", "del", host)
+
+
+class Run:
+    """A ledger, and the settings of a trainer on each machine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._model = make_model(directory / "model")
+        self.db = new_ledger(directory / "ledger.db")
+
+    def play(self, name: str) -> None:
+        """Store the groups of one batch."""
+        Rollouts(self.db, load_model(self._model)).play(name, num_groups=2)
+
+    def num_batches(self) -> int:
+        """Return how many batches are acknowledged."""
+        with self.db.read() as conn:
+            last = queries.last_update(conn)
+        return 0 if last is None else last.update_id
+
+    def configs(self, policies: str, **more: int) -> dict[str, Path]:
+        """Write the settings of each machine; `policies` is the directory, which may hold the host's name."""
+        found = {}
+        for host in HOSTS:
+            found[host] = self._directory / f"{host}.toml"
+            lines = "".join(f"{name} = {value}\n" for name, value in more.items())
+            found[host].write_text(
+                f"""
+                database = "sqlite:///{self._directory / "ledger.db"}"
+                model = "{self._model}"
+                policies_dir = "{self._directory / policies.format(host)}"
+                multi_devices = true
+                groups_per_batch = 2
+                max_staleness = 10
+                row_tokens = 48
+                num_threads = 1
+                wait_seconds = 0.0
+                progress = false
+                weight_transfer = false
+                {lines}
+                """
+            )
+        return found
+
+
+@pytest.mark.slow
+def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a_cut_cable(tmp_path, machines):
+    """Each group is trained once, whatever ends which process."""
+    run = Run(tmp_path)
+    run.play("first")
+    named = {"GLOO_SOCKET_IFNAME": CABLE}
+    apart = run.configs("policies-{}")
+    with machines.training(apart) as running:
+        assert running["host-b"].wait(SECONDS) != 0
+    assert "the host name 'host-b' resolves to 127.0.1.1" in machines.log("host-b")
+    assert "set GLOO_SOCKET_IFNAME" in machines.log("host-b")
+
+    with machines.training(apart, **named) as running:
+        assert [running[host].wait(SECONDS) != 0 for host in HOSTS] == [True, True]
+    assert "is not the one of the first process on 'host-a': all machines of a trainer need one" in machines.log(
+        "host-a"
+    )
+
+    together = run.configs("policies")
+    with machines.training(together, **named) as running:
+        wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged", seconds=SECONDS)
+        machines.kill("host-b")
+        run.play("second")
+        assert running["host-a"].wait(SECONDS) != 0
+    assert run.num_batches() == 1
+
+    with machines.training(together, **named):
+        wait_until(lambda: run.num_batches() == 2, "the batch of the killed trainer is acknowledged", seconds=SECONDS)
+        machines.connect(is_up=False)
+        run.play("third")
+    assert run.num_batches() == 2
+
+    machines.connect(is_up=True)
+    with machines.training(run.configs("policies", total_batches=3), **named) as running:
+        assert [running[host].wait(SECONDS) for host in HOSTS] == [0, 0], machines.log("host-a")[-3000:]
+    with run.db.read() as conn:
+        assert queries.counts(conn).groups == {"trained": 6}
+        assert [record.update_id for record in queries.updates(conn)[0]] == [3, 2, 1]
+    run.db.close()
