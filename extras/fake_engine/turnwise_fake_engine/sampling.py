@@ -78,13 +78,9 @@ def last_text(messages: list[Json], role: str | None = None) -> str:
     return ""
 
 
-def default_reply(request: Json, prompt_ids: list[int], *, call_tools: bool) -> Reply:
-    """Return the reply without a matching rule.
-
-    The user's message may be left out of a request that has the ids of the prompt.
-    """
-    is_left_out = not any(message.get("role") == "user" for message in request["messages"])
-    said = tokens.last_user_text(prompt_ids) if is_left_out else last_text(request["messages"], "user")
+def default_reply(request: Json, *, call_tools: bool) -> Reply:
+    """Return the reply without a matching rule."""
+    said = last_text(request["messages"], "user")
     choice, tools = request.get("tool_choice"), request.get("tools") or []
     if tools and choice != "none":
         after_user = request["messages"][-1].get("role") == "user"

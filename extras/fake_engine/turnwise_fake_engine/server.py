@@ -85,7 +85,7 @@ async def chat_completions(state: EngineState, request: Request) -> Response:
     if isinstance(room, Response):
         return _refused(seen, room, None)
     reply = state.script.take_reply(last_text(body["messages"]), offers_tools=bool(body.get("tools"))) or default_reply(
-        body, prompt_ids, call_tools=state.script.call_tools
+        body, call_tools=state.script.call_tools
     )
     samples = [sample(_choice_of(reply, index), body, max_tokens=room) for index in range(_number(body, "n", 1))]
     call = _call(state, body, seen, prompt_ids, fault)

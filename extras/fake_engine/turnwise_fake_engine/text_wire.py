@@ -16,11 +16,14 @@ def prompts_of(prompt: object) -> list[list[int]]:
     """Return the token ids of each prompt: a text, texts, token ids, or lists of them.
 
     Raises:
-        ValueError: there is no prompt.
+        ValueError: there is no prompt, or an id is outside the vocabulary.
     """
     if isinstance(prompt, str) and prompt:
         return [tokens.encode(prompt)]
     if isinstance(prompt, list) and prompt and all(isinstance(item, int) for item in prompt):
+        strange = [token_id for token_id in prompt if not 0 <= token_id < tokens.VOCABULARY_SIZE]
+        if strange:
+            raise ValueError(f"Token id {strange[0]} is out of vocabulary")
         return [list(prompt)]
     if isinstance(prompt, list) and prompt:
         return [ids for item in prompt for ids in prompts_of(item)]

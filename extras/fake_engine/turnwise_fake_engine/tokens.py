@@ -125,13 +125,6 @@ def text_of(content: Any) -> str:
     return "\n".join(texts)
 
 
-def last_user_text(prompt_ids: Sequence[int]) -> str:
-    """Return the text of the last user message in a prompt that `CHAT_TEMPLATE` rendered; empty without one."""
-    _, *texts = decode(prompt_ids).split("<|im_start|>user\n")
-    said = (text.partition("<|im_end|>")[0] for text in reversed(texts))
-    return next((text for text in said if not text.startswith("<tool_response>")), "")
-
-
 def has_media(messages: Iterable[dict[str, Any]]) -> bool:
     """Return whether any message contains media."""
     return any(

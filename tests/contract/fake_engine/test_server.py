@@ -86,14 +86,6 @@ def test_sent_prompt_ids_replace_the_prompt_and_are_echoed(http):
     assert reply["usage"]["prompt_tokens"] == 3
 
 
-def test_a_user_message_that_is_left_out_is_repeated_from_the_sent_prompt_ids(http):
-    """A request of a long conversation has the ids of all its messages, and only those that are new."""
-    result = {"role": "tool", "tool_call_id": "c", "content": "user: no"}
-    prompt = tokens.encode(tokens.render([{"role": "user", "content": "No."}, *HI, result], None))
-    reply = _chat(http, messages=[result], kv_transfer_params={"prompt_token_ids": prompt})
-    assert reply["choices"][0]["message"]["content"] == "Grüße 7"
-
-
 def test_sent_prompt_ids_are_ignored_where_a_message_carries_media(http):
     media = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     reply = _chat(http, messages=media, return_token_ids=True, kv_transfer_params={"prompt_token_ids": [1]})
@@ -341,3 +333,5 @@ def test_completions_take_texts_and_ids_and_echo_them(http):
     assert len(logprobs["token_logprobs"]) == 5
     assert logprobs["token_logprobs"][0] is None
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    for prompt in ([72, -1], [[72], [10**6]]):
+        assert http.post("/v1/completions", json={"prompt": prompt}).status_code == 400
