@@ -129,6 +129,21 @@ def test_a_lora_trainer_enables_adapters_in_the_engine():
     assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
 
 
+def test_engines_that_sleep_are_started_with_sleep_mode_and_the_proxy_brings_them_to_sleep():
+    Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nengine_sleep_level = 1\n')
+    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
+    assert commands["engine"][-3:] == ["16", "--", "--enable-sleep-mode"]
+    assert commands["proxy"][-1] == "--engine-sleep"
+    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--no-trainer").output)["commands"]
+    assert not any("sleep" in word for argv in commands.values() for word in argv)
+
+
+def test_engines_on_a_cpu_cannot_sleep(model, monkeypatch):
+    monkeypatch.setattr(engine_command, "num_gpus", lambda: 0)
+    Path("turnwise.toml").write_text("[trainer]\nengine_sleep_level = 1\n")
+    assert "engine_sleep_level in [trainer] needs engines on a GPU" in _refused("up", "--model", model)
+
+
 def test_all_parts_read_the_settings_file_that_up_was_given(tmp_path):
     (tmp_path / "all.toml").write_text("[up]\nport = 8111\n[proxy]\nmax_choices = 2\n")
     output = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)

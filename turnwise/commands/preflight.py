@@ -11,8 +11,10 @@ from turnwise.commands.store import has_keys, opened
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.ports import check_port_is_free, free_port
+from turnwise.processes.stack import TrainerNeeds
 from turnwise.settings import load_settings
 from turnwise.store.policies import adopt_base
+from turnwise.types import PolicyKind
 from turnwise.version_directory import base_version
 
 if TYPE_CHECKING:
@@ -29,8 +31,7 @@ class CheckedStack:
     """What the checks of `turnwise up` found out."""
 
     gpus: GpuPlan
-    lora_rank: int | None
-    """Rank of the adapters that the trainer publishes; None: it publishes all weights."""
+    needs: TrainerNeeds
 
 
 def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
@@ -45,8 +46,7 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
     from proxy.settings import ProxySettings
 
     gpus = settings.gpu_plan(engine_command.num_gpus())
-    trainer = load_trainer(settings, config) if settings.trainer else None
-    lora_rank = trainer.lora_rank if trainer is not None and trainer.kind == "lora" else None
+    needs = needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds()
     proxy = load_settings(
         ProxySettings,
         config=config,
@@ -65,12 +65,16 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
         },
     )
     engine_command.check_startable(engine)
+    if needs.engines_sleep and not engine_command.runs_on_gpu(engine):
+        raise SettingsError(
+            "engine_sleep_level in [trainer] needs engines on a GPU, and here they run on the CPU; set it to 0"
+        )
     check_model(settings.model)
     database = settings.database.get_secret_value()
     with opened(database, make_ready=False) as store:
         store.upgrade()
     check_keys(database, settings.host)
-    return CheckedStack(gpus, lora_rank)
+    return CheckedStack(gpus, needs)
 
 
 def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:
@@ -91,6 +95,14 @@ def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:
     )
     check_startable(trainer)
     return trainer
+
+
+def needs_of(trainer: TrainerSettings) -> TrainerNeeds:
+    """Return what a trainer's settings ask of the other processes of `turnwise up`."""
+    return TrainerNeeds(
+        lora_rank=trainer.lora_rank if trainer.kind is PolicyKind.LORA else None,
+        engines_sleep=trainer.engine_sleep_level > 0,
+    )
 
 
 def check_model(model: str | None) -> None:

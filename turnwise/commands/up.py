@@ -36,7 +36,7 @@ def _run(settings: UpSettings, config: Path | None) -> None:
         try:
             model = settings.model or _own_model(settings)
             check_database_model(settings.database.get_secret_value(), model)
-            stack = Stack(settings, model=model, gpus=checked.gpus, config=config, lora_rank=checked.lora_rank)
+            stack = Stack(settings, model=model, gpus=checked.gpus, needs=checked.needs, config=config)
             logs = settings.runs_dir / "logs"
             started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)
             with running_stack.announced(_state_of(stack, settings)), started as running:
@@ -52,19 +52,18 @@ def _show(settings: UpSettings, config: Path | None) -> dict[str, Any]:
 
     The plan may be for another machine: GPUs that the settings name need not exist here.
     """
-    from turnwise.commands.preflight import load_trainer
+    from turnwise.commands.preflight import load_trainer, needs_of
     from turnwise.processes.engine_command import num_gpus
-    from turnwise.processes.stack import Stack
+    from turnwise.processes.stack import Stack, TrainerNeeds
 
     config = config if config is not None and has_sections(config) else None
-    trainer = load_trainer(settings, config) if settings.trainer else None
     named = (*(settings.engine_gpus or ()), *(settings.trainer_gpus or ()))
     stack = Stack(
         settings,
         model=settings.model or str(_own_model_directory(settings)),
         gpus=settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named)))),
+        needs=needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds(),
         config=config,
-        lora_rank=trainer.lora_rank if trainer is not None and trainer.kind == "lora" else None,
     )
     gpus = {child.name: child.env[DEVICES] for child in stack.children() if DEVICES in child.env}
     return {"commands": {child.name: list(child.argv) for child in stack.children()}, "gpus": gpus}

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, SecretStr
 
 from turnwise.client import AsyncClient
-from turnwise.commands.preflight import load_trainer
+from turnwise.commands.preflight import load_trainer, needs_of
 from turnwise.demo import trail
 from turnwise.demo.report import Point, Report
 from turnwise.demo.rollouts import CONCURRENT_SESSIONS, Playing, Rollouts, Tasks, load_agent
@@ -29,7 +29,6 @@ from turnwise.processes.stack import Stack, UpSettings
 from turnwise.processes.supervisor import Supervisor
 from turnwise.rollouts.pacing import active_policy
 from turnwise.settings import Settings
-from turnwise.types import PolicyKind
 
 POLL_SECONDS = 0.25
 """Interval between checks for a new policy version."""
@@ -128,9 +127,8 @@ class Demo:
             policies_dir=fresh_directory(out / "policies"),
             trainer_config=self._settings.trainer_config,
         )
-        trainer = load_trainer(up, None)
-        lora_rank = trainer.lora_rank if trainer.kind == PolicyKind.LORA else None
-        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus()), lora_rank=lora_rank).children()
+        needs = needs_of(load_trainer(up, None))
+        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus()), needs=needs).children()
         stack.enter_context(Supervisor(children, log_directory=out / "logs", say=self._say))
         return AsyncClient(f"http://127.0.0.1:{up.port}")
 

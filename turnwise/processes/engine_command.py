@@ -137,7 +137,7 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
         extra: Flags of vLLM that follow ours and override them.
         gpu: Whether to run on a GPU; None decides by the settings and the machine.
     """
-    gpu = _runs_on_gpu(settings, gpu)
+    gpu = runs_on_gpu(settings, gpu)
     program = _gpu_program(settings) if gpu else _cpu_program(settings)
     flags = [*_shared_flags(settings), *([] if gpu else _cpu_flags(settings))]
     if gpu:
@@ -159,7 +159,8 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
     return EngineCommand((*program, *flags, *extra), environment)
 
 
-def _runs_on_gpu(settings: EngineSettings, gpu: bool | None) -> bool:
+def runs_on_gpu(settings: EngineSettings, gpu: bool | None = None) -> bool:
+    """Return whether the engine runs on a GPU: as `gpu` says, or by the settings and the machine."""
     if gpu is not None:
         return gpu
     return settings.device == "gpu" or (settings.device == "auto" and has_gpu())
@@ -323,7 +324,7 @@ def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> Non
         )
     if is_directory(settings.model):
         check_model_directory(Path(settings.model))
-    check_model_fits(settings, gpu=_runs_on_gpu(settings, gpu))
+    check_model_fits(settings, gpu=runs_on_gpu(settings, gpu))
     check_port_is_free("the engine", settings.host, settings.port)
 
 

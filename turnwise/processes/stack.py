@@ -7,6 +7,7 @@ database's URL goes by environment, because it may hold a password and other use
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +76,16 @@ class UpSettings(Settings):
         return self.policies_dir or self.runs_dir / "policies"
 
 
+@dataclass(frozen=True)
+class TrainerNeeds:
+    """What the trainer's settings ask of the engines and the proxy."""
+
+    lora_rank: int | None = None
+    """Rank of the adapters that it publishes; None: it publishes all weights."""
+    engines_sleep: bool = False
+    """Whether engines sleep while it computes."""
+
+
 class Stack:
     """The processes of one `turnwise up`, and their addresses."""
 
@@ -84,8 +95,8 @@ class Stack:
         *,
         model: str,
         gpus: GpuPlan,
+        needs: TrainerNeeds,
         config: Path | None = None,
-        lora_rank: int | None = None,
     ) -> None:
         """Choose the ports.
 
@@ -93,14 +104,14 @@ class Stack:
             settings: The settings of `turnwise up`.
             model: Model directory or id.
             gpus: Which process gets which GPUs.
+            needs: What the trainer's settings ask of the other processes.
             config: Settings file that the children read too; None: each reads `turnwise.toml` where there is one.
-            lora_rank: Rank of the adapters that the trainer publishes; None: it publishes all weights.
         """
         self._settings = settings
         self._model = model
         self._gpus = gpus
         self._config = ["--config", str(config)] if config is not None else []
-        self._lora_rank = lora_rank
+        self._needs = needs
         first = settings.engine_port
         self.engine_ports = [
             free_port() if first is None else first + position for position in range(len(gpus.engines))
@@ -132,14 +143,15 @@ class Stack:
             flags += ["--tensor-parallel", str(len(gpus))]
         if self._gpus.engine_memory is not None:
             flags += ["--gpu-memory", str(self._gpus.engine_memory)]
-        if self._lora_rank is not None:
-            flags += ["--lora", "--max-lora-rank", str(self._lora_rank)]
-        return flags
+        if self._needs.lora_rank is not None:
+            flags += ["--lora", "--max-lora-rank", str(self._needs.lora_rank)]
+        return [*flags, "--", "--enable-sleep-mode"] if self._needs.engines_sleep else flags
 
     def proxy_flags(self) -> list[str]:
         """Return the flags of the proxy."""
         engines = [word for url in self.engine_urls for word in ("--engine", url)]
-        return [*engines, "--host", self._settings.host, "--port", str(self._settings.port)]
+        flags = [*engines, "--host", self._settings.host, "--port", str(self._settings.port)]
+        return [*flags, "--engine-sleep"] if self._needs.engines_sleep else flags
 
     def trainer_flags(self) -> list[str]:
         """Return the flags of the trainer."""
@@ -194,4 +206,4 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "turnwise", *arguments]
 
 
-__all__ = ["Stack", "UpSettings", "command", "free_port"]
+__all__ = ["Stack", "TrainerNeeds", "UpSettings", "command", "free_port"]
