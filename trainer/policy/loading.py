@@ -53,6 +53,25 @@ def choose_attention(spec: PolicySpec, device: torch.device) -> str:
     return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
 
 
+def register_flex_attention() -> None:
+    """Let transformers cast queries and keys to the dtype of the values before FlexAttention.
+
+    Under autocast a norm of float32 weights gives them in float32, and some versions of torch have no backward pass for
+    a mixture. SDPA casts by itself.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("flex_attention", _flex_attention)
+
+
+def _flex_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> Any:
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **options)
+
+
 def load_model(spec: PolicySpec, attention: str) -> nn.Module:
     """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA.
 

@@ -29,6 +29,7 @@ from trainer.policy.loading import (
     copy_tokenizer,
     empty_model,
     load_model,
+    register_flex_attention,
     tied_names,
 )
 from trainer.policy.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
@@ -117,6 +118,8 @@ class Policy:
         wanted = self.spec.dtype if self.spec.weights_dtype == "float32" else self.spec.weights_dtype
         self.compute_dtype = _compute_dtype(wanted, self.device)
         self.attention = choose_attention(self.spec, self.device)
+        if self.attention == "flex_attention":
+            register_flex_attention()
         self.model: nn.Module
         if self.mesh_axis is None:
             self.model = self._tuned(load_model(self.spec, self.attention).to(self.device))

@@ -66,6 +66,28 @@ def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one():
     torch.testing.assert_close(flex_attention(query, key, value, block_mask=block_mask(layout, CPU)), expected)
 
 
+def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monkeypatch):
+    """Qwen3 norms queries and keys, which gives float32 under autocast. The kernel, which is a GPU's, is replaced."""
+    import transformers
+
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).save_pretrained(tmp_path)
+    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
+    policy.load(0)
+    found = []
+
+    def kernel(query, key, value, **_options):
+        found.append((query.dtype, key.dtype, value.dtype))
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(transformers.integrations.flex_attention, "compile_friendly_flex_attention", kernel)
+    forest, sequences = grown_forest(1, num_sequences=5, length=12)
+    places = forest.places(sequences[0])
+    row = Row(layout=forest.lay_out(), predictor=places[:-1], token=np.arange(len(places) - 1))
+    targets = torch.from_numpy(sequences[0][1:].astype(np.int64))
+    policy.logprobs(policy.inputs(row, torch.ones(len(targets)), targets))
+    assert found == [(torch.bfloat16,) * 3] * SMALL["num_hidden_layers"]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(tmp_path, name):
     """Over real architectures with random weights."""
