@@ -12,7 +12,7 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.learning.attention import dense_mask
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest
-from trainer.learning.logprobs import linear_logprobs, selected_logprobs
+from trainer.learning.logprobs import LOGITS_IN_CHUNK, _chunks, linear_logprobs, selected_logprobs
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.policy.row_data import row_data
@@ -221,7 +221,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
 
 def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax(monkeypatch):
     """In chunks of two predictors, one of them shared, at several temperatures, with entropy in the loss."""
-    monkeypatch.setattr("trainer.learning.logprobs.LOGITS_IN_CHUNK", 2 * 11)
+    monkeypatch.setitem(LOGITS_IN_CHUNK, "cpu", 2 * 11)
     torch.manual_seed(0)
     logits = torch.randn(5, 11, requires_grad=True)
     which, target = torch.tensor([0, 1, 1, 4, 3]), torch.tensor([2, 3, 9, 0, 10])
@@ -242,7 +242,7 @@ def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax
 
 def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradients(monkeypatch):
     """Logits exist for two predictors at a time; gradients reach hidden states and the output layer's weight."""
-    monkeypatch.setattr("trainer.learning.logprobs.LOGITS_IN_CHUNK", 2 * 11)
+    monkeypatch.setitem(LOGITS_IN_CHUNK, "cpu", 2 * 11)
     torch.manual_seed(0)
     which, target = torch.tensor([0, 1, 1, 4, 3]), torch.tensor([2, 3, 9, 0, 10])
     temperature, pull, push = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0]), torch.randn(5), torch.randn(5)
@@ -255,6 +255,12 @@ def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradi
         found.append([logprobs, entropy, inputs[0].grad, inputs[1].grad])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_chunk_of_logits_is_larger_on_a_gpu():
+    rows, vocabulary = 10_000, 2**16
+    assert next(_chunks(rows, vocabulary, torch.device("cpu"))) == slice(0, 256)
+    assert next(_chunks(rows, vocabulary, torch.device("cuda"))) == slice(0, 1024)
 
 
 def test_a_model_that_changes_its_logits_keeps_its_own_output_layer(tmp_path):
