@@ -2,12 +2,13 @@
 
 A thread receives into memory of its own. The model is not touched until `take`, which gives out a version only if all
 of it arrived and its checksum is right. So a half-sent version changes nothing. The memory is used again for the next
-version.
+version. Where there is a GPU it is pinned, because copies from pageable memory to a GPU are slow.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,10 @@ from torch import Tensor
 
 from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, TransferFailed
 from turnwise.engine_plugin.layout import Layout, checksum_of
+
+log = logging.getLogger(__name__)
+_cuda: Any = torch.cuda
+"""Untyped, because torch's stubs lack the type of `cudart`."""
 
 
 @dataclasses.dataclass
@@ -46,6 +51,7 @@ class Receiver:
         self._thread: threading.Thread | None = None
         self._layout = Layout([])
         self._buffer = torch.zeros(0, dtype=torch.uint8)
+        self._is_pinned = False
         self._held: int | None = None
         """Version that the buffer holds; None while it is written."""
         self._error: str | None = None
@@ -58,7 +64,9 @@ class Receiver:
         """
         self._wait(0)
         self._held, self._error = None, None
-        self._thread = threading.Thread(target=self._receive, args=(info, rank), name="weights", daemon=True)
+        # A new thread would pin memory through the first GPU, which another worker may use.
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = threading.Thread(target=self._receive, args=(info, rank, gpu), name="weights", daemon=True)
         self._thread.start()
 
     def take(self, version: int, seconds: float) -> Iterator[tuple[str, Tensor]]:
@@ -78,12 +86,12 @@ class Receiver:
             if self._thread.is_alive():
                 raise TransferFailed("another transfer to this engine is still running; try again when it has ended")
 
-    def _receive(self, info: TransferInfo, rank: int) -> None:
+    def _receive(self, info: TransferInfo, rank: int, gpu: int | None) -> None:
         try:
             channel = Channel.join(info.host, info.port, rank=rank, size=info.world_size, seconds=info.seconds)
             self._layout = Layout.from_json(info.layout)
             if len(self._buffer) != self._layout.num_bytes:
-                self._buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8)
+                self._allocate(self._layout.num_bytes, gpu)
             channel.broadcast(self._buffer, info.chunk_bytes)
             problem = self._problem(info)
             if channel.agree(problem is None):
@@ -92,6 +100,19 @@ class Receiver:
                 self._error = problem or "another worker of this engine did not receive it"
         except (TransferFailed, ValueError) as error:
             self._error = str(error)
+
+    def _allocate(self, num_bytes: int, gpu: int | None) -> None:
+        """Replace the buffer. It is pinned in place: torch's own pinned memory is rounded up to a power of two."""
+        if self._is_pinned:
+            _cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+        self._buffer, self._is_pinned = torch.zeros(num_bytes, dtype=torch.uint8), False
+        if gpu is None or not num_bytes:
+            return
+        with torch.cuda.device(gpu):
+            status = int(_cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0))
+        self._is_pinned = status == 0
+        if not self._is_pinned:
+            log.warning("memory for weights is not pinned, so loads are slower: cudaHostRegister returned %d", status)
 
     def _problem(self, info: TransferInfo) -> str | None:
         """Return what is wrong with the buffer; None if nothing is."""
