@@ -12,7 +12,7 @@ from rollouts import SIZES, play, read, write_model
 from training import operations_of, peak_operations
 
 from trainer.learning.advantages import AdvantageRule, assign
-from trainer.learning.batch import build, pack
+from trainer.learning.batch import build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
@@ -38,7 +38,7 @@ def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
     optimizer = make_optimizer(policy.parameters(), OptimizerRule())
     batch = build(chains, assign(chains, AdvantageRule()), policy_version=0)
     members = range(len(batch.experiences))
-    rows = pack(batch, members, agent.row_tokens, agent.packing)
+    rows = agent.rows(batch, members)
     best = float("inf")
     for number in range(WARM_UP_STEPS + STEPS):
         started = time.perf_counter()

@@ -27,7 +27,7 @@ import transformers
 from rollouts import SIZES, play, read, write_model
 
 from trainer.learning.advantages import AdvantageRule, assign
-from trainer.learning.batch import Batch, Row, build, pack
+from trainer.learning.batch import Batch, Row, build
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from turnwise.store.database import Database
@@ -84,7 +84,7 @@ class Bench:
         play(self._database, self._size, self._given.sessions, num_turns)
         chains, turns = (_batch(read(self._database, num_turns, merge)) for merge in ("chain", "turn"))
         merged_rows, merged = self._ours(chains, AgentRule(row_tokens=self._given.row_tokens))
-        _, by_turn = self._ours(turns, AgentRule(packing="chain"))
+        _, by_turn = self._ours(turns, AgentRule(row_tokens=1))
         candidates = {MERGED: merged, BY_TURN: by_turn}
         if num_turns in self._given.trl_turns:
             candidates |= self._trl(chains, turns)
@@ -111,7 +111,7 @@ class Bench:
     def _ours(self, batch: Batch, rule: AgentRule) -> tuple[Sequence[Row], Candidate]:
         agent = PolicyAgent(self.policy, rule)
         members = range(len(batch.experiences))
-        rows = pack(batch, members, agent.row_tokens, agent.packing)
+        rows = agent.rows(batch, members)
 
         def run() -> float:
             self.policy.model.zero_grad(set_to_none=True)

@@ -96,8 +96,6 @@ def check_division(settings: TrainerSettings) -> None:
         raise SettingsError(f"{used[0]} needs several processes: set multi_devices=true and start with torchrun")
     if settings.tensor_parallel > 1 and settings.kind is PolicyKind.LORA:
         raise SettingsError("tensor_parallel divides whole weights: set kind='full', or tensor_parallel=1 for adapters")
-    if settings.tensor_parallel > 1 and settings.liger:
-        raise SettingsError("liger's kernels do not know divided weights: set liger=false, or tensor_parallel=1")
     if settings.context_parallel > 1 and settings.compile:
         raise SettingsError("compile=true does not cover context_parallel: set one of them to its default")
     if settings.context_parallel > 1 and settings.attention == "eager":

@@ -104,9 +104,7 @@ class ReplayBuffer:
 
         def read() -> list[Experience]:
             with self._db.read() as conn:
-                found = experiences.experiences_of_groups(
-                    conn, group_pks, reward_bonus_coeff=rule.reward_bonus_coeff, roles=rule.train_roles
-                )
+                found = experiences.experiences_of_groups(conn, group_pks, roles=rule.train_roles)
                 return [each for each in found if each.group_key in held]
 
         return outlast(read, self.stopped)

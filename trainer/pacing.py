@@ -80,8 +80,6 @@ class SourceRule(PacingRule):
     others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
     stalled_policy: Literal["train", "drop"] = "train"
     """Train a stalled group without its missing sessions, or drop it."""
-    reward_bonus_coeff: float = 0.0
-    """Bonus for a step that is better than the one before it."""
     train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
     """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
 

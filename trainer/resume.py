@@ -29,7 +29,7 @@ from turnwise.types import Json, PolicyKind, UpdateRecord
 log = logging.getLogger(__name__)
 
 FIXED = ("kind",)
-FIXED_FOR_LORA = ("model", "lora_rank", "lora_alpha", "lora_targets")
+FIXED_FOR_LORA = ("model", "lora_rank", "lora_targets")
 """What the shape or the meaning of an adapter depends on."""
 
 

@@ -222,7 +222,6 @@ class LedgerSource:
                 experiences.experiences_of_groups(
                     conn,
                     claim.group_pks,
-                    reward_bonus_coeff=self._rule.reward_bonus_coeff,
                     roles=self._rule.train_roles,
                     with_imported=self._with_imported,
                 )

@@ -39,7 +39,7 @@ SHORT, LONG = 7.0, 10.0
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "shaped": {"overlong_tokens": 12, "overlong_buffer": 6, "overlong_penalty": 1.0},
+    "shaped": {"overlong_tokens": 12},
     "masked": {"overlong_mask": True},
 }
 

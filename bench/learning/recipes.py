@@ -113,7 +113,7 @@ RECIPES = {
     "off_policy_mask": Recipe(settings=by("grpo", off_policy_mask=0.05)),
     "kl_loss": Recipe(settings=by("grpo", kl_coef=0.003)),
     "kl_reward": Recipe(settings=by("grpo", kl_coef=0.003, kl_in="reward")),
-    "overlong": Recipe(settings={"overlong_tokens": 80, "overlong_buffer": 40, "overlong_mask": True}),
+    "overlong": Recipe(settings={"overlong_tokens": 80, "overlong_mask": True}),
     "sft": Recipe(settings=by("sft"), tiny={"algorithm": {"min_reward": 0.5}}),
     "teacher": Recipe(settings=by("distillation"), teachers=("1234",), taught_by=("grpo",)),
     "two_teachers": Recipe(settings=by("distillation"), teachers=("12", "34"), taught_by=("grpo", "rloo")),

@@ -19,6 +19,9 @@ from trainer.learning.singles import Floats, PastValues, Row
 from turnwise.settings import parsed_json
 from turnwise.types import SessionKey
 
+DUAL_CLIP = 3.0
+"""Bound of the ratio where the advantage is negative, as in Ye et al. 2020 (arXiv:1912.09729)."""
+
 
 class GRPO(PolicyGradient):
     """Group Relative Policy Optimization: (x_i − mean) / (std + ε) in each group. Shao et al. 2024 (arXiv:2402.03300).
@@ -35,15 +38,13 @@ class GRPO(PolicyGradient):
         """Lower bound of the ratio: 1 − clip_low."""
         clip_high: float = Field(default=0.28, ge=0)
         """Upper bound of the ratio: 1 + clip_high; above `clip_low` it is DAPO's clip-higher."""
-        dual_clip: float | None = Field(default=3.0, gt=1)
-        """Bound of the ratio where the advantage is negative; None turns it off."""
 
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
         """Clip the ratio."""
         settings = self.settings
-        return ppo_clip(ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
+        return ppo_clip(ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high, DUAL_CLIP)
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
         """Return where the clip cuts the gradient off."""

@@ -37,8 +37,6 @@ from trainer.learning.ratios import (
 from trainer.learning.selection import Offer, Selection, check_advantages, without_advantage
 from trainer.learning.singles import Floats, PastValues, Row, is_single, past_values
 
-Estimate = Literal["k1", "k2", "k3"]
-
 
 class PolicyGradient(Weighed):
     """A loss of advantages and importance ratios."""
@@ -57,8 +55,6 @@ class PolicyGradient(Weighed):
         LoRA uses its own base."""
         kl_in: Literal["loss", "reward"] = "loss"
         """Add the KL to the loss, or subtract it from the advantages: from each token, the KL of all later ones."""
-        kl_estimate: Estimate = "k3"
-        """Estimate of the KL in the loss."""
 
     settings: Settings
 
@@ -140,7 +136,7 @@ class PolicyGradient(Weighed):
         if settings.entropy_coef:
             loss_M = loss_M - settings.entropy_coef * tokens.entropy
         if settings.kl_coef and settings.kl_in == "loss":
-            loss_M = loss_M + settings.kl_coef * kl(tokens.logprobs, needed(tokens.reference), settings.kl_estimate)
+            loss_M = loss_M + settings.kl_coef * kl(tokens.logprobs, needed(tokens.reference))
         return loss_M
 
     def _correction(self, tokens: TrainedTokens) -> Tensor | float:
@@ -177,18 +173,14 @@ def cut_off(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tenso
     return ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
 
 
-def kl(logprobs: Tensor, reference: Tensor, estimate: Estimate) -> Tensor:
+def kl(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Return an estimate of KL(π ‖ π_ref) a token, from samples of π. Schulman 2020, "Approximating KL divergence".
 
-    With d = log π_ref − log π: k1 = −d, unbiased; k2 = d²/2; k3 = e^d − d − 1, unbiased and never negative. The
-    gradient of the KL is that of k2. The gradient of k1 is zero in expectation, whatever the reference is, so `k1` has
-    the value of k1 and the gradient of k2. k3 keeps its own gradient, as in GRPO's paper: that of KL(π_ref ‖ π).
+    The estimate is its k3 = e^d − d − 1 with d = log π_ref − log π, unbiased and never negative. Its gradient is
+    that of KL(π_ref ‖ π), as in GRPO's paper; `kl_in = "reward"` has the gradient of KL(π ‖ π_ref).
     """
     difference = (reference - logprobs).clamp(-20.0, 20.0)
-    k2 = difference.square() / 2
-    if estimate == "k1":
-        return -difference.detach() + k2 - k2.detach()
-    return k2 if estimate == "k2" else torch.expm1(difference) - difference
+    return torch.expm1(difference) - difference
 
 
 def kl_in_advantages(tokens: TrainedTokens, coefficient: float) -> Tensor:

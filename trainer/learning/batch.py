@@ -21,7 +21,6 @@ from turnwise.experience import Experience
 from turnwise.types import SessionKey, TokenIds
 
 Aggregation = Literal["token_mean", "session_mean", "session_sum"]
-Packing = Literal["forest", "chain"]
 Reals = npt.NDArray[np.float32]
 
 
@@ -205,11 +204,10 @@ def _parts(batch: Batch, members: Sequence[int], count: int, rng: np.random.Gene
         yield [index for block in part for index in ordered[block]]
 
 
-def pack(batch: Batch, members: Iterable[int], row_tokens: int, packing: Packing) -> list[Row]:
+def pack(batch: Batch, members: Iterable[int], row_tokens: int) -> list[Row]:
     """Return rows of at most `row_tokens` tokens that compute the members' trained tokens, without padding.
 
-    A chain, or a pair, that is longer than that is a separate row. Packing `chain` gives each chain, or pair, its
-    own row, for models whose layers do not all attend to every earlier token.
+    A chain, or a pair, that is longer than that is a separate row; so with `row_tokens=0` each has its own.
     """
     units: dict[int, list[int]] = {}
     for member in members:
@@ -220,7 +218,7 @@ def pack(batch: Batch, members: Iterable[int], row_tokens: int, packing: Packing
     for unit in units.values():
         inputs = [_inputs(batch, member) for member in unit]
         over = forest.num_tokens + sum(map(forest.num_new_tokens, inputs)) > row_tokens
-        if inside and (packing == "chain" or over):
+        if inside and over:
             rows.append(_row(batch, forest, inside))
             forest, inside = Forest(), []
         for tokens in inputs:

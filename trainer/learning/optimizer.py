@@ -16,6 +16,9 @@ from trainer.learning.master_weights import MasterAdamW
 from turnwise.errors import SettingsError
 from turnwise.settings import Settings
 
+WEIGHT_DECAY = 0.0
+"""Of AdamW: a policy that is trained on from a good model is not pulled towards zero."""
+
 
 class OptimizerRule(Settings):
     """AdamW, its schedule, and the updates that one batch makes."""
@@ -26,7 +29,6 @@ class OptimizerRule(Settings):
     betas: tuple[float, float] = (0.9, 0.95)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """Added to the denominator of Adam; a larger value makes smaller steps where gradients are tiny."""
-    weight_decay: float = Field(default=0.0, ge=0)
     optimizer_state: Literal["device", "host", "8bit"] = "device"
     """Where and how Adam's moments are kept: in float32 beside the weights, in float32 in `host` memory, where the step
     is computed too, or in `8bit` by the package bitsandbytes, on CUDA. The last two are for one process."""
@@ -52,7 +54,7 @@ def make_optimizer(parameters: list[Parameter], rule: OptimizerRule) -> torch.op
         "lr": rule.learning_rate,
         "betas": rule.betas,
         "eps": rule.adam_epsilon,
-        "weight_decay": rule.weight_decay,
+        "weight_decay": WEIGHT_DECAY,
     }
     is_coarse = any(parameter.dtype is not torch.float32 for parameter in parameters)
     check_optimizer(rule, has_coarse_weights=is_coarse)

@@ -17,6 +17,11 @@ from turnwise.experience import Experience
 from turnwise.settings import Settings, parsed_json
 from turnwise.types import Credit, Json, SessionKey
 
+OVERLONG_PENALTY = 1.0
+"""Largest penalty of an overlong session: a success that is too long is worth a failure, where rewards are 0 or 1."""
+OVERLONG_SHARE = 0.5
+"""Share of `overlong_tokens` over which the penalty rises."""
+
 
 class RewardRule(Settings):
     """How the reward of a session is made from what was posted."""
@@ -24,11 +29,8 @@ class RewardRule(Settings):
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward name, for sessions with propagated credit; names that are not listed weigh 1."""
     overlong_tokens: int | None = Field(default=None, ge=1)
-    """Sampled tokens of a session above which the whole `overlong_penalty` is subtracted; None turns it off."""
-    overlong_buffer: int = Field(default=512, ge=1)
-    """Tokens before `overlong_tokens` over which the penalty rises linearly from 0."""
-    overlong_penalty: float = Field(default=1.0, gt=0)
-    """Largest penalty of an overlong session."""
+    """A session with so many sampled tokens or more has a reward that is less by 1. The penalty rises linearly from 0
+    at half of them. None turns it off."""
     overlong_mask: bool = False
     """Do not train sessions with a turn that ended at the token limit; they still count in their group's baseline."""
 
@@ -76,8 +78,9 @@ def overlong_penalty(num_tokens: int, rule: RewardRule) -> float:
     """
     if rule.overlong_tokens is None:
         return 0.0
-    over = num_tokens - (rule.overlong_tokens - rule.overlong_buffer)
-    return rule.overlong_penalty * min(max(over / rule.overlong_buffer, 0.0), 1.0)
+    buffer = rule.overlong_tokens * OVERLONG_SHARE
+    over = num_tokens - (rule.overlong_tokens - buffer)
+    return OVERLONG_PENALTY * min(max(over / buffer, 0.0), 1.0)
 
 
 def is_truncated(experience: Experience) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.algorithms.algorithm import Algorithm, loss_of, parts, step_weights
 from trainer.algorithms.loading import DEFAULT, ByName
 from trainer.algorithms.trial import try_algorithm
-from trainer.learning.batch import Batch, Packing, Reals, Row, pack
+from trainer.learning.batch import Batch, Reals, Row, pack
 from trainer.learning.forest import Forest
 from trainer.learning.gauges import Gauges
 from trainer.learning.ratios import TrainedTokens
@@ -52,9 +52,6 @@ class AgentRule(Settings):
     its settings. docs/training.md lists the algorithms."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
-    packing: Packing = "forest"
-    """`forest` packs chains and shares their prefixes; `chain` gives each chain its own row, which models with
-    sliding windows need."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_logprob_gap: float = Field(default=0.1, gt=0)
     """Mean |trainer − engine| of a group's tokens, in nats, above which the group is refused, under the weights that
@@ -87,10 +84,9 @@ class PolicyAgent:
         bound = self._memory.row_tokens
         return wanted if bound is None else min(wanted, bound)
 
-    @property
-    def packing(self) -> Packing:
-        """Rows hold one chain each where a layer does not attend to every earlier token."""
-        return self.rule.packing if self.policy.attends_to_all else "chain"
+    def rows(self, batch: Batch, members: Sequence[int]) -> list[Row]:
+        """Return the rows of these members, of one chain or pair each where a layer does not attend to every token."""
+        return pack(batch, members, self.row_tokens if self.policy.attends_to_all else 0)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return what the optimizers of policy and critic update."""
@@ -298,7 +294,7 @@ class PolicyAgent:
         """
         if self.policy.replay is not None:
             self.policy.replay.check(batch, members)
-        rows = pack(batch, members, self.row_tokens, self.packing)
+        rows = self.rows(batch, members)
         weights, gauges = step_weights(batch, members, self.algorithm), Gauges(self._gauge_names)
         logprobs = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
         own = self.world.own(rows, self.policy.operations)
@@ -377,7 +373,7 @@ class PolicyAgent:
         gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
         if self.policy.replay is not None:
             self.policy.replay.check(batch, members)
-        own = self.world.own(pack(batch, members, self.row_tokens, self.packing), self.policy.operations)
+        own = self.world.own(self.rows(batch, members), self.policy.operations)
         with torch.no_grad():
             for (row, counts), inputs in ahead(own, lambda item: inputs_of(self.policy, batch, item[0])):
                 with self._reporting_memory(batch, row):

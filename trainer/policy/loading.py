@@ -33,6 +33,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """What belongs to a model and is no weight: patterns of file names in its directory."""
+LORA_ALPHA = 32
+"""An adapter is scaled by `LORA_ALPHA / lora_rank`. With one constant for all ranks, the best learning rate hardly
+depends on the rank. Schulman et al. 2025, "LoRA Without Regret"."""
 
 
 def choose_attention(spec: PolicySpec, device: torch.device) -> str:
@@ -147,7 +150,7 @@ def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
 
         adapter = LoraConfig(
             r=spec.lora_rank,
-            lora_alpha=spec.lora_alpha,
+            lora_alpha=LORA_ALPHA,
             target_modules=list(spec.lora_targets),
             task_type="CAUSAL_LM",
         )

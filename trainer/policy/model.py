@@ -34,7 +34,7 @@ from trainer.policy.loading import (
 )
 from trainer.policy.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
 from trainer.policy.router_replay import RouterReplay
-from trainer.policy.tuning import checkpoint_layers, needs_checkpointing, use_liger, uses_liger
+from trainer.policy.tuning import checkpoint_layers, has_liger, needs_checkpointing, use_liger
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
 from turnwise.types import PolicyKind
@@ -68,14 +68,10 @@ class PolicySpec(Settings):
     """With several processes: so many divide each layer of the model. For models that transformers has a plan for."""
     context_parallel: int = Field(default=1, ge=1)
     """With several processes: so many divide the tokens of each row, for chains that are too long for one GPU."""
-    liger: bool | None = None
-    """Use the norm, rotary embedding and SwiGLU kernels of the package liger-kernel. By default where it is installed,
-    on CUDA."""
     router_replay: bool = True
     """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
     engine with `--enable-return-routed-experts`, for calls that do not stream."""
     lora_rank: int = Field(default=16, ge=1)
-    lora_alpha: int = Field(default=32, ge=1)
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter."""
 
@@ -179,7 +175,7 @@ class Policy:
 
     def _tuned(self, model: nn.Module) -> nn.Module:
         """Return the model with kernels, checkpointing and compiled layers as the settings ask."""
-        if uses_liger(self.spec.liger if self.division.tensor == 1 else False, self.device):
+        if self.division.tensor == 1 and has_liger(self.device):
             use_liger(base_of(model))
         wanted = self.is_checkpointed or self.spec.gradient_checkpointing
         self.is_checkpointed = needs_checkpointing(model, self.device) if wanted is None else wanted

@@ -58,10 +58,8 @@ def checkpoint_layers(model: nn.Module) -> None:
         base.enable_input_require_grads()  # with frozen embeddings no input of a layer would need a gradient
 
 
-def uses_liger(wanted: bool | None, device: torch.device) -> bool:
-    """Return whether the kernels of liger-kernel are used: by default where they are installed, on CUDA."""
-    if wanted is not None:
-        return wanted
+def has_liger(device: torch.device) -> bool:
+    """Whether the kernels of the package liger-kernel are installed and run on this device."""
     return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 

@@ -31,7 +31,6 @@ HEAD = """\
 #
 #   [trainer]
 #   lora_rank = 16
-#   lora_alpha = 32
 #   learning_rate = 1e-5
 """
 

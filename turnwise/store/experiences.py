@@ -140,7 +140,6 @@ def experiences_of_groups(
     conn: sa.Connection,
     group_pks: Sequence[int],
     *,
-    reward_bonus_coeff: float = 0.0,
     names: Collection[str] | None = None,
     roles: Collection[Role] = TRAINED_ROLES,
     merge: Literal["turn", "chain"] = "chain",
@@ -151,15 +150,12 @@ def experiences_of_groups(
     Args:
         conn: A transaction that stays open while the iterator is read.
         group_pks: Keys of the groups, from a claim.
-        reward_bonus_coeff: Coefficient of the bonus for an improvement from step to step.
         names: The reward names that count; None means all.
         roles: Roles whose turns are trained; turns of other roles remain in their prompts.
         merge: One experience per chain, or one per turn.
         with_imported: Include imported replies, whose behaviour logprobs are 0 where they are not known.
     """
-    shape = _Shape(
-        reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge, with_imported=with_imported
-    )
+    shape = _Shape(names=names, roles=roles, merge=merge, with_imported=with_imported)
     clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value]
     return _stream(conn, clauses, shape)
 

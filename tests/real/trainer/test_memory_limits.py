@@ -33,13 +33,13 @@ def test_nothing_is_left_out_before_everything_else_was_tried():
     assert limits.after(failed(900, 1), is_pairs=True).chain_tokens == 449
 
 
-@pytest.mark.parametrize("packing", ["forest", "chain"])
-def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path, monkeypatch, packing):
+@pytest.mark.parametrize("row_tokens", [64, 1])
+def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path, monkeypatch, row_tokens):
     """No row fits: the fourth start computes shorter ones, or no chain of 15 tokens, and says so in its settings."""
     model = make_model(tmp_path / "model")
     db = new_ledger(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3)
-    settings = settings_for(tmp_path, model, packing=packing, row_tokens=64, total_batches=1, num_threads=1)
+    settings = settings_for(tmp_path, model, row_tokens=row_tokens, total_batches=1, num_threads=1)
     rows = []
 
     def logprobs(_policy, inputs):
@@ -61,11 +61,11 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
         workflow.close()
     assert found == [(False, 0), (True, 1), (True, 2)]
     tried = MemoryLimits(checkpoints_layers=True, syncs_every_row=True)
-    last = {"row_tokens": rows[0] // 2} if packing == "forest" else {"chain_tokens": 14}
+    last = {"row_tokens": rows[0] // 2} if row_tokens == 64 else {"chain_tokens": 14}
     assert read_limits(tmp_path / "policies") == dataclasses.replace(tried, **last)
     restarted = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     restarted.setup(0)
-    assert restarted.agent.row_tokens == (rows[0] // 2 if packing == "forest" else 64)
-    assert restarted.config.max_chain_tokens == (None if packing == "forest" else 14)
+    assert restarted.agent.row_tokens == (rows[0] // 2 if row_tokens == 64 else 1)
+    assert restarted.config.max_chain_tokens == (None if row_tokens == 64 else 14)
     restarted.close()
     db.close()

@@ -181,11 +181,12 @@ def test_bfloat16_weights_with_float32_masters_train_as_float32_weights_do(model
     assert apart < 0.1 * way
 
 
-def test_an_optimizer_in_host_memory_gives_the_weights_of_torchs_own_and_resumes_in_float32(model, batch):
+def test_an_optimizer_in_host_memory_gives_the_weights_of_torchs_own_and_resumes_in_float32(model, batch, monkeypatch):
+    monkeypatch.setattr("trainer.learning.optimizer.WEIGHT_DECAY", 0.1)
     ends = []
     for place in ("device", "host"):
         policy = policy_for(model)
-        rule = OptimizerRule(learning_rate=1e-3, weight_decay=0.1, optimizer_state=place)
+        rule = OptimizerRule(learning_rate=1e-3, optimizer_state=place)
         optimizer = make_optimizer(policy.parameters(), rule)
         learner = PolicyAgent(policy, AgentRule(max_logprob_gap=100.0))
         for step in range(4):
@@ -275,7 +276,8 @@ def test_the_kernels_of_liger_replace_those_of_a_known_architecture(model, monke
     package.monkey_patch = patch
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
-    policy = policy_for(model, liger=True)
+    monkeypatch.setattr("trainer.policy.model.has_liger", lambda _device: True)
+    policy = policy_for(model)
     assert patched == [{"model": policy.model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
 
 

@@ -31,7 +31,7 @@ def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart
     """
     Rollouts(ledger, load_model(model)).play("short", num_groups=2)
     Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
-    settings = settings_for(tmp_path, model, packing="chain", total_batches=1)
+    settings = settings_for(tmp_path, model, row_tokens=1, total_batches=1)
     for _ in range(3):  # nothing is left out before activations are recomputed and each row's gradient is reduced
         with pytest.raises(WorldFailed) as failed:
             run_world(2, train_ledger, settings, longest_row=30)

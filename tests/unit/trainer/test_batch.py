@@ -111,11 +111,11 @@ def test_minibatches_partition_the_batch_and_never_split_a_session():
 def test_rows_stay_within_the_token_budget_without_padding():
     members = [experience(session_id=f"s{i}", tokens=[i, 50 + i, 60 + i]) for i in range(10)]
     batch = build(members, [np.ones(1)] * 10, policy_version=0)
-    rows = pack(batch, range(10), row_tokens=7, packing="forest")
+    rows = pack(batch, range(10), row_tokens=7)
     # The last sampled token needs no computation, so each takes 2 tokens, and 3 of them fit into 7.
     assert [len(row.layout.tokens) for row in rows] == [6, 6, 6, 2]
     assert sorted(np.concatenate([row.token for row in rows]).tolist()) == list(range(20))
-    assert len(pack(batch, range(10), row_tokens=7, packing="chain")) == 10
+    assert len(pack(batch, range(10), row_tokens=1)) == 10
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +173,14 @@ def as_experiences(sequences, session_id="s", group_id="g"):
     ]
 
 
-def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorithm):
+def loss_and_gradient(policy, experiences, credit, row_tokens, algorithm):
     agent = PolicyAgent(policy, AgentRule(algorithm={"name": algorithm, "entropy_coef": 0.01}))
     advantages = [np.array([credit[turn_id] for turn_id in e.turn_ids]) for e in experiences]
     batch = build(experiences, advantages, policy_version=0)
     weights = batch.weights(range(len(experiences)), "session_mean", 1)
     policy.model.zero_grad()
     total = 0.0
-    rows = pack(batch, range(len(experiences)), row_tokens, packing)
+    rows = pack(batch, range(len(experiences)), row_tokens)
     for row in rows:
         loss = loss_of(agent._tokens(row_data(policy, batch, row, weights, None)), agent.algorithm)
         loss.backward()
@@ -198,8 +198,8 @@ def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, r
     merged = as_experiences(merge_session(turns))
     split = as_experiences(split_session(turns))
     assert (len(merged), len(split)) == (2, 4)
-    expected = loss_and_gradient(policy, split, credit, 1, "chain", algorithm)
-    actual = loss_and_gradient(policy, merged, credit, row_tokens, "forest", algorithm)
+    expected = loss_and_gradient(policy, split, credit, 1, algorithm)
+    actual = loss_and_gradient(policy, merged, credit, row_tokens, algorithm)
     assert actual[0] == pytest.approx(expected[0], abs=1e-5)
     assert float((actual[1] - expected[1]).abs().max()) <= 1e-5
     assert actual[2] < expected[2]

@@ -28,10 +28,10 @@ def test_named_rewards_are_weighted_by_hand():
     assert (shaped.reward, shaped.turn_returns.tolist()) == (5.0, [5.0, 5.0])
 
 
-@pytest.mark.parametrize(("num_tokens", "penalty"), [(60, 0.0), (70, 0.25), (100, 1.0), (500, 1.0)])
+@pytest.mark.parametrize(("num_tokens", "penalty"), [(50, 0.0), (60, 0.2), (100, 1.0), (500, 1.0)])
 def test_the_overlong_penalty_equals_the_numbers_worked_by_hand(num_tokens, penalty):
-    """From 60 to 100 tokens it rises from 0 to 1: at 70 it is 10 / 40."""
-    assert overlong_penalty(num_tokens, RewardRule(overlong_tokens=100, overlong_buffer=40)) == penalty
+    """From 50 to 100 tokens it rises from 0 to 1: at 60 it is 10 / 50."""
+    assert overlong_penalty(num_tokens, RewardRule(overlong_tokens=100)) == penalty
 
 
 def test_rewards_are_normalised_separately_by_hand():
