@@ -201,14 +201,17 @@ class Relay:
         return await self.rebuild(running, stored)
 
     async def rebuild(self, running: Running, stored: list[Turn]) -> bytes:
-        """Return the answer to a call from its stored turns, with the token ids that it asks for."""
+        """Return the answer to a call from its stored turns, with the token ids and logprobs that it asks for."""
 
         def read_prompt() -> TokenIds:
             with self._database.read() as connection:
                 return queries.turn(connection, running.session.tenant, stored[0].turn_id).prompt_token_ids
 
-        prompt = await asyncio.to_thread(read_prompt) if running.call.wants_token_ids else None
-        return rebuilt_answer(running.call, stored, prompt)
+        call, template = running.call, self._sessions.template
+        prompt = await asyncio.to_thread(read_prompt) if call.wants_token_ids else None
+        ids = {token for turn in stored for token in turn.token_ids.tolist()} if call.wants_logprobs else set()
+        texts = template.token_texts(ids) if template is not None else {}
+        return rebuilt_answer(call, stored, prompt, texts)
 
     async def _recorded(self, running: Running, sampling: Coroutine[Any, Any, T]) -> T:
         """Sample a reply and return its result. Record a failed or aborted call exactly once.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import orjson
@@ -197,13 +198,14 @@ def keyed_digest(call: Call) -> bytes:
     return blake3(request).digest(DIGEST_BYTES)
 
 
-def rebuilt_answer(call: Call, turns: list[Turn], prompt: TokenIds | None) -> bytes:
+def rebuilt_answer(call: Call, turns: list[Turn], prompt: TokenIds | None, texts: Mapping[int, str]) -> bytes:
     """Return the answer to a call from its stored turns, one per choice; a stream has one chunk per choice.
 
     Args:
         call: The call.
         turns: Its stored turns.
         prompt: The whole prompt of a call that asks for token ids.
+        texts: The text of each sampled token, for a call that asks for logprobs.
     """
     first = turns[0]
     head: Json = {"id": first.turn_id, "created": int(first.created_at.timestamp()), "model": first.model}
@@ -214,7 +216,7 @@ def rebuilt_answer(call: Call, turns: list[Turn], prompt: TokenIds | None) -> by
         "total_tokens": first.prompt_length + sampled,
     }
     whole_object, chunk_object = call.dialect.object_names
-    choices = [call.dialect.rebuild_choice(call, turn, index) for index, turn in enumerate(turns)]
+    choices = [call.dialect.rebuild_choice(call, turn, index, texts) for index, turn in enumerate(turns)]
     shown = {}
     if prompt is not None and "prompt_token_ids" not in choices[0]:
         shown = {"prompt_token_ids": prompt.tolist()}

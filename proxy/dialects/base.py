@@ -211,8 +211,11 @@ class Dialect(abc.ABC):
         call.body["messages"] = call.messages
 
     @abc.abstractmethod
-    def rebuild_choice(self, call: Call, turn: Turn, index: int) -> Json:
-        """Return a stored choice in the format of the engine's route: of a whole reply, or of a stream's chunk."""
+    def rebuild_choice(self, call: Call, turn: Turn, index: int, texts: Mapping[int, str]) -> Json:
+        """Return a stored choice in the format of the engine's route: of a whole reply, or of a stream's chunk.
+
+        Logprobs name the sampled tokens alone, by their `texts`: the most likely other tokens are not stored.
+        """
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's format is the client's
         """Return a captured and stripped reply in the client's format."""

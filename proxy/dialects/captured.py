@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from turnwise.types import Json
+from turnwise.types import Json, Turn
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,3 +68,10 @@ def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
     except msgspec.DecodeError:
         return []
     return found
+
+
+def sampled_tokens(turn: Turn, texts: Mapping[int, str]) -> list[tuple[str, float]]:
+    """Return each sampled token of a stored turn as its text, or vLLM's name of an id without one, with its logprob."""
+    ids = turn.token_ids.tolist()
+    names = [texts.get(token, f"token_id:{token}") for token in ids]
+    return list(zip(names, turn.logprobs.tolist(), strict=True))

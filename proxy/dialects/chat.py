@@ -14,6 +14,7 @@ from proxy.dialects.base import (
     Dialect,
     WireRoute,
 )
+from proxy.dialects.captured import sampled_tokens
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, Turn
@@ -75,14 +76,21 @@ class ChatCompletions(Dialect):
             wants_token_ids=bool(body.get("return_token_ids")),
         )
 
-    def rebuild_choice(self, call: Call, turn: Turn, index: int) -> Json:
+    def rebuild_choice(self, call: Call, turn: Turn, index: int, texts: Mapping[int, str]) -> Json:
         """Return a stored choice as vLLM's chat route formats it."""
         message = turn.response
         if call.stream and message.get("tool_calls"):
             called = [{**each, "index": position} for position, each in enumerate(message["tool_calls"])]
             message = {**message, "tool_calls": called}
         field = "delta" if call.stream else "message"
-        choice = {"index": index, field: message, "logprobs": None, "finish_reason": turn.finish_reason}
+        logprobs = None
+        if call.wants_logprobs:
+            content = [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in sampled_tokens(turn, texts)
+            ]
+            logprobs = {"content": content}
+        choice = {"index": index, field: message, "logprobs": logprobs, "finish_reason": turn.finish_reason}
         return {**choice, "token_ids": turn.token_ids.tolist()} if call.wants_token_ids else choice
 
 

@@ -5,10 +5,12 @@ There is no conversation, so every choice starts a new chain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from proxy.dialects.base import Call, Dialect, WireRoute
+from proxy.dialects.captured import sampled_tokens
 from proxy.dialects.chat import check_kinds, number_of_choices
 from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
@@ -57,10 +59,20 @@ class TextCompletions(Dialect):
             wants_token_ids=bool(body.get("return_token_ids")),
         )
 
-    def rebuild_choice(self, call: Call, turn: Turn, index: int) -> Json:
+    def rebuild_choice(self, call: Call, turn: Turn, index: int, texts: Mapping[int, str]) -> Json:
         """Return a stored choice as vLLM's completions route formats it, whole or streamed alike."""
         text = turn.response.get("content") or ""
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": turn.finish_reason}
+        logprobs = None
+        if call.wants_logprobs:
+            sampled = sampled_tokens(turn, texts)
+            tokens = [token for token, _ in sampled]
+            logprobs = {
+                "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=0)),
+                "token_logprobs": [logprob for _, logprob in sampled],
+                "tokens": tokens,
+                "top_logprobs": [{token: logprob} for token, logprob in sampled],
+            }
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": turn.finish_reason}
         if call.wants_token_ids:  # each prompt is the whole one: no call of this route extends another
             choice |= {"token_ids": turn.token_ids.tolist(), "prompt_token_ids": turn.prompt_delta.tolist()}
         return choice

@@ -368,37 +368,41 @@ def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
-def test_a_replayed_answer_that_is_read_from_the_store_has_the_token_ids_that_were_asked_for(
+def test_a_replayed_answer_that_is_read_from_the_store_has_the_ids_and_logprobs_that_were_asked_for(
     start_proxy: StartProxy, fake_engine: RunningFakeEngine, route: str, stream: bool
 ) -> None:
-    """Of a call that extends another one too: its prompt is the whole one. A stream's ids come in one chunk."""
+    """Of a call that extends another one too: its prompt is the whole one. A stream's tokens come in one chunk."""
     proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
     body, _ = ASKED_TWICE[route]
     if "messages" in body:
         reply = httpx2.post(f"{proxy.session_v1('s')}/{route}", json={"model": "fake", **body}).json()
         more = [reply["choices"][0]["message"], {"role": "user", "content": "And now?"}]
         body = {"messages": [*body["messages"], *more]}
-    ask = {"model": "fake", "n": 2, "stream": stream, "return_token_ids": True, **body}
+    logprobs = {"logprobs": True} if "messages" in body else {"logprobs": 0}
+    ask = {"model": "fake", "n": 2, "stream": stream, "return_token_ids": True, **logprobs, **body}
     headers = {"idempotency-key": "k"}
     fake_engine.calls.clear()
     first, second = (
         httpx2.post(f"{proxy.session_v1('s')}/{route}", json=ask, headers=headers).raise_for_status() for _ in range(2)
     )
     assert len(fake_engine.calls) == 1
-    assert shown_ids(second, stream=stream) == shown_ids(first, stream=stream)
+    assert shown_tokens(second, stream=stream) == shown_tokens(first, stream=stream)
 
 
-def shown_ids(answer: httpx2.Response, *, stream: bool) -> dict[str, list[int]]:
-    """Return the ids in an answer: of the prompt, by where they are, and of each choice."""
+def shown_tokens(answer: httpx2.Response, *, stream: bool) -> dict[str, list[Any]]:
+    """Return the ids in an answer: of the prompt, by where they are, and of each choice; and each choice's logprobs."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     chunks = [json.loads(line) for line in lines] if stream else [answer.json()]
-    ids: dict[str, list[int]] = {}
+    ids: dict[str, list[Any]] = {}
     for chunk in chunks:
         for name, part in (("", chunk), *((str(choice["index"]), choice) for choice in chunk["choices"])):
             if part.get("prompt_token_ids"):
                 ids[f"prompt {name}"] = part["prompt_token_ids"]
             if part.get("token_ids"):
                 ids[name] = ids.get(name, []) + part["token_ids"]
+                for field, values in part["logprobs"].items():
+                    rounded = json.loads(json.dumps(values), parse_float=lambda text: round(float(text), 5))
+                    ids[f"{field} {name}"] = ids.get(f"{field} {name}", []) + rounded
     return ids
 
 
