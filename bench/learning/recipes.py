@@ -118,7 +118,7 @@ RECIPES = {
     "teacher": Recipe(settings=by("distillation"), teachers=("1234",), taught_by=("grpo",)),
     "two_teachers": Recipe(settings=by("distillation"), teachers=("12", "34"), taught_by=("grpo", "rloo")),
     "chord": Recipe(settings=by("chord", mu=0.5, mu_end=0.05, decay_batches=20), num_imported=64),
-    "chord_phi": Recipe(settings=by("chord", mu=0.5, phi=True), num_imported=64),
+    "chord_phi": Recipe(settings=by("chord", mu=0.5, imitation="phi"), num_imported=64),
     "mixed_dpo": Recipe(settings=by("chord", imitation="dpo", mu=0.3), num_imported=64),
     "dpo": Recipe(settings=by("dpo") | {"learning_rate": 1e-4}),
     "replay": Recipe(

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.algorithms.loading import provided
+from trainer.settings import TrainerSettings
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
 
@@ -17,6 +20,17 @@ def test_the_generated_pages_are_up_to_date():
     """Commands, settings, metrics and routes on the pages are those of the code; `make docs` updates the pages."""
     for path, made in runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]().items():
         assert path.read_text() == made
+
+
+@pytest.mark.parametrize("settings", [TrainerSettings, *(each.Settings for each in provided().values())])
+def test_every_setting_of_training_is_on_a_page_that_a_person_wrote(settings):
+    """The generated table says what a setting is; a page says when to change it."""
+    pages = "".join(page.read_text() for page in ROOT.glob("docs/*.md") if page.name != "reference.md")
+    assert [name for name in settings.model_fields if not re.search(rf"\b{name}\b", pages)] == []
+
+
+def test_the_trainer_has_few_settings():
+    assert len(TrainerSettings.model_fields) <= 75
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, Imitation
@@ -28,38 +28,26 @@ class Chord(GRPO):
     class Settings(GRPO.Settings):
         """The loss of imported sessions and its weight."""
 
-        imitation: Literal["sft", "dpo"] = "sft"
-        """Loss of imported sessions: `sft` imitates those with at least `min_reward`, `dpo` trains pairs of a better
-        and a worse one."""
-        min_reward: float = 1.0
-        """Imitate imported sessions with at least this reward."""
+        imitation: Literal["sft", "phi", "dpo"] = "sft"
+        """Loss of imported sessions: `sft` imitates those with a reward of at least 1; `phi` also weighs each token by
+        φ = p (1 − p), p its probability: certain and unlikely tokens count less; `dpo` trains pairs of a better and a
+        worse one."""
         imported_groups: int = Field(default=8, ge=1)
         """Imported groups of a batch, drawn again for each batch. Without groups in the import, a session is one."""
         mu: float = Field(default=0.1, ge=0, le=1)
         """CHORD's μ at its peak: the weight of the imported sessions' loss; that of the policy loss is 1 − μ."""
         mu_end: float = Field(default=0.05, ge=0, le=1)
         """μ after `decay_batches`."""
-        warmup_batches: int = Field(default=0, ge=0)
-        """Batches over which μ rises linearly to `mu`."""
         decay_batches: int = Field(default=0, ge=0)
-        """Batches over which μ then falls to `mu_end`, as half a cosine; 0 leaves it at `mu`."""
-        phi: bool = False
-        """Weight each imported token by φ = p (1 − p), p its probability, with `sft`: certain and unlikely tokens
-        count less."""
-
-        @model_validator(mode="after")
-        def _phi_fits(self) -> Self:
-            if self.imitation == "dpo" and self.phi:
-                raise ValueError("phi=true weighs the tokens of imitation='sft', and it is 'dpo': remove one of them")
-            return self
+        """Batches over which μ falls to `mu_end`, as half a cosine; 0 leaves it at `mu`."""
 
     settings: Settings
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         own: Algorithm = DPO(DPO.Settings())
-        if settings.imitation == "sft":
-            own = (PhiSFT if settings.phi else SFT)(SFT.Settings(min_reward=settings.min_reward))
+        if settings.imitation != "dpo":
+            own = (PhiSFT if settings.imitation == "phi" else SFT)(SFT.Settings())
         self.needs_reference = self.needs_reference or own.needs_reference
         self.imitation = Imitation(own, settings.imported_groups, functools.partial(mu_of, settings=settings))
 
@@ -75,12 +63,10 @@ class PhiSFT(SFT):
 
 
 def mu_of(num_batches: int, settings: Chord.Settings) -> float:
-    """Return μ after so many batches: a linear rise to the peak, then half a cosine down to the end (CHORD-μ)."""
-    if num_batches < settings.warmup_batches:
-        return settings.mu * (num_batches + 1) / (settings.warmup_batches + 1)
+    """Return μ after so many batches: half a cosine from the peak down to the end (CHORD-μ)."""
     if not settings.decay_batches:
         return settings.mu
-    decayed = min((num_batches - settings.warmup_batches) / settings.decay_batches, 1.0)
+    decayed = min(num_batches / settings.decay_batches, 1.0)
     return settings.mu_end + (settings.mu - settings.mu_end) * (1 + math.cos(math.pi * decayed)) / 2
 
 

@@ -27,6 +27,9 @@ from trainer.learning.singles import Floats, PastValues
 from turnwise.experience import Experience
 from turnwise.types import Credit, Json
 
+VALUE_CLIP = 0.2
+"""How far a value may move from that at the start of the batch before its gradient is cut off."""
+
 
 class GAE(GRPO):
     """Generalized Advantage Estimation, with PPO's clip. Schulman et al. 2016 (arXiv:1506.02438)."""
@@ -41,13 +44,8 @@ class GAE(GRPO):
 
         gae_lambda: float = Field(default=1.0, ge=0, le=1)
         """λ a token: 1 compares the whole return with the value, smaller ones trust the critic more."""
-        gae_gamma: float = Field(default=1.0, gt=0, le=1)
-        """Discount of a token in the return."""
         value_coef: float = Field(default=0.5, gt=0)
         """Weight of the value loss."""
-        value_clip: float | None = Field(default=0.2, gt=0)
-        """How far a value may move from that at the start of the batch before its gradient is cut off; None: any
-        way."""
         critic_learning_rate: float | None = Field(default=None, gt=0)
         """Learning rate of the critic's own weights, constant over the run. None: ten times `learning_rate`."""
 
@@ -68,18 +66,20 @@ class GAE(GRPO):
     def critic_loss(self, tokens: TrainedTokens) -> Tensor:
         """Return the weighted value loss."""
         values, old, returns = needed(tokens.values), needed(tokens.old_values), needed(tokens.returns)
-        return self.settings.value_coef * value_loss(values, old, returns, self.settings.value_clip)
+        return self.settings.value_coef * value_loss(values, old, returns)
 
 
-def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> Floats:
-    """Return A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t; nothing follows the last state. [T].
+def gae(rewards: Floats, values: Floats, lam: float) -> Floats:
+    """Return A_t = δ_t + λ A_{t+1} with δ_t = r_t + V_{t+1} − V_t; nothing follows the last state. [T].
+
+    Tokens are not discounted (γ = 1): the length of a reply is no delay of its reward.
 
     Schulman et al. 2016 (arXiv:1506.02438), eq. 11 and 16.
     """
     advantages = np.zeros_like(values)
     following, later = 0.0, 0.0
     for t in reversed(range(len(values))):
-        later = rewards[t] + gamma * following - values[t] + gamma * lam * later
+        later = rewards[t] + following - values[t] + lam * later
         advantages[t], following = later, values[t]
     return advantages
 
@@ -119,13 +119,13 @@ def with_values(batch: Batch, members: Sequence[int], values: Reals, rule: GAE.S
         batch: The batch.
         members: The experiences that are trained.
         values: Of each trained token; those of other experiences are not read. [M]
-        rule: λ and γ.
+        rule: λ.
     """
     raw, advantages = np.zeros(len(values)), np.zeros(len(values))
     for member in members:
         tokens = batch.tokens_of[member]
         rewards = token_rewards(batch.experiences[member], batch.table.place[tokens])
-        raw[tokens] = gae(rewards, values[tokens].astype(np.float64), rule.gae_gamma, rule.gae_lambda)
+        raw[tokens] = gae(rewards, values[tokens].astype(np.float64), rule.gae_lambda)
     trained = np.concatenate([batch.tokens_of[member] for member in members])
     advantages[trained] = whiten(raw[trained], ddof=0)
     returns = raw + values
@@ -146,13 +146,10 @@ def explained_variance(values: npt.NDArray[np.floating], returns: Floats) -> flo
     return None if spread == 0 else 1 - float(np.var(returns - values)) / spread
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Return max((V − R)², (clip(V, V_old ± ε) − R)²) / 2 a token, (V − R)² / 2 without a clip. [M].
+def value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
+    """Return max((V − R)², (clip(V, V_old ± ε) − R)²) / 2 a token. [M].
 
     The clip is that of PPO's implementations (Huang et al. 2022, "The 37 implementation details of PPO", detail 9).
     """
-    loss = (values - returns).square()
-    if clip is not None:
-        bounded = old + (values - old).clamp(-clip, clip)
-        loss = torch.maximum(loss, (bounded - returns).square())
-    return loss / 2
+    bounded = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+    return torch.maximum((values - returns).square(), (bounded - returns).square()) / 2

@@ -25,28 +25,27 @@ def close(actual, expected):
 
 
 def test_gae_gives_the_numbers_worked_by_hand():
-    """γ = 0.5, λ = 0.5, V = 1, 2, 4, rewards 0, 0, 8.
+    """λ = 0.5, V = 1, 2, 4, rewards 0, 0, 8.
 
-    δ = 0 + 1 - 1 = 0, 0 + 2 - 2 = 0, 8 - 4 = 4; A = 4 / 16 = 0.25, 4 / 4 = 1, 4.
+    δ = 0 + 2 - 1 = 1, 0 + 4 - 2 = 2, 8 - 4 = 4; A = 1 + 4 / 2 = 3, 2 + 4 / 2 = 4, 4.
     """
     rewards, states = np.array([0.0, 0.0, 8.0]), np.array([1.0, 2.0, 4.0])
-    close(gae.gae(rewards, states, 0.5, 0.5), [0.25, 1.0, 4.0])
-    close(gae.gae(rewards, states, 1.0, 1.0), [7.0, 6.0, 4.0])  # return minus value
-    close(gae.gae(rewards, states, 1.0, 0.0), [1.0, 2.0, 4.0])  # one step ahead alone
+    close(gae.gae(rewards, states, 0.5), [3.0, 4.0, 4.0])
+    close(gae.gae(rewards, states, 1.0), [7.0, 6.0, 4.0])  # return minus value
+    close(gae.gae(rewards, states, 0.0), [1.0, 2.0, 4.0])  # one step ahead alone
 
 
 def test_the_value_loss_is_clipped_around_the_old_value_by_hand():
-    """V_old = 1, R = 2, clip 0.5.
+    """V_old = 1, R = 2, clip 0.2.
 
-    V = 1.2: 0.8² / 2 = 0.32. V = 2: clipped to 1.5, max(0, 0.5²) / 2 = 0.125, without gradient.
-    V = 0: max(4, 1.5²) / 2 = 2.
+    V = 1.1: 0.9² / 2 = 0.405. V = 2: clipped to 1.2, max(0, 0.8²) / 2 = 0.32, without gradient.
+    V = 0: max(4, 1.2²) / 2 = 2.
     """
-    predicted = tensor([1.2, 2.0, 0.0], requires_grad=True)
-    loss = gae.value_loss(predicted, tensor([1.0] * 3), tensor([2.0] * 3), 0.5)
-    close(loss.detach(), [0.32, 0.125, 2.0])
+    predicted = tensor([1.1, 2.0, 0.0], requires_grad=True)
+    loss = gae.value_loss(predicted, tensor([1.0] * 3), tensor([2.0] * 3))
+    close(loss.detach(), [0.405, 0.32, 2.0])
     loss.sum().backward()
-    close(predicted.grad, [-0.8, 0.0, -2.0])
-    close(gae.value_loss(predicted.detach(), tensor([1.0] * 3), tensor([2.0] * 3), None), [0.32, 0.0, 2.0])
+    close(predicted.grad, [-0.9, 0.0, -2.0])
 
 
 def test_rewards_follow_the_chain_or_each_step_by_hand():

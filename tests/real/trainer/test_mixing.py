@@ -18,7 +18,6 @@ from trainer.algorithms.algorithm import loss_of, parts, step_weights
 from trainer.algorithms.chord import phi
 from trainer.learning.batch import build, minibatches
 from trainer.learning.ratios import TrainedTokens
-from turnwise.errors import SettingsError
 from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
 
@@ -32,10 +31,10 @@ def close(actual, expected):
     np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
 
 
-def test_mu_rises_linearly_and_falls_as_half_a_cosine_by_hand():
-    """One batch up to 0.8, two down to 0.2: 0.8 · 1/2, 0.8, 0.2 + 0.6 · (1 + cos π/2) / 2 = 0.5, then 0.2."""
-    share = algorithm("chord", mu=0.8, mu_end=0.2, warmup_batches=1, decay_batches=2).imitation.share
-    close([share(number) for number in range(5)], [0.4, 0.8, 0.5, 0.2, 0.2])
+def test_mu_falls_as_half_a_cosine_by_hand():
+    """Two batches from 0.8 down to 0.2: 0.8, 0.2 + 0.6 · (1 + cos π/2) / 2 = 0.5, then 0.2."""
+    share = algorithm("chord", mu=0.8, mu_end=0.2, decay_batches=2).imitation.share
+    close([share(number) for number in range(4)], [0.8, 0.5, 0.2, 0.2])
     constant = algorithm("chord", mu=0.3).imitation.share
     close([constant(number) for number in (0, 1000)], [0.3, 0.3])
 
@@ -73,7 +72,7 @@ def test_the_loss_of_a_step_is_the_weighted_sum_of_both_means_by_hand():
     sampled, imported = parts(tokens)
     close(loss_of(sampled, chord), -0.8)
     close(loss_of(imported, chord.imitation.algorithm), 0.2 * LN2)
-    close(loss_of(imported, algorithm("chord", phi=True).imitation.algorithm), 0.05 * LN2)
+    close(loss_of(imported, algorithm("chord", imitation="phi").imitation.algorithm), 0.05 * LN2)
 
 
 def test_a_row_of_imported_tokens_alone_has_no_policy_loss():
@@ -115,7 +114,7 @@ def logprob(directory: Path, reply: list[int]) -> float:
     return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(reply)[:, None]).sum())
 
 
-@pytest.mark.parametrize("loss", [{}, {"phi": True, "mu": 0.9}])
+@pytest.mark.parametrize("loss", [{}, {"imitation": "phi", "mu": 0.9}])
 def test_imported_replies_are_imitated_beside_the_policy_loss(tmp_path, model, loss):
     """The better reply of each pair gains; the update records its session, and its group stays for later batches."""
     database, settings = played(tmp_path, model, reuse_epochs=4, algorithm={"name": "chord", **loss})
@@ -165,8 +164,3 @@ def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model):
     expected, found = whole.tensors()["model"], resumed.tensors()["model"]
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     assert dataclasses.asdict(whole.progress) == dataclasses.asdict(resumed.progress)
-
-
-def test_phi_does_not_fit_pairs():
-    with pytest.raises(SettingsError, match="remove one of them"):
-        algorithm("chord", imitation="dpo", phi=True)
