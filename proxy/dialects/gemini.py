@@ -85,7 +85,6 @@ class Gemini(ChatCompletions):
     """Google's Gemini API."""
 
     name = "gemini"
-    repeats_messages = False
     routes: ClassVar[Sequence[WireRoute]] = (*_call_routes("v1beta"), *_call_routes("v1"), *MODEL_ROUTES)
     error_prefixes = ("/v1beta",)
     marker_header = b"x-goog-api-key"

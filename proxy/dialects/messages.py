@@ -42,7 +42,6 @@ class Messages(ChatCompletions):
     """Anthropic's Messages."""
 
     name = "messages"
-    repeats_messages = False
     routes: ClassVar[Sequence[WireRoute]] = (
         WireRoute(
             path="/v1/messages",

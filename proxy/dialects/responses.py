@@ -48,7 +48,6 @@ class Responses(ChatCompletions):
     """OpenAI's Responses."""
 
     name = "responses"
-    repeats_messages = False
     routes: ClassVar[Sequence[WireRoute]] = (
         WireRoute(
             path="/v1/responses",
