@@ -110,7 +110,7 @@ def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activa
 def test_sessions_without_routing_take_the_experts_of_the_trainer(directory: Path):
     found = sessions()
     batch = batch_of(found)
-    assert all(row.routing is None for row in pack(batch, range(len(found)), 128, "forest"))
+    assert all(row.routing is None for row in pack(batch, range(len(found)), 128))
     rule = AgentRule(row_tokens=128)
     with_replay, without = (
         PolicyAgent(loaded(directory, router_replay=replay), rule).logprobs_of(batch, range(len(found)))
