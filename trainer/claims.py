@@ -7,6 +7,7 @@ not claimed: every batch may draw them again.
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_REFILL_FACTOR = 4
 """A batch is refilled to at most this many times its groups."""
+FEW = 4
+"""A batch waits for further groups if less than one in so many has an advantage."""
 _DRAW = 1
 """Distinguishes the random numbers of imported sessions from those that shuffle the batch."""
 
@@ -48,18 +51,23 @@ class Claims:
         return claimed
 
     def refilled(self, claimed: ClaimedBatch, state: State) -> ClaimedBatch:
-        """Return the batch with a further group for each one of equal rewards, as far as there are any.
+        """Return the batch with further groups in the place of those of equal rewards, as far as there are any.
 
-        Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling.
+        With `refill_seconds` all are replaced: Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling. Without it, a
+        quarter of the batch is to have an advantage.
         """
-        most, world = MAX_REFILL_FACTOR * len(claimed.claim.groups), self._agent.world
-        while self.config.refill_seconds is not None and len(claimed.claim.groups) < most:
+        config, world = self.config, self._agent.world
+        most, until = MAX_REFILL_FACTOR * len(claimed.claim.groups), time.monotonic() + config.refill_limit
+        size = claimed.claim.size(config.singles_per_group)
+        needed = -(-size // FEW) if config.refill_seconds is None else size
+        while len(claimed.claim.groups) < most:
             uniform = {key for key, why in self.select(claimed, state).refused.items() if why == UNIFORM}
-            missing = claimed.claim.size_of(uniform, self.config.singles_per_group) - claimed.num_refills
+            num_uniform = claimed.claim.size_of(uniform, config.singles_per_group)
+            missing = needed - (claimed.claim.size(config.singles_per_group) - num_uniform)
             if missing <= 0:
                 break
             at = self._position(state)
-            more = world.share(self._env.refill(claimed, missing, at) if world.is_first else None)
+            more = world.share(self._env.refill(claimed, missing, at, until) if world.is_first else None)
             if more is None:
                 break
             claimed = more

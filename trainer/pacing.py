@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 MOST_REFUSED = 3
 """Versions in a row that engines refuse before the training waits for a person."""
+MOST_REFILL_SECONDS = 60.0
+"""Longest wait, by default, for groups in the place of those with equal rewards."""
 REPORT_SECONDS = 5.0
 """Shortest time between two log lines about the same wait."""
 
@@ -71,8 +73,9 @@ class SourceRule(PacingRule):
     """How long to wait for a whole batch once a group is ready; then a smaller batch is trained, with the single
     sessions that are ready. None has no limit. The first batch of a run waits five seconds at most."""
     refill_seconds: float | None = Field(default=None, ge=0)
-    """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None
-    trains a smaller batch."""
+    """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None:
+    only a batch of which less than a quarter has an advantage waits, until it is a quarter, and at most `wait_seconds`
+    or a minute."""
     stalled_seconds: float | None = 900.0
     """Close a group without activity for this long; None leaves it open."""
     unrewarded_seconds: float | None = Field(default=None, ge=0)
@@ -82,6 +85,13 @@ class SourceRule(PacingRule):
     """Train a stalled group without its missing sessions, or drop it."""
     train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
     """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
+
+    @property
+    def refill_limit(self) -> float:
+        """How long a batch waits at most for groups in the place of those with equal rewards, seconds."""
+        if self.refill_seconds is not None:
+            return self.refill_seconds
+        return MOST_REFILL_SECONDS if self.wait_seconds is None else min(self.wait_seconds, MOST_REFILL_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

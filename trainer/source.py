@@ -83,8 +83,11 @@ class Source(Protocol):
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait for a batch, or for the request to go on from another version; None after `close`."""
 
-    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position) -> ClaimedBatch | None:
-        """Return the batch with up to so many further groups; None if none became ready in time."""
+    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position, until: float) -> ClaimedBatch | None:
+        """Return the batch with up to so many further groups; None if none became ready in time.
+
+        `until` is on the monotonic clock.
+        """
 
     def publish(self, policy: PolicyVersion) -> None:
         """Announce a version whose batch is acknowledged later, and again once its files are written."""
@@ -175,11 +178,13 @@ class LedgerSource:
                 pinned=self._found(policies.pinned_version),
             )
 
-    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position) -> ClaimedBatch | None:
-        """Return the batch with up to so many further groups; None if none became ready within `refill_seconds`."""
+    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position, until: float) -> ClaimedBatch | None:
+        """Return the batch with up to so many further groups; None if none became ready until then."""
         started = time.monotonic()
+        if until > started:
+            self._report_status(f"waiting: {num_groups} more groups in the place of groups with equal rewards", None)
         while self._look(at).num_filled(self._rule) < num_groups:
-            if time.monotonic() - started >= (self._rule.refill_seconds or 0.0) or self._closed.is_set():
+            if time.monotonic() >= until or self._closed.is_set():
                 break
             self._closed.wait(min(0.05, POLL_SECONDS))
         more = None if self._closed.is_set() else self._claim(num_groups, at)

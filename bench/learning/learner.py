@@ -82,7 +82,8 @@ class Run:
         url = f"sqlite:///{directory / 'ledger.db'}"
         self.db = Database(url)
         self.db.upgrade()
-        values = {"database": url, "model": str(model), "policies_dir": directory / "policies", "progress": False}
+        values = {"database": url, "model": str(model), "policies_dir": directory / "policies"}
+        values |= {"progress": False, "wait_seconds": 0.0}
         taught = {"algorithm": {"teachers": list(teachers)}} if teachers else {}
         settings = TrainerSettings(**merged(DEMO_SETTINGS, recipe.settings, taught, values))
         workflow = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from turnwise.commands import location, running_stack
+from turnwise.commands import location, preflight, running_stack
 from turnwise.commands.cli import main
 from turnwise.commands.location import at_running_proxy
 from turnwise.commands.preflight import check_database_model
@@ -129,13 +130,26 @@ def test_a_lora_trainer_enables_adapters_in_the_engine():
     assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
 
 
-def test_engines_that_sleep_are_started_with_sleep_mode_and_the_proxy_brings_them_to_sleep():
+def test_engines_that_sleep_are_started_with_sleep_mode_before_the_users_flags_and_the_proxy_brings_them_to_sleep():
     Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nengine_sleep_level = 1\n')
-    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
-    assert commands["engine"][-3:] == ["16", "--", "--enable-sleep-mode"]
+    flags = ("--", "--block-size", "16")
+    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", *flags).output)["commands"]
+    assert commands["engine"][-5:] == ["16", "--", "--enable-sleep-mode", "--block-size", "16"]
     assert commands["proxy"][-1] == "--engine-sleep"
     commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--no-trainer").output)["commands"]
     assert not any("sleep" in word for argv in commands.values() for word in argv)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_either_signal_interrupts_the_start_and_the_run_of_a_background_job(model, monkeypatch, number):
+    """A shell starts background jobs with SIGINT ignored."""
+    monkeypatch.setattr(preflight, "check_database_model", lambda *_: signal.raise_signal(number))
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        stopped = _run("up", "--model", model, "--no-trainer")
+    finally:
+        signal.signal(number, before)
+    assert "everything is stopped" in stopped.output
 
 
 def test_engines_on_a_cpu_cannot_sleep(model, monkeypatch):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def _run(settings: UpSettings, config: Path | None) -> None:
+def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> None:
     """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
     from turnwise.commands.preflight import check_database_model, check_up
     from turnwise.processes.printer import print_last_line
@@ -32,11 +32,18 @@ def _run(settings: UpSettings, config: Path | None) -> None:
     running_stack.check_none_runs()
     config = config if config is not None and has_sections(config) else None
     checked = check_up(settings, config)
-    with _interrupted_by_sigterm():
+    with _interrupted_by_signals():
         try:
             model = settings.model or _own_model(settings)
             check_database_model(settings.database.get_secret_value(), model)
-            stack = Stack(settings, model=model, gpus=checked.gpus, needs=checked.needs, config=config)
+            stack = Stack(
+                settings,
+                model=model,
+                gpus=checked.gpus,
+                needs=checked.needs,
+                config=config,
+                vllm_flags=vllm_flags,
+            )
             logs = settings.runs_dir / "logs"
             started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)
             with running_stack.announced(_state_of(stack, settings)), started as running:
@@ -47,7 +54,7 @@ def _run(settings: UpSettings, config: Path | None) -> None:
             print_last_line(print_process_line, "up", "everything is stopped")
 
 
-def _show(settings: UpSettings, config: Path | None) -> dict[str, Any]:
+def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> dict[str, Any]:
     """Return the commands of the processes for `--dry-run`; the database's URL goes by environment.
 
     The plan may be for another machine: GPUs that the settings name need not exist here.
@@ -64,6 +71,7 @@ def _show(settings: UpSettings, config: Path | None) -> dict[str, Any]:
         gpus=settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named)))),
         needs=needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds(),
         config=config,
+        vllm_flags=vllm_flags,
     )
     gpus = {child.name: child.env[DEVICES] for child in stack.children() if DEVICES in child.env}
     return {"commands": {child.name: list(child.argv) for child in stack.children()}, "gpus": gpus}
@@ -102,17 +110,18 @@ def _own_model_directory(settings: UpSettings) -> Path:
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM interrupt the start and the run, as ctrl-C does."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGINT interrupt the start and the run; a shell's background job ignores SIGINT otherwise."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 up = SettingsCommand(
@@ -120,6 +129,7 @@ up = SettingsCommand(
     section="up",
     run=_run,
     show=_show,
+    takes_extra="[-- VLLM FLAGS…]",
     takes_config=True,
-    help="Run engine, proxy and trainer on this machine, with SQLite; ctrl-C stops all.",
+    help="Run engine, proxy and trainer on this machine, with SQLite; ctrl-C stops all. Arguments after -- go to vLLM.",
 )

@@ -7,6 +7,7 @@ database's URL goes by environment, because it may hold a password and other use
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,6 +98,7 @@ class Stack:
         gpus: GpuPlan,
         needs: TrainerNeeds,
         config: Path | None = None,
+        vllm_flags: Sequence[str] = (),
     ) -> None:
         """Choose the ports.
 
@@ -106,12 +108,14 @@ class Stack:
             gpus: Which process gets which GPUs.
             needs: What the trainer's settings ask of the other processes.
             config: Settings file that the children read too; None: each reads `turnwise.toml` where there is one.
+            vllm_flags: Further flags of each engine's vLLM.
         """
         self._settings = settings
         self._model = model
         self._gpus = gpus
         self._config = ["--config", str(config)] if config is not None else []
         self._needs = needs
+        self._vllm_flags = [*(["--enable-sleep-mode"] if needs.engines_sleep else []), *vllm_flags]
         first = settings.engine_port
         self.engine_ports = [
             free_port() if first is None else first + position for position in range(len(gpus.engines))
@@ -145,7 +149,7 @@ class Stack:
             flags += ["--gpu-memory", str(self._gpus.engine_memory)]
         if self._needs.lora_rank is not None:
             flags += ["--lora", "--max-lora-rank", str(self._needs.lora_rank)]
-        return [*flags, "--", "--enable-sleep-mode"] if self._needs.engines_sleep else flags
+        return [*flags, "--", *self._vllm_flags] if self._vllm_flags else flags
 
     def proxy_flags(self) -> list[str]:
         """Return the flags of the proxy."""

@@ -85,12 +85,12 @@ async def play_all(settings: RunSettings, argv: Sequence[str], progress: Progres
             for pass_index in itertools.count() if settings.watch else range(settings.passes):
                 tasks = load_tasks(settings.tasks, settings.split)
                 before = runner.num_finished(pass_index, settings.split)
-                num_runs = settings.passes * len(tasks) * settings.group_size
+                num_runs = settings.passes * len(tasks) * settings.runs_per_task
                 progress.num_planned = None if settings.watch else num_runs - before
                 if before:
                     progress.message(f"{before} runs of pass {pass_index} are finished and are not played again")
                 results += await runner.play(
-                    tasks, split=settings.split, group_size=settings.group_size, pass_index=pass_index
+                    tasks, split=settings.split, group_size=settings.runs_per_task, pass_index=pass_index
                 )
                 if runner.stopping.is_set():
                     progress.num_missing = 0 if settings.watch else num_runs - len(results)

@@ -31,7 +31,8 @@ class RunSettings(Settings):
     split: Literal["train", "eval"] = "train"
     """Which tasks to play; sessions of `eval` are never trained on."""
     group_size: int = Field(default=1, ge=1)
-    """Number of runs of each task; their rewards are compared with each other."""
+    """Number of runs of each training task, whose rewards are compared with each other. Held-out tasks are played once
+    in each pass."""
     parallel: int = Field(default=4, ge=1)
     """Number of concurrent runs."""
     workdir: Path | None = None
@@ -66,6 +67,11 @@ class RunSettings(Settings):
     """Number of worker processes of `call`; the parallel runs are divided among them."""
     python: str = sys.executable
     """Interpreter of the workers; the agent's packages may live in its own environment."""
+
+    @property
+    def runs_per_task(self) -> int:
+        """Number of runs of each task of the split in one pass."""
+        return self.group_size if self.split == "train" else 1
 
     @property
     def timeout_seconds(self) -> float:

@@ -316,12 +316,15 @@ def play_rewarded(ledger, model, name, rewards):
         ledger_of.add_rewards(conn, lines)
 
 
-@pytest.mark.parametrize(("refill_seconds", "expected"), [(None, (3, 2, 0)), (0.0, (5, 2, 2))])
+@pytest.mark.parametrize(
+    ("refill_seconds", "second", "expected"),
+    [(None, [0, 1], (3, 2, 0)), (None, [0, 0], (4, 3, 1)), (0.0, [0, 1], (5, 2, 2))],
+)
 def test_groups_of_equal_rewards_are_refilled_from_those_that_are_ready(
-    tmp_path, model, ledger, refill_seconds, expected
+    tmp_path, model, ledger, refill_seconds, second, expected
 ):
-    """The first three groups hold two of equal rewards: the next two take their place, and two are left."""
-    for name, rewards in (("a", [1, 1]), ("b", [0, 1]), ("c", [0, 0]), *((name, [0, 1]) for name in "defg")):
+    """Two or three of the first three groups have equal rewards: all are replaced, or until one of four is not such."""
+    for name, rewards in (("a", [1, 1]), ("b", second), ("c", [0, 0]), *((name, [0, 1]) for name in "defg")):
         play_rewarded(ledger, model, name, rewards)
     settings = settings_for(tmp_path, model, refill_seconds=refill_seconds, total_batches=1)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
@@ -330,4 +333,4 @@ def test_groups_of_equal_rewards_are_refilled_from_those_that_are_ready(
     assert (metrics["num_groups"], metrics["num_uniform_groups"], metrics["num_refill_groups"]) == expected
     with ledger.read() as conn:
         assert queries.counts(conn).groups["ready"] == 7 - expected[0]
-    assert metrics["num_sessions"] == 2 * (expected[0] - 2)
+    assert metrics["num_sessions"] == 2 * (expected[0] - expected[1])
