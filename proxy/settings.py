@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator
 
 from turnwise.settings import Settings, mask_credentials, parsed_json
-from turnwise.types import MAX_REWARD
+from turnwise.types import MAX_REWARD, PolicyKind
 
 DIVIDED = (
     "max_concurrent_calls",
@@ -28,6 +28,10 @@ DIVIDED = (
     "replay_bytes",
 )
 """Settings of the whole proxy that each worker gets a share of."""
+
+
+HOLDOUT_SHARE = 0.1
+"""Default share of the hold-out where it costs no engine."""
 
 
 class ProxySettings(Settings):
@@ -194,10 +198,10 @@ class ProxySettings(Settings):
     """How far the canary's mean session reward may lie below the control's."""
     canary_broken_rise: float = Field(default=0.1, ge=0, le=1)
     """How far the canary's share of broken turns may lie above the control's: failed, untrainable, or cut by length."""
-    holdout_share: float = Field(default=0.0, ge=0, lt=1)
+    holdout_share: float | None = Field(default=None, ge=0, lt=1)
     """Share of the new sessions without a group that stays on an older version, in split `eval`, so that what later
-    versions gain is measured; 0 keeps none. The hold-out is the version that was served when it began, until a version
-    is served that is not newer. Whole weights need a second engine for it, adapters do not."""
+    versions gain is measured; 0 keeps none. By default 0.1 of adapters, and none of whole weights, which need an engine
+    of their own for it. Once the gain is certain, the version that is served then becomes the next hold-out."""
     canary_drift_nats: float = Field(default=1.0, ge=0)
     """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -210,6 +214,12 @@ class ProxySettings(Settings):
     needs `pip install '.[otel]'`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
+
+    def share_held_out(self, kind: PolicyKind) -> float:
+        """Return the share of the sessions that is held out where versions of this kind are served."""
+        if self.holdout_share is not None:
+            return self.holdout_share
+        return HOLDOUT_SHARE if kind is PolicyKind.LORA else 0.0
 
     @functools.cached_property
     def json_limits(self) -> dict[str, int]:

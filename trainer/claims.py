@@ -15,7 +15,7 @@ from trainer.algorithms.algorithm import Imitation, select
 from trainer.learning.batch import Batch, build
 from trainer.learning.selection import Selection, joined
 from trainer.learning.singles import UNIFORM, is_single
-from trainer.pacing import Position, Rewind
+from trainer.pacing import SMALLEST_PART, Position, Rewind
 from trainer.policy.engine import TrainingEngine
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, Source
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 MAX_REFILL_FACTOR = 4
 """A batch is refilled to at most this many times its groups."""
-FEW = 4
-"""A batch waits for further groups if less than one in so many has an advantage."""
 _DRAW = 1
 """Distinguishes the random numbers of imported sessions from those that shuffle the batch."""
 
@@ -59,7 +57,7 @@ class Claims:
         config, world = self.config, self._agent.world
         most, until = MAX_REFILL_FACTOR * len(claimed.claim.groups), time.monotonic() + config.refill_limit
         size = claimed.claim.size(config.singles_per_group)
-        needed = -(-size // FEW) if config.refill_seconds is None else size
+        needed = -(-size // SMALLEST_PART) if config.refill_seconds is None else size
         while len(claimed.claim.groups) < most:
             uniform = {key for key, why in self.select(claimed, state).refused.items() if why == UNIFORM}
             num_uniform = claimed.claim.size_of(uniform, config.singles_per_group)

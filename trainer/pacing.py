@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from trainer.sentinels import Sentinel
+from trainer.sentinels import BOUNDS, Sentinel
 from turnwise.settings import Settings, parsed_json
 from turnwise.store.claims import Claim
 from turnwise.types import PolicyVersion, Role
@@ -26,6 +26,8 @@ MOST_REFUSED = 3
 """Versions in a row that engines refuse before the training waits for a person."""
 MOST_REFILL_SECONDS = 60.0
 """Longest wait, by default, for groups in the place of those with equal rewards."""
+SMALLEST_PART = 4
+"""A batch that does not become whole in time is trained if one in so many places is filled, with an advantage."""
 REPORT_SECONDS = 5.0
 """Shortest time between two log lines about the same wait."""
 
@@ -46,10 +48,9 @@ class PacingRule(Settings):
     when_pinned: Literal["wait", "train_pinned"] = "wait"
     """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
     version's weights and train from there. Neither drops groups."""
-    sentinels: dict[Sentinel, float] = Field(default_factory=dict)
-    """By how much each sentinel may rise over its level before training waits, such as {"broken_calls": 0.1,
-    "questions": 0.2, "repeats": 0.2, "empty": 0.1, "given_up": 0.2, "length": 1.0}: shares by a difference, `length`
-    and `certainty` by a part of the level. Others are not watched."""
+    sentinels: dict[Sentinel, float] = Field(default_factory=lambda: dict(BOUNDS))
+    """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
+    `certainty` by a part of the level. They watch sessions without a group. Others are not watched; {} watches none."""
 
     @field_validator("sentinels", mode="before")
     @classmethod
@@ -64,14 +65,13 @@ class SourceRule(PacingRule):
     """Name under which groups are claimed. A process that restarts under it takes over the groups that it held. Each
     running process needs its own."""
     groups_per_batch: int = Field(default=32, ge=1)
-    """Groups of a whole batch."""
+    """Groups of a whole batch, which is trained at once. A quarter of it is the smallest batch: fewer groups are no
+    evidence for a new version, however long they wait."""
     singles_per_group: int = Field(default=8, ge=1)
-    """Single sessions that fill the place of one group. Traffic without groups makes a batch of `groups_per_batch`
-    times as many sessions, however long that takes: few sessions are no evidence for a new version. 1 treats each as a
-    group, `wait_seconds` included."""
-    wait_seconds: float | None = 60.0
-    """How long to wait for a whole batch once a group is ready; then a smaller batch is trained, with the single
-    sessions that are ready. None has no limit. The first batch of a run waits five seconds at most."""
+    """Single sessions that fill the place of one group."""
+    wait_seconds: float | None = 300.0
+    """How long to wait for a whole batch once a group or single session is ready; then a smaller batch is trained, as
+    soon as it is large enough. None has no limit. The first batch of a run waits five seconds at most."""
     refill_seconds: float | None = Field(default=None, ge=0)
     """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None:
     only a batch of which less than a quarter has an advantage waits, until it is a quarter, and at most `wait_seconds`
@@ -92,6 +92,11 @@ class SourceRule(PacingRule):
         if self.refill_seconds is not None:
             return self.refill_seconds
         return MOST_REFILL_SECONDS if self.wait_seconds is None else min(self.wait_seconds, MOST_REFILL_SECONDS)
+
+    @property
+    def smallest_batch(self) -> int:
+        """The places of a batch that must be filled before it is trained."""
+        return -(-self.groups_per_batch // SMALLEST_PART)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +141,6 @@ class Look:
     """The newest `MOST_REFUSED` versions, if engines refused each of them."""
     alarm: str | None = None
     """The sentinel that is beyond its bound, with its numbers."""
-
-    def num_due(self, rule: SourceRule) -> int:
-        """Return how many groups need not wait for a whole batch forever."""
-        return self.num_ready + (self.num_singles if rule.singles_per_group == 1 else 0)
 
     def num_filled(self, rule: SourceRule) -> int:
         """Return how many places of a batch can be filled."""
@@ -244,12 +245,13 @@ class WaitingLog:
 
 def describe_wait(look: Look, rule: SourceRule, seconds_left: float | None, held: str | None) -> str:
     """Return one line on what the trainer waits for."""
-    num_due = look.num_due(rule)
-    counted = f"{num_due} of {rule.groups_per_batch} groups are ready"
-    if look.num_singles and rule.singles_per_group > 1:
+    each_counts = rule.singles_per_group == 1
+    num_ready = look.num_filled(rule) if each_counts else look.num_ready
+    counted = f"{num_ready} of {rule.groups_per_batch} groups are ready"
+    if look.num_singles and not each_counts:
         counted += f", and {look.num_singles} single sessions, of which {rule.singles_per_group} count as a group"
     if held is not None:
         return f"{counted}; {held}"
-    if not num_due or seconds_left is None:
-        return f"waiting: {counted}"
-    return f"waiting: {counted}, starts in {max(seconds_left, 0):.0f} s"
+    if look.num_filled(rule) < rule.smallest_batch:
+        return f"waiting: {counted}; a batch needs at least {rule.smallest_batch}"
+    return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")

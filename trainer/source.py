@@ -389,14 +389,15 @@ class LedgerSource:
             held = why_held(look, at, self._rule)
             if isinstance(held, Rewind):
                 return held
-            num_due = look.num_due(self._rule)
-            if num_due and seen_at is None:
-                seen_at = time.monotonic()
-            left = None if patience is None or seen_at is None else seen_at + patience - time.monotonic()
+            num_filled, now = look.num_filled(self._rule), time.monotonic()
+            if seen_at is None and (look.num_ready or look.num_singles):
+                seen_at = now
+            is_enough = num_filled >= self._rule.smallest_batch
+            left = None if patience is None or seen_at is None or not is_enough else seen_at + patience - now
             self._is_blocked = bool(look.refused) or look.alarm is not None
             waiting.observe(look, left, held)
-            is_late = num_due > 0 and left is not None and left <= 0
-            if held is None and (is_late or look.num_filled(self._rule) >= self._rule.groups_per_batch):
+            is_late = left is not None and left <= 0
+            if held is None and (is_late or num_filled >= self._rule.groups_per_batch):
                 waiting.end()
                 return True
             self._closed.wait(pause)
@@ -439,7 +440,7 @@ class LedgerSource:
                     oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
                     failed=policies.failed_versions(conn, at.recent_versions),
                     refused=policies.refused_in_a_row(conn, MOST_REFUSED),
-                    alarm=self._read_sentinels(conn),
+                    alarm=self._read_sentinels(conn, Look(num_ready=num_ready, num_singles=num_singles)),
                 )
         except StoreUnavailable as error:
             if error.is_permanent:
@@ -447,9 +448,10 @@ class LedgerSource:
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
 
-    def _read_sentinels(self, conn: Connection) -> str | None:
-        """Return the alarm of the sentinels, read again after a while."""
-        if self._rule.sentinels and time.monotonic() - self._checked_at >= SENTINEL_SECONDS:
+    def _read_sentinels(self, conn: Connection, look: Look) -> str | None:
+        """Return the alarm of the sentinels: read once there is a batch that it could stop, and again after a while."""
+        is_due = look.num_filled(self._rule) >= self._rule.smallest_batch
+        if is_due and self._rule.sentinels and time.monotonic() - self._checked_at >= SENTINEL_SECONDS:
             self._alarm = sentinels.check(conn, self._rule.sentinels)
             self._checked_at = time.monotonic()
         return self._alarm

@@ -116,6 +116,9 @@ def _groups_and_sessions() -> None:
     op.create_index("ix_sessions_group", "sessions", ["tenant", "group_id"])
     op.create_index("ix_sessions_group_pk", "sessions", ["group_pk"])
     op.create_index("ix_sessions_status", "sessions", ["status", "last_active_at"])
+    _create_index_where(
+        "group_id IS NULL AND ended_at IS NOT NULL", "ix_sessions_live", "sessions", ["status", "last_active_at"]
+    )
     op.create_index("ix_sessions_task", "sessions", ["tenant", "task_id"])
     op.create_index("ix_sessions_tenant", "sessions", ["tenant", "session_pk"])
     op.create_index("ix_sessions_tenant_status", "sessions", ["tenant", "status", "session_pk"])
@@ -357,5 +360,10 @@ def _processes() -> None:
 
 def _create_index_where_set(condition: str, name: str, table: str, columns: list[str], *, unique: bool = False) -> None:
     """Create an index of the rows whose column `condition` is not null."""
-    where = sa.text(f"{condition} IS NOT NULL")
+    _create_index_where(f"{condition} IS NOT NULL", name, table, columns, unique=unique)
+
+
+def _create_index_where(condition: str, name: str, table: str, columns: list[str], *, unique: bool = False) -> None:
+    """Create an index of the rows that fulfil a condition."""
+    where = sa.text(condition)
     op.create_index(name, table, columns, unique=unique, sqlite_where=where, postgresql_where=where)

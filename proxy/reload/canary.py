@@ -33,7 +33,7 @@ from proxy.reload.served_versions import ServedVersions
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead
 from turnwise.store import policies
-from turnwise.store.arms import Arm, arms_since, lift
+from turnwise.store.arms import Arm, arms_since, held_out_arms, lift
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, PolicyVersion
 
@@ -172,7 +172,7 @@ class Canary:
         Whole weights are held out only beside another engine.
         """
         held = holdout or active
-        if held is None or held.version >= target.version or not self._settings.holdout_share:
+        if held is None or held.version >= target.version or not self._settings.share_held_out(target.kind):
             return None
         needs_engine = target.kind is PolicyKind.FULL
         return None if needs_engine and len(self._pool.serving) < NUM_ENGINES else held
@@ -192,9 +192,10 @@ class Canary:
         await self._served.refresh()
 
     async def measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
-        """Compare the sessions of the served version with those of the hold-out since it is served.
+        """Compare the sessions of the hold-out with those of all later versions since it began.
 
-        An engine that came back may have lost the hold-out; it is loaded again.
+        An engine that came back may have lost the hold-out; it is loaded again. A hold-out that is worse for certain
+        ends: its users get the served version, which becomes the next hold-out once a newer one is served.
         """
         self._measured_at = time.monotonic()
         if not (active.kind is PolicyKind.LORA and holdout.kind is PolicyKind.FULL):  # adapters leave the weights
@@ -205,7 +206,14 @@ class Canary:
                 await self.end_holdout(holdout)
                 return
             self._pool.stop_draining()
-        await self._record(await asyncio.to_thread(self._arms, active, holdout), active, holdout)
+        arms = await asyncio.to_thread(self._held_out_arms, holdout)
+        await self._record(arms, active, holdout)
+        if lift(*arms).get("reward", {"low": 0.0})["low"] > 0:
+            await self.end_holdout(holdout)
+
+    def _held_out_arms(self, holdout: PolicyVersion) -> tuple[Arm, Arm]:
+        with self._database.read() as connection:
+            return held_out_arms(connection, holdout)
 
     def is_wanted(self, target: PolicyVersion, active: PolicyVersion) -> bool:
         """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""

@@ -152,7 +152,7 @@ class Reloader:
         """Return whether there is nothing to do now."""
         if wanted.target is None:
             return True
-        if wanted.holdout is not None and not self._settings.holdout_share:
+        if wanted.holdout is not None and not self._settings.share_held_out(wanted.target.kind):
             return False
         if wanted.canary is not None and wanted.is_pinned:
             return False
@@ -169,7 +169,7 @@ class Reloader:
     async def _step(self, wanted: Wanted) -> None:
         target, active, canary = wanted.target, wanted.active, wanted.canary
         assert target is not None
-        if wanted.holdout is not None and not self._settings.holdout_share:
+        if wanted.holdout is not None and not self._settings.share_held_out(target.kind):
             await self._canary.end_holdout(wanted.holdout)
         elif canary is not None and (wanted.is_pinned or not self._settings.canary_share):
             await self._canary.call_off(canary, active)
@@ -257,7 +257,7 @@ class Reloader:
         self._metrics.reload_seconds.observe(seconds)
         log.info("policy version %d is served; engines paused for %.0f ms at most", target.version, seconds * 1000)
         is_held = self._canary.holdout_after(target, self._served.active, self._served.holdout) is not None
-        share = self._settings.holdout_share if is_held else 0.0
+        share = self._settings.share_held_out(target.kind) if is_held else 0.0
         await self.lease.write(policies.activate_policy, target.version, seconds, utc_now(), share)
         await self._served.refresh()
 

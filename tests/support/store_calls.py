@@ -310,6 +310,7 @@ OF_ALL: dict[str, Ask] = {
     "an update": lambda c: acknowledge(c, 2, "over"),
     "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
+    "a hold-out's arms": lambda c: arms.held_out_arms(c, PolicyVersion(version=0, path="v0")),
     "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1, max_bytes=1)),
     "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c), policies.serving_state(c)),
     "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),

@@ -15,13 +15,15 @@ from turnwise import credit
 from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
-from turnwise.store.tables import DELETED, sessions, turns
-from turnwise.types import FORKED, IMPORT, Credit, Json, Outcome, SessionStatus
+from turnwise.store.tables import DELETED, policies, sessions, turns
+from turnwise.types import FORKED, IMPORT, Credit, Json, Outcome, PolicyVersion, SessionStatus, Split
 
 ALPHA = 0.05
 """Probability that the interval of a lift ever misses it."""
 NARROWEST_AT = 500
 """Sessions of both arms at which the interval is narrowest."""
+MAX_COMPARED = 10_000
+"""Finished sessions that are read to compare two arms, the newest ones."""
 MIN_REWARDS = 8
 """Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
 
@@ -81,20 +83,60 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
 
     A session counts for the newest version that it sampled with.
     """
+    found = _compared(conn, sessions.c.created_at >= to_micros(since))
+    newer, older = ([one for one in found if one.version == version] for version in versions)
+    return _arm_of(newer), _arm_of(older)
+
+
+def held_out_arms(conn: sa.Connection, holdout: PolicyVersion) -> tuple[Arm, Arm]:
+    """Return statistics of the live sessions since a hold-out began: of later versions, and of the hold-out.
+
+    Both are sessions without a group, of the same time, and were assigned at random.
+    """
+    held_from = 0 if holdout.activated_at is None else to_micros(holdout.activated_at)
+    is_later = policies.c.version > holdout.version, policies.c.activated_at > held_from
+    began = sa.select(sa.func.min(policies.c.activated_at)).where(*is_later)
+    is_live = sa.or_(
+        sessions.c.arm == holdout.version, sa.and_(sessions.c.arm.is_(None), sessions.c.split == Split.TRAIN.value)
+    )
+    since = sessions.c.created_at >= began.scalar_subquery()
+    found = _compared(conn, sessions.c.group_id.is_(None), sessions.c.ended_at.is_not(None), is_live, since)
+    newer = [one for one in found if one.arm is None and one.version > holdout.version]
+    return _arm_of(newer), _arm_of([one for one in found if one.arm is not None])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compared:
+    """What is compared of one finished session."""
+
+    version: int
+    """The newest one that it sampled with."""
+    arm: int | None
+    reward: float | None
+    named: Mapping[str, float]
+    num_turns: int
+    num_broken: int
+
+
+def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[_Compared]:
+    """Return the newest finished sessions that fulfil the conditions and sampled something."""
     broken = sa.or_(
         turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
     )
     is_sampled = turns.c.reason.is_distinct_from(FORKED)  # copies were sampled in another session
     finished = conn.execute(
-        sa.select(sessions.c.session_pk, sessions.c.credit).where(
-            sessions.c.created_at >= to_micros(since),
+        sa.select(sessions.c.session_pk, sessions.c.credit, sessions.c.arm)
+        .where(
+            *conditions,
             sessions.c.status.not_in([SessionStatus.OPEN.value, DELETED]),
             sessions.c.opened_by.is_distinct_from(IMPORT),  # imported sessions hold copies
         )
+        .order_by(sessions.c.created_at.desc())
+        .limit(MAX_COMPARED)
     ).all()
-    credit_of = {row.session_pk: Credit(row.credit) for row in finished}
+    session_of = {row.session_pk: row for row in finished}
     dialect = conn.dialect.name
-    found = conn.execute(
+    played = conn.execute(
         sa.select(
             turns.c.session_pk,
             sa.func.max(turns.c.policy_version_last).label("version"),
@@ -103,28 +145,26 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
         )
         .where(is_among(dialect, turns.c.session_pk, "session_pks"), is_sampled)
         .group_by(turns.c.session_pk),
-        {"session_pks": members(dialect, credit_of)},
+        {"session_pks": members(dialect, session_of)},
     ).all()
-    lines = lineage.rewards_of(conn, [row.session_pk for row in found])
-    rewards = {
-        row.session_pk: credit.session_reward(lines.get(row.session_pk, ()), credit_of[row.session_pk]) for row in found
-    }
-    named = {
-        row.session_pk: credit.rewards_by_name(lines.get(row.session_pk, ()), credit_of[row.session_pk])
-        for row in found
-    }
+    lines = lineage.rewards_of(conn, [row.session_pk for row in played])
+    found = []
+    for row in played:
+        session, own = session_of[row.session_pk], lines.get(row.session_pk, ())
+        reward = credit.session_reward(own, Credit(session.credit))
+        named = credit.rewards_by_name(own, Credit(session.credit))
+        found.append(_Compared(row.version, session.arm, reward, named, row.num_turns, row.num_broken))
+    return found
 
-    def arm(version: int) -> Arm:
-        own = [row for row in found if row.version == version]
-        return Arm(
-            tuple(reward for row in own if (reward := rewards[row.session_pk]) is not None),
-            len(own),
-            sum(row.num_turns for row in own),
-            sum(row.num_broken for row in own),
-            _by_name([named[row.session_pk] for row in own]),
-        )
 
-    return arm(versions[0]), arm(versions[1])
+def _arm_of(found: Sequence[_Compared]) -> Arm:
+    return Arm(
+        tuple(one.reward for one in found if one.reward is not None),
+        len(found),
+        sum(one.num_turns for one in found),
+        sum(one.num_broken for one in found),
+        _by_name([one.named for one in found]),
+    )
 
 
 def _by_name(named: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -1,4 +1,7 @@
-"""Finished sessions with their turns, for the sentinels: the first ones, the newest ones, and those of the hold-out."""
+"""Finished live sessions with their turns, for the sentinels: the first and newest ones, and those of the hold-out.
+
+Live sessions have no group: runs of tasks in groups are played for training, by whoever sees to them.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ class Played:
 
 
 def first_sessions(conn: sa.Connection, num_sessions: int) -> list[Played]:
-    """Return so many of the sessions that were over first."""
+    """Return so many of the live sessions that were over first."""
     return _played(conn, num_sessions, sessions.c.last_active_at.asc())
 
 
 def newest_sessions(conn: sa.Connection, num_sessions: int) -> list[Played]:
-    """Return so many of the sessions that were over last."""
+    """Return so many of the live sessions that were over last."""
     return _played(conn, num_sessions, sessions.c.last_active_at.desc())
 
 
@@ -46,10 +49,16 @@ def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> l
 
 
 def _played(conn: sa.Connection, num_sessions: int, order: sa.ColumnElement[int]) -> list[Played]:
-    """Return sessions of both ways to be over; each is read by its index."""
+    """Return live sessions of both ways to be over; each is read by its index."""
     found: list[StoredRow] = []
     for status in (SessionStatus.ENDED, SessionStatus.EXPIRED):
-        over = sa.select(sessions).where(sessions.c.status == status.value)
+        # The index `ix_sessions_live` has the rows with the first two conditions.
+        is_live = (
+            sessions.c.group_id.is_(None),
+            sessions.c.ended_at.is_not(None),
+            sessions.c.split == Split.TRAIN.value,
+        )
+        over = sa.select(sessions).where(sessions.c.status == status.value, *is_live)
         found += conn.execute(over.order_by(order).limit(num_sessions)).all()
     return _with_turns(conn, found)
 

@@ -77,8 +77,12 @@ def _columns(
 
 def _index_where_set(condition: str, name: str, *columns: str, unique: bool = False) -> sa.Index:
     """Return an index of the rows whose column `condition` is not null."""
-    where = sa.text(f"{condition} IS NOT NULL")
-    return sa.Index(name, *columns, unique=unique, sqlite_where=where, postgresql_where=where)
+    return sa.Index(name, *columns, unique=unique, **_where(f"{condition} IS NOT NULL"))
+
+
+def _where(condition: str) -> dict[str, Any]:
+    """Return the arguments of an index of the rows that fulfil a condition."""
+    return {"sqlite_where": sa.text(condition), "postgresql_where": sa.text(condition)}
 
 
 sessions = sa.Table(
@@ -93,6 +97,7 @@ sessions = sa.Table(
     sa.Index("ix_sessions_group_pk", "group_pk"),
     sa.Index("ix_sessions_task", "tenant", "task_id"),
     sa.Index("ix_sessions_status", "status", "last_active_at"),
+    sa.Index("ix_sessions_live", "status", "last_active_at", **_where("group_id IS NULL AND ended_at IS NOT NULL")),
     sa.Index("ix_sessions_tenant", "tenant", "session_pk"),
     sa.Index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
     sa.Index("ix_sessions_created", "created_at"),

@@ -69,6 +69,19 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
         assert await versions_of(process, others) == {4}
 
 
+@pytest.mark.parametrize(
+    ("kind", "statuses"), [(PolicyKind.LORA, ["holdout", "active"]), (PolicyKind.FULL, ["retired", "active"])]
+)
+async def test_by_default_adapters_have_a_hold_out_and_whole_weights_keep_their_engines(
+    stage: Stage, kind: PolicyKind, statuses: list[str]
+) -> None:
+    async with stage.process() as process:
+        for version in (1, 2):
+            stage.publish(version, kind)
+            await process.follow()
+        assert stage.statuses() == statuses
+
+
 async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_again(stage: Stage) -> None:
     async with stage.process(holdout_share=SHARE) as process:
         for version in (1, 2):
@@ -82,7 +95,7 @@ async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_a
         stage.pin(None)
         await process.follow()
         assert stage.statuses() == ["holdout", "active"]
-    async with stage.process() as process:
+    async with stage.process(holdout_share=0.0) as process:
         await process.follow()
         await process.follow()
         assert stage.statuses() == ["retired", "active"]
@@ -98,9 +111,13 @@ async def test_one_engine_with_whole_weights_has_no_hold_out(stage: Stage) -> No
         assert stage.statuses() == ["retired", "active"]
 
 
-async def test_the_lift_of_the_served_version_over_the_hold_out_is_stored_with_it(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gain", "statuses"), [(1.0, ["holdout", "retired", "active"]), (9.0, ["retired", "holdout", "active"])]
+)
+async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_moves_it_on(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, gain: float, statuses: list[str]
 ) -> None:
+    """With 8 sessions a side or so the interval is about ± 1.3; a session of a group counts for neither side."""
     monkeypatch.setattr("proxy.reload.canary.LIFT_SECONDS", 0.0)
     monkeypatch.setattr("turnwise.store.arms.MIN_REWARDS", 2)
     async with stage.process(holdout_share=SHARE) as process:
@@ -109,7 +126,8 @@ async def test_the_lift_of_the_served_version_over_the_hold_out_is_stored_with_i
             await process.follow()
         held, others = await opened(process, "s")
         with stage.database.write() as conn:
-            for sessions, values in ((held, (0.0, 1.0)), (others, (1.0, 2.0))):
+            grouped = ledger.create_session(conn, Session(session_id="g", group_id="g", group_size=2))[0]
+            for sessions, values in ((held, (0.0, 1.0)), ([*others, grouped], (gain, gain + 1))):
                 for number, session in enumerate(sessions):
                     version = await process.version_of(session)
                     turn = _turn(session.session_id, version)
@@ -127,6 +145,10 @@ async def test_the_lift_of_the_served_version_over_the_hold_out_is_stored_with_i
     assert (arms["canary"]["num_sessions"], arms["control"]["num_sessions"]) == (len(others), len(held))
     assert set(arms["lift"]) == {"reward", "stars"}
     assert arms["lift"]["reward"]["low"] < arms["lift"]["reward"]["mean"] < arms["lift"]["reward"]["high"]
+    async with stage.process(holdout_share=SHARE) as process:
+        stage.publish(3)
+        await process.follow()
+        assert stage.statuses() == statuses
 
 
 def _turn(session_id: str, version: int) -> Turn:

@@ -63,12 +63,12 @@ RULE = SourceRule(groups_per_batch=32, singles_per_group=8)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((Look(num_ready=4), RULE, 41.4, None), "waiting: 4 of 32 groups are ready, starts in 41 s"),
-        ((Look(num_ready=0), RULE, None, None), "waiting: 0 of 32 groups are ready"),
+        ((Look(num_ready=8), RULE, 41.4, None), "waiting: 8 of 32 groups are ready, starts in 41 s"),
+        ((Look(num_ready=7), RULE, None, None), "waiting: 7 of 32 groups are ready; a batch needs at least 8"),
         ((Look(num_ready=4), RULE, 1.0, "why"), "4 of 32 groups are ready; why"),
         (
-            (Look(num_ready=0, num_singles=37), RULE, None, None),
-            "waiting: 0 of 32 groups are ready, and 37 single sessions, of which 8 count as a group",
+            (Look(num_ready=4, num_singles=37), RULE, 1.0, None),
+            "waiting: 4 of 32 groups are ready, and 37 single sessions, of which 8 count as a group, starts in 1 s",
         ),
     ],
 )
@@ -127,19 +127,25 @@ def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
     assert next_batch_within(source_for(database, **patient), Position(is_first_batch=True), 60.0) is not None
 
 
-def test_single_sessions_wait_for_a_whole_batch_and_fill_it(database):
-    """Two places of three sessions each: five wait however long it takes, six are one batch, and the seventh waits."""
-    rule = {"groups_per_batch": 2, "singles_per_group": 3}
+def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wait(database):
+    """Eight places of three single sessions: five wait however long it takes, six are a batch once the wait is over.
+
+    Two of two places do not wait, and the seventh session is not in that batch.
+    """
+    late, patient = {"groups_per_batch": 8, "singles_per_group": 3}, {"singles_per_group": 3, "wait_seconds": 3600.0}
     for number in range(5):
         add_session(database, f"s{number}")
         finish(database, f"s{number}")
-    assert next_batch_within(source_for(database, **rule), Position()) is None
+    assert next_batch_within(source_for(database, **late), Position()) is None
     for number in (5, 6):
         add_session(database, f"s{number}")
         finish(database, f"s{number}")
-    batch = next_batch_within(source_for(database, **rule), Position(), 60.0)
-    assert [group.group_id for group in batch.claim.groups] == [f"s{number}" for number in range(6)]
-    assert batch.claim.size(3) == 2
+    assert next_batch_within(source_for(database, **patient, groups_per_batch=8), Position()) is None
+    for rule, size in ((late, 7), (patient, 6)):
+        source = source_for(database, **rule)
+        batch = next_batch_within(source, Position(), 60.0)
+        assert [group.group_id for group in batch.claim.groups] == [f"s{number}" for number in range(size)]
+        source.close()
 
 
 def test_single_sessions_that_are_ready_join_a_small_batch_of_groups(database):

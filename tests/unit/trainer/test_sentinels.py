@@ -15,11 +15,11 @@ from trainer import sentinels
 from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
 from trainer.sentinels import alarms
 from trainer.source import LedgerSource
-from turnwise.store import ledger, policies
+from turnwise.store import ledger, played, policies
 from turnwise.store.database import Database
 from turnwise.store.played import Played
 from turnwise.store.trainer_status import trainer_statuses
-from turnwise.types import PolicyVersion, SessionStatus, Turn
+from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {}}}]
 
@@ -33,6 +33,10 @@ def calling(name: str, arguments: str) -> Turn:
     return dataclasses.replace(make_turn("t1"), tools=TOOLS, response={"content": None, "tool_calls": [call]})
 
 
+def result(content: str) -> Turn:
+    return turn(messages=[{"role": "tool", "tool_call_id": "c", "content": content}])
+
+
 def session(number: int, *turns: Turn, status: SessionStatus = SessionStatus.ENDED) -> Played:
     return Played(session_id=f"s{number}", status=status, turns=turns)
 
@@ -40,6 +44,7 @@ def session(number: int, *turns: Turn, status: SessionStatus = SessionStatus.END
 GOOD = calling("edit", '{"path": "a"}')
 HACKS = {
     "broken_calls": ((GOOD,), (calling("edit", "{"),)),
+    "failed_calls": ((result("done"), result('{"error": null}')), (result('{"error": "no file"}'), result("Error 3"))),
     "questions": ((turn(),), (turn("Shall I really do it?"),)),
     "repeats": ((turn("a"), turn("b")), (turn("a"), turn("a"))),
     "empty": ((turn(),), (turn(""),)),
@@ -87,9 +92,13 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
                 conn, [dataclasses.replace(sampled, turn_id=f"t{number}", chain_id="", session_id=f"s{number}")]
             )
             ledger.end_session(conn, "default", f"s{number}")
+    for number, other in enumerate(({"group_id": "g", "group_size": 2}, {"split": Split.EVAL})):
+        add_session(database, f"other{number}", **other)
+        finish(database, f"other{number}")
     with database.read() as conn:
         assert sentinels.check(conn, {}) is None
         assert sentinels.check(conn, {"questions": 1.0}) is None
+        assert len(played.newest_sessions(conn, 99)) == 40, "sessions of groups and of evaluations are not watched"
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm is not None
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
