@@ -68,6 +68,8 @@ def check_startable(settings: TrainerSettings) -> None:
         raise SettingsError(f"schedule={settings.schedule!r} needs total_batches: set it, or use schedule='constant'")
     if settings.kind is PolicyKind.LORA and importlib.util.find_spec("peft") is None:
         raise SettingsError("kind='lora' needs the package 'peft', which is not installed: run `pip install peft`")
+    if settings.kind is PolicyKind.LORA and "embed_tokens" in settings.lora_targets:
+        raise SettingsError("lora_targets has 'embed_tokens', and vLLM loads no adapter of the embeddings: remove it")
     if settings.multi_devices and (settings.optimizer_state != "device" or settings.weights_dtype != "float32"):
         raise SettingsError(
             f"multi_devices=true shards float32 weights and moments over the processes, so it excludes "

@@ -316,7 +316,9 @@ class Policy:
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""
         model = cast("Any", self.model)
-        model.save_pretrained(directory, state_dict=self._published(state), safe_serialization=True)
+        # By default peft adds the base model's embeddings to an adapter of the output head.
+        adapter_only = {"save_embedding_layers": False} if self.spec.kind is PolicyKind.LORA else {}
+        model.save_pretrained(directory, state_dict=self._published(state), safe_serialization=True, **adapter_only)
         copy_tokenizer(self.spec.model, directory)
 
     def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

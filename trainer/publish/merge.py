@@ -10,7 +10,10 @@ import torch
 from trainer.policy.loading import copy_tokenizer
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
-from turnwise.version_directory import read_manifest
+from turnwise.version_directory import ADAPTER_CONFIG, read_json, read_manifest
+
+HEAD = "lm_head"
+"""The output head among the targets of an adapter."""
 
 
 def merge_adapter(version_directory: Path, destination: Path, *, model: str | None = None) -> None:
@@ -41,10 +44,21 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
         whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"cannot load the base model {base!r}: {error}; name it with --model") from error
+    head = whole.get_output_embeddings()
+    if head.weight is whole.get_input_embeddings().weight and HEAD in targets_of(version_directory):
+        # The adapter changes the head alone; merged into the shared tensor, it would change the embeddings too.
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        whole.config.tie_word_embeddings = False
     with torch.no_grad():
         merged = PeftModel.from_pretrained(whole, str(version_directory)).merge_and_unload()
     merged.save_pretrained(destination)
     copy_tokenizer(base, destination)
+
+
+def targets_of(version_directory: Path) -> list[str]:
+    """Return the names of the layers that an adapter changes."""
+    targets: list[str] = read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
+    return targets
 
 
 def push(directory: Path, repository: str, *, is_private: bool = True) -> str:

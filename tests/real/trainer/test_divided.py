@@ -166,6 +166,7 @@ def test_a_text_that_each_process_computes_alone_is_attended_causally(implementa
     [
         ({"tensor_parallel": 2}, "tensor_parallel=2 needs several processes"),
         ({"tensor_parallel": 2, "multi_devices": True, "kind": "lora"}, "tensor_parallel divides whole weights"),
+        ({"kind": "lora", "lora_targets": ["q_proj", "embed_tokens"]}, "vLLM loads no adapter of the embeddings"),
         ({"context_parallel": 2, "multi_devices": True, "compile": True}, "compile=true does not cover"),
         ({"context_parallel": 2, "multi_devices": True, "attention": "eager"}, "needs attention='sdpa'"),
     ],

@@ -11,23 +11,41 @@ from click.testing import CliRunner
 from support.trainer_ledger import load_model
 
 from trainer.policy.model import Policy, PolicySpec
+from trainer.publish.merge import merge_adapter
 from turnwise.commands.cli import main
+from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.version_directory import write_manifest
 
 
-@pytest.fixture
-def version(tmp_path, model):
-    """The directory of an adapter with random weights, and the policy."""
-    policy = Policy(PolicySpec(model=str(model), device="cpu", kind="lora", lora_rank=4))
+def written_version(directory, model, *targets):
+    """Write an adapter with random weights; return its directory, and the policy."""
+    policy = Policy(PolicySpec(model=str(model), device="cpu", kind="lora", lora_rank=4, lora_targets=targets))
     policy.load(0)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.normal_(std=0.1)
-    directory = tmp_path / "v000007"
     directory.mkdir()
     policy.save(directory, policy.trained_state())
     write_manifest(directory, {"version": 7, "kind": "lora", "base_model": str(model)})
     return directory, policy
+
+
+@pytest.fixture
+def version(tmp_path, model):
+    return written_version(tmp_path / "v000007", model, "q_proj", "down_proj")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_a_merged_head_leaves_the_embeddings_to_which_it_was_tied(tmp_path):
+    """The adapter changes the head alone, so the merged model has a head of its own."""
+    model = build_small_model(tmp_path / "tied", SmallModelSpec(num_warm_up_steps=1, num_layers=1, tied=True))
+    directory, policy = written_version(tmp_path / "v000001", model, "q_proj", "lm_head")
+    merge_adapter(directory, tmp_path / "merged")
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        merged = load_model(tmp_path / "merged")(ids).logits
+        torch.testing.assert_close(merged, policy.model(ids).logits, atol=1e-5, rtol=0)
+        assert (merged - load_model(model)(ids).logits).abs().max() > 1e-3
 
 
 def test_a_merged_adapter_gives_the_logits_of_the_policy(tmp_path, version, model):
