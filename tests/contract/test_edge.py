@@ -111,25 +111,6 @@ def test_request_ids_and_traces_are_taken_from_the_caller_passed_to_the_engine_a
     assert {"time", "level", "logger", "message"} <= records[0].keys()
 
 
-def test_calls_are_answered_while_nobody_reads_the_access_log(fake_engine, start_proxy, tmp_path: Path):
-    """The lines of some 1,800 KiB exceed what a pipe and the proxy hold."""
-    pipe = tmp_path / "access"
-    os.mkfifo(pipe)
-    with os.fdopen(os.open(pipe, os.O_RDWR), "rb"):  # a reader that reads nothing
-        proxy = start_proxy(fake_engine.url, "--access-log", str(pipe))
-        with httpx2.Client(timeout=60) as http:
-            for number in range(60):
-                assert http.get(f"{proxy.url}/{number}/{'x' * 30_000}").status_code == 404
-            assert chat(proxy).status_code == 200
-            metrics = http.get(f"{proxy.url}/metrics").text
-    lost = re.search(r"^turnwise_lost_access_log_lines_total (\d+)", metrics, re.MULTILINE)
-    assert lost is not None
-    assert 0 < int(lost[1]) < 60
-    assert 'turnwise_refused_total{code="no_route"} 60.0' in metrics
-    wait_until(lambda: "lines of the access log are lost" in proxy.log.read_text(), "the loss is logged")
-    assert proxy.log.read_text().count("lines of the access log are lost") == 1
-
-
 def test_calls_are_answered_while_nobody_reads_the_log(fake_engine, start_proxy, tmp_path: Path):
     """Each malformed request is a line of the log; 200 of them exceed what the pipe holds."""
     port = free_port()

@@ -23,16 +23,6 @@ def gpu_check() -> ModuleType:
     return module
 
 
-def test_all_parts_together_take_less_than_half_an_hour(gpu_check):
-    assert sum(gpu_check.PARTS.values()) < 30 * 60
-
-
-def test_a_part_that_takes_too_long_is_ended_and_reported(gpu_check, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_check, "PARTS", {"machine": 0.01})
-    part = gpu_check.run_part("machine", is_small=True, engine="fake", directory=tmp_path)
-    assert part == {"status": "failed", "reason": "it took over 0.01 s"}
-
-
 def test_the_parts_after_a_failed_one_run_and_the_report_has_all_of_them(gpu_check, monkeypatch, tmp_path, capsys):
     """The exit status is 1, and the table gives the reason beside the figures and targets of the others."""
 

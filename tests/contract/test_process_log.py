@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
-import pytest
 from support.waiting import wait_until
 
 from turnwise.telemetry import MAX_QUEUED_BYTES, LogHandler
@@ -54,47 +50,3 @@ def test_a_log_on_a_full_disk_loses_lines_and_fails_no_caller(tmp_path: Path) ->
         handler.emit(_record("lost"))
         wait_until(lambda: handler.num_lost == 1, "the loss is counted")
         handler.close()
-
-
-def test_a_lost_line_may_be_counted_by_code_that_logs(tmp_path: Path) -> None:
-    with Path("/dev/full").open("wb") as full:
-        handler = LogHandler(full.fileno())
-
-        def log_once() -> None:
-            handler.count_lost = lambda: None
-            handler.emit(_record("lost too"))
-
-        handler.count_lost = log_once
-        handler.emit(_record("lost"))
-        wait_until(lambda: handler.num_lost == 2, "both lines are counted")
-        handler.close()
-
-
-def test_a_log_line_that_cannot_be_formatted_is_replaced(tmp_path: Path) -> None:
-    class Wrong:
-        def __str__(self) -> str:
-            raise ValueError("no text")
-
-    with (tmp_path / "log").open("wb") as file:
-        handler = LogHandler(file.fileno())
-        handler.emit(_record(Wrong()))
-        handler.emit(_record("\ud800"))
-    assert (tmp_path / "log").read_text().splitlines() == [
-        "file.py:7: the log line cannot be formatted: ValueError('no text')",
-        "\\ud800",
-    ]
-
-
-@pytest.mark.parametrize("log_format", ["text", "json"])
-def test_the_last_lines_of_a_process_reach_a_pipe(log_format: str) -> None:
-    """Lines that wait for the writing thread are written before the process ends."""
-    code = (
-        "import logging\nfrom turnwise.telemetry import configure_logging\n"
-        f"configure_logging('info', {log_format!r})\n"
-        "for number in range(1000): logging.info('line %d', number)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=60, check=True)
-    lines = ended.stderr.splitlines()
-    assert len(lines) == 1000
-    last = json.loads(lines[-1])["message"] if log_format == "json" else lines[-1].partition("root: ")[2]
-    assert last == "line 999"

@@ -223,14 +223,6 @@ def in_order(fits: list[torch.Tensor]) -> bool:
     return at == length
 
 
-def test_the_check_detects_a_turn_that_does_not_fit_its_versions():
-    """Two versions, tokens 0-1 of the first, 2-3 of the second; swapped they do not fit."""
-    first, second = torch.tensor([1, 1, 0, 0]).bool(), torch.tensor([0, 0, 1, 1]).bool()
-    assert in_order([first, second])
-    assert not in_order([second, first])
-    assert not in_order([first, first])
-
-
 def cut_off(model_dir: Path, place: Path) -> None:
     copied(model_dir, place, "config.json", "model.safetensors")
     weights = place / "model.safetensors"

@@ -14,13 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from support.ports import free_port
 from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import ports
-from turnwise.processes.log_follower import LogFollower, lines_of
-from turnwise.processes.supervisor import Child, State, Supervisor, describe_exit
+from turnwise.processes.supervisor import Child, State, Supervisor
 
 ROOT = Path(__file__).parents[2]
 SLEEPER = "import time\nopen({path!r}, 'a').write(f'{{__import__(\"os\").getpid()}}\\n')\ntime.sleep(600)"
@@ -79,13 +77,6 @@ def test_children_start_in_order_and_stop_in_reverse(tmp_path):
     assert not any(_alive(pid) for name in "ab" for pid in _pids(tmp_path / name))
 
 
-def test_a_child_gets_its_environment_and_its_output_goes_to_its_log(tmp_path):
-    code = "import os; print(os.environ['COLOUR'], flush=True)"
-    child = Child(name="task", argv=_python(code), env={"COLOUR": "blue green"}, once=True)
-    with Supervisor([child], log_directory=tmp_path):
-        assert (tmp_path / "task.log").read_text() == "blue green\n"
-
-
 def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
     output: list[tuple[str, str]] = []
     path = tmp_path / "pids"
@@ -131,32 +122,6 @@ def test_a_process_whose_output_nobody_reads_ends_after_its_last_line():
             process.kill()
 
 
-def test_a_log_that_cannot_be_written_ends_the_stack_with_the_reason(tmp_path):
-    """Otherwise no child would run, and the command would wait forever."""
-    child = _sleeper(tmp_path / "pids")
-    supervisor = Supervisor([child], log_directory=tmp_path / "logs", first_delay_seconds=0.02)
-    with supervisor:
-        log = tmp_path / "logs" / "sleeper.log"
-        log.unlink()
-        log.mkdir()
-        os.kill(_pids(tmp_path / "pids")[0], signal.SIGKILL)
-        with pytest.raises(ChildFailed, match=r"cannot be supervised: IsADirectoryError"):
-            supervisor.wait(threading.Event())
-    assert not any(map(_alive, _pids(tmp_path / "pids")))
-
-
-def test_a_followed_log_may_be_deleted_or_emptied(tmp_path):
-    line, log = "2026-01-01 12:00:00,000 WARNING a: {}\n", tmp_path / "log"
-    follower = LogFollower(log, lines_of())
-    assert follower.new_lines() == []
-    log.write_text(line.format("the first of two") + line.format("second"))
-    assert follower.new_lines() == ["the first of two", "second"]
-    log.write_text(line.format("third"))  # as logrotate's copytruncate leaves it
-    assert follower.new_lines() == ["third"]
-    log.unlink()
-    assert follower.new_lines() == []
-
-
 def test_a_child_that_keeps_dying_is_not_restarted_and_the_end_of_its_log_is_shown(tmp_path):
     child = Child(name="broken", argv=_python("import sys; print('no such key'); sys.exit(3)"))
     supervisor = Supervisor([child], log_directory=tmp_path, max_quick_deaths=3, first_delay_seconds=0.02)
@@ -184,53 +149,6 @@ def test_a_child_that_dies_before_it_is_ready_is_not_restarted_for_ever_and_its_
     assert "its last error: ValueError: max_model_len (2048) is greater than 1024" in output
 
 
-def test_a_child_that_keeps_dying_by_the_same_error_is_given_up_however_long_it_lives(tmp_path):
-    """A trainer loads a model for longer than a quick death may take, and then fails on the same batch."""
-    code = "import os; raise IndexError(f'index {os.getpid()} is out of range')"
-    supervisor = Supervisor(
-        [Child(name="broken", argv=_python(code))],
-        log_directory=tmp_path,
-        max_quick_deaths=3,
-        quick_seconds=0.0,
-        first_delay_seconds=0.02,
-    )
-    with pytest.raises(ChildFailed, match=r"died 3 times in a row(?s:.*)IndexError"), supervisor:
-        supervisor.wait(threading.Event())
-
-
-def test_the_wait_before_a_restart_doubles_with_each_death(tmp_path):
-    output: list[str] = []
-    child = Child(name="broken", argv=_python("raise SystemExit(1)"), ready=lambda: False)
-    with pytest.raises(ChildFailed):
-        Supervisor(
-            [child],
-            log_directory=tmp_path,
-            say=lambda _, text: output.append(text),
-            max_quick_deaths=4,
-            first_delay_seconds=0.1,
-        ).__enter__()
-    delays = [text.rpartition("in ")[2] for text in output if "restarting" in text]
-    assert delays == ["0.1 s", "0.2 s", "0.4 s"]
-
-
-def test_selected_lines_of_a_childs_log_are_printed_as_they_are_written(tmp_path):
-    """The trainer's waits and updates; of the other processes only warnings."""
-    output: list[tuple[str, str]] = []
-    code = """
-    import time
-    for line in ("INFO trainer.pacing: waiting: 4 of 32 groups are ready, starts in 41 s", "INFO other: not shown",
-                 "WARNING other: low on disk", "INFO trainer.pacing is no logger", "Traceback"):
-        print("2026-01-01 12:00:00,000", line, flush=True)
-    time.sleep(600)
-    """
-    child = Child(name="trainer", argv=_python(code), shown_lines=lines_of("trainer.pacing"))
-    (tmp_path / "trainer.log").write_text("2026-01-01 12:00:00,000 WARNING old: of an earlier run\n")
-    with Supervisor([child], log_directory=tmp_path, say=lambda *line: output.append(line)):
-        wait_until(lambda: ("trainer", "low on disk") in output, "the warning is printed")
-    warnings = [text for _, text in output if not text.startswith(("starting", "ready", "stopped"))]
-    assert warnings == ["waiting: 4 of 32 groups are ready, starts in 41 s", "low on disk"]
-
-
 def test_exit_status_two_is_not_retried(tmp_path):
     """It means that the same start fails again: wrong settings, a taken port, no model."""
     child = Child(name="wrong", argv=_python("raise SystemExit(2)"), ready=lambda: False)
@@ -238,15 +156,6 @@ def test_exit_status_two_is_not_retried(tmp_path):
     with pytest.raises(ChildFailed, match="wrong cannot start"), supervisor:
         pass
     assert supervisor.num_starts("wrong") == 1
-
-
-def test_the_log_of_an_earlier_run_is_not_shown_for_this_run(tmp_path):
-    (tmp_path / "wrong.log").write_text("an old failure\n")
-    child = Child(name="wrong", argv=_python("import sys; print('a new failure'); sys.exit(2)"), ready=lambda: False)
-    with pytest.raises(ChildFailed) as failed, Supervisor([child], log_directory=tmp_path):
-        pass
-    assert "a new failure" in str(failed.value)
-    assert "an old failure" not in str(failed.value)
 
 
 def test_an_answer_of_another_process_on_the_childs_port_does_not_count(tmp_path):
@@ -260,15 +169,6 @@ def test_an_answer_of_another_process_on_the_childs_port_does_not_count(tmp_path
             Supervisor([child], log_directory=tmp_path).__enter__()
         assert not (tmp_path / "pid").exists()
     assert not ports.session_listens(os.getsid(0), port)
-
-
-def test_a_child_is_found_by_the_port_that_it_listens_on(tmp_path):
-    port = free_port()
-    code = f"import socket, time\ns = socket.create_server(('127.0.0.1', {port}))\ntime.sleep(600)"
-    child = Child(name="server", argv=_python(code), ready=lambda: not ports.is_free(port), port=port)
-    with Supervisor([child], log_directory=tmp_path) as stack:
-        assert ports.session_listens(stack.pid("server"), port)
-        assert not ports.session_listens(os.getsid(0), port)
 
 
 def test_a_secret_of_the_environment_is_on_no_command_line(tmp_path):
@@ -296,12 +196,6 @@ def test_a_child_that_is_not_ready_in_time_is_stopped(tmp_path):
         Supervisor([child], log_directory=tmp_path).__enter__()
     # On a slow machine it was stopped before it could write its process id.
     assert not path.exists() or not any(map(_alive, _pids(path)))
-
-
-def test_a_program_that_does_not_exist_is_named_in_its_log(tmp_path):
-    child = Child(name="typo", argv=["/no/such/program"], once=True)
-    with pytest.raises(ChildFailed, match="no/such/program"):
-        Supervisor([child], log_directory=tmp_path).__enter__()
 
 
 def test_a_child_that_ignores_the_term_signal_is_killed_after_its_grace(tmp_path):
@@ -404,11 +298,3 @@ def test_a_killed_guard_ends_with_its_child_and_is_restarted(tmp_path):
         os.kill(stack.pid("sleeper"), signal.SIGKILL)
         wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
         wait_until(lambda: not _alive(first), "the first process is gone")
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [(3, "exit status 3"), (137, "signal SIGKILL"), (-15, "signal SIGTERM"), (250, "exit status 250")],
-)
-def test_an_exit_is_reported_by_signal_name_or_status(code, words):
-    assert describe_exit(code) == words

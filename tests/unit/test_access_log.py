@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -39,24 +37,6 @@ def test_a_full_disk_loses_lines_and_is_reported_once(caplog: pytest.LogCaptureF
     assert (tmp_path / "log").read_text() == '{"path": "/c"}\n'
     good.close()
     assert len(lost) == 2
-
-
-def test_a_line_after_one_that_was_written_in_part_is_a_line_of_its_own(tmp_path: Path, lost) -> None:
-    """The limit of the file's length stands for a full disk: it cuts the second line after ten bytes."""
-    log = AccessLog(tmp_path / "log", lambda: lost.append(1))
-    first = json.dumps({"path": "/a"}) + "\n"
-    log.write({"path": "/a"})
-    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 10, limits[1]))
-        log.write({"path": "/b"})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    log.write({"path": "/c"})
-    log.close()
-    assert (tmp_path / "log").read_text() == first + '{"path": "\n{"path": "/c"}\n'
-    assert len(lost) == 1
 
 
 def test_a_pipe_that_nobody_reads_delays_no_line_and_the_rest_is_counted(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from compose.compose_file import COMPOSE_FILE, ROOT, Service
 
 from turnwise.commands.cli import main
 from turnwise.processes.engine_command import EngineSettings, build_command
-from turnwise.settings import ENVIRONMENT_PREFIX, SECTIONS
 
 FILLED_IN = {"MODEL_DIR": "/srv/model"}
 DOCUMENT = yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
@@ -91,26 +89,10 @@ def test_every_container_is_locked_down(profile: str, name: str) -> None:
     assert not service.keys() & {"privileged", "cap_add", "network_mode", "pid", "ipc", "devices", "userns_mode"}
 
 
-@each_service
-def test_images_have_a_name_and_a_tag_behind_a_variable_and_no_registry(profile: str, name: str) -> None:
-    """A private registry is set by the variable; a moving tag is never used."""
-    image = DOCUMENT["services"][name]["image"]
-    default = re.fullmatch(r"\$\{[A-Z_]+_IMAGE:-(?P<path>[a-z0-9/-]+):(?P<tag>[\w.-]+)\}", image)
-    assert default is not None, image
-    assert default["tag"] != "latest"
-    assert service_of(profile, name)["image"] == f"{default['path']}:{default['tag']}"
-
-
 def test_the_engines_are_vllms_own_images_of_one_release() -> None:
     """The flags, and the logprobs that they give, were measured with this release."""
     images = {name: service_of(profile, name)["image"] for profile, name in ALL_SERVICES if "engine" in name}
     assert images == {"engine": "vllm/vllm-openai:v0.32.0", "engine-cpu": "vllm/vllm-openai-cpu:v0.32.0"}
-
-
-def test_our_image_is_tagged_with_the_release() -> None:
-    """Operators trust the tag, so it must equal the version of the code inside."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert service_of("cpu", "proxy")["image"] == f"{project['name']}:{project['version']}"
 
 
 @each_profile
@@ -129,14 +111,6 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
     share = ["--gpu-memory-utilization", "0.4", "--tensor-parallel-size", "1"] if profile == "gpu" else []
     assert shlex.split(service["command"]) == ["/models/policy", *flags, *share]
     assert wanted.environment.items() <= service["environment"].items() | {("HF_HUB_OFFLINE", "1")}
-
-
-@each_profile
-def test_the_engine_has_the_same_host_name_in_both_profiles(profile: str) -> None:
-    """The proxy's command has the same URL whatever runs the model."""
-    name = "engine" if profile == "gpu" else "engine-cpu"
-    assert "--engine http://engine:8000" in service_of(profile, "proxy")["command"]
-    assert service_of(profile, name)["networks"]["private"]["aliases"] == ["engine"]
 
 
 @each_profile
@@ -160,16 +134,6 @@ def test_policies_are_written_by_the_trainer_and_read_by_the_others_under_one_ui
     }
     assert writable < mounts.keys()
     assert len({services[name]["user"] for name in mounts}) == 1
-
-
-@each_profile
-def test_the_model_is_mounted_read_only_at_one_place_everywhere(profile: str) -> None:
-    """Version 0 is stored as a path, so every service must have the model at this path."""
-    services = compose_file.services(profile, FILLED_IN)
-    assert [
-        name for name, service in services.items() if "/srv/model:/models/policy:ro" in service.get("volumes", [])
-    ] == [name for name in services if name not in {"secrets", "postgres", "migrate", "model"}]
-    assert "/srv/model:/models/policy" in services["model"]["volumes"]
 
 
 @each_profile
@@ -197,28 +161,9 @@ def test_the_databases_password_is_in_files_that_few_services_mount(profile: str
     assert [name for name, s in services.items() if any("operator:" in v for v in s.get("volumes", []))] == ["migrate"]
 
 
-def test_data_is_kept_in_named_volumes() -> None:
-    """The database, its password, the first admin key, the policies, and the demo's model; nothing else is kept."""
-    assert set(DOCUMENT["volumes"]) == {"database", "demo-model", "operator", "policies", "secrets"}
-
-
 def test_no_variable_of_the_file_is_a_secret() -> None:
     """A variable would be on a command line, in an environment, or in a file of the clone."""
     assert not [name for name in compose_file.variables() if "PASSWORD" in name or "KEY" in name]
-
-
-def test_no_variable_of_the_file_has_the_name_of_a_setting() -> None:
-    """An exported variable called like a setting would make every `turnwise` command on the machine refuse to start."""
-    prefixes = tuple(f"{ENVIRONMENT_PREFIX}{section}_".upper() for section in SECTIONS)
-    assert not [name for name in compose_file.variables() if name.startswith(prefixes)]
-
-
-def test_the_environment_file_names_every_variable_with_its_default() -> None:
-    """The file lists every variable, and its defaults are the real ones."""
-    text = (ROOT / ".env").read_text(encoding="utf-8")
-    variables = dict(re.findall(r"^#? ?([A-Z0-9_]+)=(.*)$", text, flags=re.MULTILINE))
-    variables.pop("COMPOSE_PROFILES")
-    assert variables == {name: default or "" for name, default in compose_file.variables().items()}
 
 
 @each_service

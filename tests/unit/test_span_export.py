@@ -55,26 +55,6 @@ def test_spans_beyond_what_may_wait_for_a_slow_collector_are_counted() -> None:
     assert sum(lost) == 7
 
 
-def test_spans_that_the_collector_refuses_are_counted() -> None:
-    exporter, lost = HeldExporter(SpanExportResult.FAILURE), []
-    exporter.released.set()
-    provider = tracing(exporter, lost)
-    end_spans(provider, 5)
-    provider.shutdown()
-    assert sum(lost) == 5
-
-
-def test_the_end_of_a_process_waits_for_no_stuck_collector() -> None:
-    exporter, lost = HeldExporter(), []
-    provider = tracing(exporter, lost, close_seconds=0.05)
-    end_spans(provider, BATCH_SPANS)
-    wait_until(lambda: exporter.num_begun > 0, "the first export begins")
-    end_spans(provider, 9)
-    provider.shutdown()
-    assert sum(lost) == BATCH_SPANS + 9
-    exporter.released.set()
-
-
 def test_spans_of_an_exporter_that_raises_are_counted_and_later_ones_are_exported() -> None:
     class Failing(HeldExporter):
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -3,12 +3,8 @@ from __future__ import annotations
 import random
 import re
 import subprocess
-from itertools import pairwise
-
-import pytest
 
 from turnwise.demo import shell_trail, trail
-from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
 
 BLOCK = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)
 """How mini-swe-agent's text mode finds the command of a reply."""
@@ -57,19 +53,3 @@ def test_the_commands_that_follow_each_boss_reach_the_answer_within_the_step_lim
         assert name == shown_task["answer"]
         assert steps + 1 <= shown_task["step_limit"], "the submission is a separate step"
         assert shown_task["answer"] not in shown_task["question"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(SmallModelSpec(world="shell_trail"))
-
-
-def test_a_turn_has_few_tokens_and_its_prompt_extends_the_turn_before(tokenizer):
-    for _, messages in conversations():
-        rendered = [
-            tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True)["input_ids"]
-            for end in range(2, len(messages), 2)
-        ]
-        for earlier, later in pairwise(rendered):
-            assert later[: len(earlier)] == earlier
-            assert len(later) - len(earlier) < 25

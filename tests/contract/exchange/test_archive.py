@@ -22,7 +22,7 @@ from turnwise.exchange import archive
 from turnwise.store import ledger, retention
 from turnwise.store.database import Database
 from turnwise.store.tables import groups, rewards, sessions, trained_sessions, turns
-from turnwise.types import GroupStatus, Reward, SessionStatus, utc_now
+from turnwise.types import GroupStatus, Reward, utc_now
 
 LATER = utc_now() + datetime.timedelta(days=1)
 
@@ -84,26 +84,6 @@ def test_a_session_that_changes_while_it_is_archived_stays(database: Database) -
         assert retention.delete_unchanged(conn, found).sessions == (("default", "b"),)
 
 
-def test_pages_of_sessions_to_archive_contain_each_session_once(database: Database) -> None:
-    """Also sessions whose last activity is at the same instant, and sessions of the other status."""
-    names = [f"s{number}" for number in range(7)]
-    for name in names:
-        add_session(database, name)
-        finish(database, name)
-    with database.write() as conn:
-        conn.execute(sa.update(groups).values(status=GroupStatus.TRAINED.value))
-        conn.execute(sa.update(sessions).values(last_active_at=5))
-        conn.execute(sa.update(sessions).where(sessions.c.session_id == "s0").values(last_active_at=9))
-        expired = sessions.c.session_id.in_(["s1", "s2", "s3"])
-        conn.execute(sa.update(sessions).where(expired).values(status=SessionStatus.EXPIRED.value))
-        pages: list[list[str]] = []
-        last = None
-        while found := retention.over_since(conn, LATER, after=last, limit=2):
-            pages.append([row.session_id for row in found])
-            last = found[-1]
-    assert pages == [["s4", "s5"], ["s6", "s0"], ["s1", "s2"], ["s3"]]
-
-
 def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,28 +122,6 @@ def test_an_incomplete_batch_is_removed_once_no_process_can_still_write_it(
     assert incomplete.exists() != is_removed
 
 
-def test_sessions_stay_in_the_tables_when_another_process_removes_a_file_of_their_batch(
-    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The incomplete batch is removed, so that the rest of the archive can be read."""
-    fill(database)
-    before = stored(database)
-    synchronise = archive.synchronise
-
-    def removes_a_file(path: Path) -> None:
-        synchronise(path)
-        if path.name.startswith(".writing-"):
-            (path / "turns.parquet").unlink()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(archive, "synchronise", removes_a_file)
-        with pytest.raises(Conflict, match="the files of \\['turns'\\]"):
-            archive.archive(database, tmp_path, LATER)
-    assert stored(database) == before
-    assert not list(tmp_path.glob("batch-*"))
-    assert archive.archive(database, tmp_path, LATER).num_turns == 6
-
-
 def test_two_processes_do_not_write_to_one_archive(database: Database, tmp_path: Path) -> None:
     """They lock a regular file that is open for writing, because NFS passes on no lock on a directory."""
     fill(database)
@@ -173,19 +131,6 @@ def test_two_processes_do_not_write_to_one_archive(database: Database, tmp_path:
         archive.archive(database, tmp_path, LATER)
     os.close(descriptor)
     assert archive.archive(database, tmp_path, LATER).num_turns == 6
-
-
-def test_an_error_while_the_lock_is_held_is_not_reported_as_a_second_process(
-    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system or a socket may raise the same error as a lock that another process holds."""
-
-    def fail(*_: Any) -> None:
-        raise BlockingIOError
-
-    monkeypatch.setattr(archive, "_move", fail)
-    with pytest.raises(BlockingIOError):
-        archive.archive(database, tmp_path, LATER)
 
 
 def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(database: Database, tmp_path: Path) -> None:
@@ -206,46 +151,6 @@ def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(databa
     with database.read() as conn:
         after = dict(conn.execute(by_id).all())
     assert after["g"] not in before.values()
-
-
-def test_restored_groups_keep_their_row_numbers_in_a_table_without_other_groups(
-    database: Database, tmp_path: Path
-) -> None:
-    """The newest group, and groups below deleted ones, too. A later group gets its own number."""
-    for number in range(1, 6):
-        add_session(database, f"s{number}", group_id=f"g{number}")
-        finish(database, f"s{number}", 1.0)
-    with database.write() as conn:
-        conn.execute(sa.update(groups).values(status=GroupStatus.TRAINED.value))
-        for number in (1, 4):
-            retention.delete_session(conn, "default", f"s{number}")
-    by_id = sa.select(groups.c.group_id, groups.c.group_pk)
-    with database.read() as conn:
-        before = dict(conn.execute(by_id).all())
-    archive.archive(database, tmp_path, LATER)
-    assert archive.restore(database, tmp_path) == 3
-    add_session(database, "s6", group_id="g6")
-    with database.read() as conn:
-        after = dict(conn.execute(by_id).all())
-    assert before == {"g2": 2, "g3": 3, "g5": 5}
-    assert after.pop("g6") > 5
-    assert after == before
-
-
-def test_a_group_of_an_empty_database_is_not_given_a_number_that_another_one_gets(
-    database: Database, tmp_path: Path
-) -> None:
-    """An archive may be restored into a new database, which has assigned no numbers."""
-    fill(database)
-    archive.archive(database, tmp_path, LATER)
-    retention.delete_all(database, lambda conn: retention.delete_tenant(conn, "default"))
-    with database.write() as conn:
-        if database.dialect == "postgresql":
-            conn.exec_driver_sql("SELECT setval(pg_get_serial_sequence('groups', 'group_pk'), 1, false)")
-    assert archive.restore(database, tmp_path) == 2
-    for number in range(4):
-        add_session(database, f"new{number}", group_id=f"new{number}")
-    assert len(stored(database)["groups"]) == 5
 
 
 def run(*arguments: str) -> str:

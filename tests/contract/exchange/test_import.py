@@ -123,16 +123,6 @@ def test_bad_lines_are_reported_with_number_and_reason_and_the_rest_is_stored(
     assert "prompt" in found[9]
 
 
-def test_a_line_that_is_nested_too_deep_is_a_bad_line(database: Database, tmp_path: Path, model: Path) -> None:
-    deep = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
-    report = run_import(tmp_path, model, [deep, HELLO], "openai", status=1)
-    assert (report["sessions"], [bad["reason"] for bad in report["bad"]]) == (1, ["its JSON is nested too deep"])
-    lines = "[" * 100_000 + "]" * 100_000
-    (tmp_path / "file.json").write_text(lines)
-    refused = run_import(tmp_path, model, None, "openai", name="file.json", status=2)
-    assert "nested too deep; write one object a line" in refused["error"]
-
-
 def test_a_message_with_weight_0_is_only_part_of_the_prompt(database: Database, tmp_path: Path, model: Path) -> None:
     messages = [*HELLO["messages"], {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
     messages[1] = {**messages[1], "weight": 0}
@@ -266,16 +256,6 @@ def test_a_session_with_a_bad_line_is_not_stored_in_part(
     assert report["sessions"] == 1
 
 
-def test_a_session_that_grew_is_reported_and_not_changed(
-    runs_format: None, database: Database, tmp_path: Path, model: Path
-) -> None:
-    first = {"run": "1", "messages": HELLO["messages"]}
-    run_import(tmp_path, model, [first], "runs")
-    report = run_import(tmp_path, model, [first, first], "runs", status=1)
-    assert (report["sessions"], report["num_bad"]) == (0, 2)
-    assert "turnwise forget --tenant default --session-id import-" in report["bad"][0]["reason"]
-
-
 def test_openai_lines_are_exported_as_they_were_imported(database: Database, tmp_path: Path, model: Path) -> None:
     lines = [{"messages": CONVERSATION, "tools": TOOLS}, HELLO]
     run_import(tmp_path, model, lines, "openai")
@@ -289,12 +269,6 @@ def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Pat
     result = CliRunner().invoke(main, [*command, "--database", f"sqlite:///{tmp_path}/turnwise.db"])
     assert "would be stored" in result.stdout
     assert records(database) == []
-
-
-def test_without_a_reward_a_session_waits_for_its_judge(database: Database, tmp_path: Path, model: Path) -> None:
-    run_import(tmp_path, model, [HELLO], "openai", "--no-reward")
-    (record,) = records(database)
-    assert (record.session.status, record.session.reward) == ("ended", None)
 
 
 def test_the_engines_own_tokens_are_compared(database: Database, tmp_path: Path, model: Path) -> None:

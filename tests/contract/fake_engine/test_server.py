@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall, tokens
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, tokens
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Grüße 7"}]
@@ -46,44 +44,10 @@ def _stream(http: httpx2.Client, **more: Any) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events[:-1]]
 
 
-def test_the_fake_engine_repeats_the_user_and_its_ids_decode_to_its_text(http):
-    reply = _chat(http, **ALL)
-    choice = reply["choices"][0]
-    assert choice["message"]["content"] == "Grüße 7"
-    assert choice["token_ids"] == [*"Grüße 7".encode(), tokens.END_OF_TURN]
-    assert reply["prompt_token_ids"] == tokens.encode("<|im_start|>user\nGrüße 7<|im_end|>\n<|im_start|>assistant\n")
-    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
-
-
-def test_a_stream_joins_to_the_plain_reply(http):
-    plain, chunks = _chat(http, **ALL), _stream(http, **ALL)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(choice["delta"].get("content", "") for choice in choices) == "Grüße 7"
-    ids = [token_id for choice in choices for token_id in choice.get("token_ids", [])]
-    assert ids == plain["choices"][0]["token_ids"]
-    logprobs = [entry for choice in choices[1:] for entry in choice["logprobs"]["content"]]
-    assert logprobs == plain["choices"][0]["logprobs"]["content"]
-    assert [index for index, chunk in enumerate(chunks) if "prompt_token_ids" in chunk] == [0]
-
-
 def test_half_a_character_is_a_chunk_with_ids_and_without_text(http):
     texts = {tuple(chunk["choices"][0].get("token_ids") or ()): chunk for chunk in _stream(http, return_token_ids=True)}
     # ü is C3 BC: the first byte adds no text yet
     assert texts[(0xC3,)]["choices"][0]["delta"] == {}
-
-
-def test_only_requested_fields_are_returned(http):
-    reply = _chat(http)
-    assert reply["prompt_token_ids"] is None
-    assert reply["choices"][0]["token_ids"] is None
-    assert reply["choices"][0]["logprobs"] is None
-
-
-def test_sent_prompt_ids_replace_the_prompt_and_are_echoed(http):
-    sent = [1, 2, 300 - 45]
-    reply = _chat(http, return_token_ids=True, kv_transfer_params={"prompt_token_ids": sent})
-    assert reply["prompt_token_ids"] == sent
-    assert reply["usage"]["prompt_tokens"] == 3
 
 
 def test_sent_prompt_ids_are_ignored_where_a_message_carries_media(http):
@@ -102,13 +66,6 @@ def test_a_tool_is_called_with_arguments_from_its_own_schema(http):
     assert text == '<tool_call>\n{"name": "look", "arguments": {"n": 7}}\n</tool_call><|im_end|>'
 
 
-def test_a_streamed_tool_call_joins_to_the_plain_one(http):
-    deltas = [chunk["choices"][0]["delta"] for chunk in _stream(http, tools=TOOLS)]
-    parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
-    assert parts[0]["function"] == {"name": "look"}
-    assert "".join(part["function"].get("arguments", "") for part in parts) == '{"n": 7}'
-
-
 @pytest.mark.parametrize(
     ("choice", "finish_reason", "calls"),
     [
@@ -123,11 +80,6 @@ def test_tool_choice_is_obeyed(http, choice, finish_reason, calls):
     assert ("tool_calls" in answer["message"]) is calls
 
 
-def test_after_a_tool_result_it_answers_with_text(http):
-    messages = [*HI, {"role": "assistant", "content": ""}, {"role": "tool", "tool_call_id": "a", "content": "9"}]
-    assert _chat(http, messages=messages, tools=TOOLS)["choices"][0]["finish_reason"] == "stop"
-
-
 def test_a_cut_tool_call_stays_text(http):
     message = _chat(http, tools=TOOLS, max_tokens=12)["choices"][0]["message"]
     assert message["content"].startswith("<tool_call>\n{")
@@ -140,34 +92,6 @@ def test_json_is_generated_from_the_requested_schema(http):
     assert json.loads(_chat(http, response_format=asked)["choices"][0]["message"]["content"]) == {"n": 7}
 
 
-def test_a_stop_string_ends_the_text_and_its_tokens_stay(http):
-    choice = _chat(http, stop=["ße"], return_token_ids=True)["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Grü", "stop", "ße")
-    assert choice["token_ids"] == list("Grüße".encode())
-
-
-def test_max_tokens_cuts_the_reply(http):
-    choice = _chat(http, max_tokens=2, return_token_ids=True)["choices"][0]
-    assert (choice["finish_reason"], choice["token_ids"]) == ("length", list(b"Gr"))
-
-
-def test_each_choice_of_n_has_its_own_index_and_text(http):
-    choices = _chat(http, n=3)["choices"]
-    assert [choice["index"] for choice in choices] == [0, 1, 2]
-    assert len({choice["message"]["content"] for choice in choices}) == 3
-
-
-def test_the_request_id_becomes_the_completions(http):
-    response = http.post(CHAT, json={"messages": HI}, headers={"X-Request-Id": "abc"})
-    assert response.json()["id"] == "chatcmpl-abc"
-
-
-def test_usage_is_sent_in_a_separate_chunk_on_request(http):
-    last = _stream(http, stream_options={"include_usage": True})[-1]
-    # "Grüße 7" is 9 bytes (ü and ß take two each), and the end of turn
-    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)
-
-
 def test_hidden_reasoning_hides_its_ids_and_logprobs(fake_engine, http):
     fake_engine.answer(Rule(reply=Reply(text="yes", reasoning="hm")))
     visible, hidden = _chat(http, **ALL)["choices"][0], _chat(http, include_reasoning=False, **ALL)["choices"][0]
@@ -176,26 +100,11 @@ def test_hidden_reasoning_hides_its_ids_and_logprobs(fake_engine, http):
     assert (hidden["message"]["reasoning"], hidden["token_ids"], hidden["logprobs"]) == (None, None, None)
 
 
-def test_logprobs_are_normalised_and_follow_the_temperature(http):
-    first = [_chat(http, temperature=t, **ALL)["choices"][0]["logprobs"]["content"][0] for t in (1.0, 0.5)]
-    gaps = [top[0]["logprob"] - top[1]["logprob"] for top in (each["top_logprobs"] for each in first)]
-    assert gaps[1] == pytest.approx(2 * gaps[0])
-    assert all(math.exp(each["logprob"]) < 1 for each in first)
-
-
 def test_a_rule_answers_the_conversations_that_it_matches(fake_engine, http):
     fake_engine.answer(Rule(contains="weather", reply=Reply(text="rain"), count=1))
     weather = [{"role": "user", "content": "the weather?"}]
     texts = [_chat(http, messages=messages)["choices"][0]["message"]["content"] for messages in (HI, weather, weather)]
     assert texts == ["Grüße 7", "rain", "the weather?"]
-
-
-def test_parallel_tool_calls_can_be_scripted(fake_engine, http):
-    calls = [ToolCall(name="look", arguments={"n": n}) for n in (1, 2)]
-    fake_engine.answer(Rule(reply=Reply(tool_calls=calls)))
-    made = _chat(http, tools=TOOLS)["choices"][0]["message"]["tool_calls"]
-    assert [call["function"]["arguments"] for call in made] == ['{"n": 1}', '{"n": 2}']
-    assert len({call["id"] for call in made}) == 2
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
@@ -240,26 +149,10 @@ def test_malformed_json_and_missing_ids_can_be_configured(http):
     assert (bare["prompt_token_ids"], bare["choices"][0]["token_ids"]) == (None, None)
 
 
-def test_the_first_token_can_be_delayed(http):
-    started = time.monotonic()
-    http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "slow_first_token;seconds=0.3"})
-    assert time.monotonic() - started >= 0.3
-
-
 def test_a_call_whose_client_disconnects_is_counted_as_aborted(fake_engine, http):
     with pytest.raises(httpx2.ReadTimeout):
         http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "hang"}, timeout=0.2)
     wait_until(lambda: fake_engine.calls[0].outcome == "aborted", "the call is aborted")
-
-
-def test_the_calls_are_listed_with_their_sampled_tokens(http):
-    reply = _chat(http, return_token_ids=True, user="u")
-    seen = http.get("/fake/calls").json()
-    assert seen["num_by_outcome"] == {"finished": 1}
-    call = seen["data"][0]
-    assert (call["reply_id"], call["body"]["user"]) == (reply["id"], "u")
-    assert call["token_ids"] == [reply["choices"][0]["token_ids"]]
-    assert http.delete("/fake/calls").json()["num_calls"] == 0
 
 
 def test_calls_wait_during_a_pause_and_are_answered_after_the_resume(http):
@@ -271,17 +164,6 @@ def test_calls_wait_during_a_pause_and_are_answered_after_the_resume(http):
     assert _chat(http)["choices"]
 
 
-def test_a_reload_records_its_directory_and_refuses_a_bad_one(fake_engine, http, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
-    assert http.post("/collective_rpc", json=rpc).json() == {"results": [None]}
-    rpc["kwargs"] = {"weights_path": "/nowhere"}
-    assert http.post("/collective_rpc", json=rpc).status_code == 500
-    http.post("/update_weight_version", json={"new_version": "7"})
-    assert http.get("/weight_info").json() == {"weight_version": "7"}
-    assert fake_engine.state.reloads == [str(tmp_path)]
-
-
 def test_an_adapter_is_served_under_its_own_name_until_it_is_unloaded(fake_engine, http, tmp_path):
     fake_engine.state.script.lora = True
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -290,20 +172,6 @@ def test_an_adapter_is_served_under_its_own_name_until_it_is_unloaded(fake_engin
     assert _chat(http, model="a")["model"] == "a"
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
     assert http.post(CHAT, json={"messages": HI, "model": "a"}).status_code == 404
-
-
-def test_an_engine_without_lora_has_neither_its_routes_nor_its_metric(fake_engine, http):
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        assert http.post(path, json={"lora_name": "a", "lora_path": "b"}).status_code == 404
-    assert "lora" not in http.get("/metrics").text
-    fake_engine.state.script.lora = True
-    assert "vllm:lora_requests_info" in http.get("/metrics").text
-
-
-def test_a_conversation_can_be_tokenised_as_it_is_rendered(http):
-    rendered = http.post("/tokenize", json={"messages": HI}).json()["tokens"]
-    assert rendered == _chat(http, return_token_ids=True)["prompt_token_ids"]
-    assert http.post("/detokenize", json={"tokens": rendered}).json()["prompt"].startswith("<|im_start|>user")
 
 
 @pytest.mark.parametrize(

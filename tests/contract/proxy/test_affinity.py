@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
-import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -107,13 +105,6 @@ async def ask(http: aiohttp.ClientSession, url: str, session_id: str, body: byte
     return int(index)
 
 
-async def until(is_true: Callable[[], bool]) -> None:
-    """Wait for a condition, 60 s at most."""
-    async with asyncio.timeout(60):
-        while not is_true():  # noqa: ASYNC110  the condition has no event
-            await asyncio.sleep(0.01)
-
-
 @LOOPS
 @pytest.mark.parametrize("body", [b"{}", LONG], ids=["short", "long"])
 def test_every_call_of_a_session_is_answered_by_its_worker(tmp_path: Path, run: Run, body: bytes) -> None:
@@ -128,27 +119,6 @@ def test_every_call_of_a_session_is_answered_by_its_worker(tmp_path: Path, run: 
                 assert found == [0, 0, 1, 1, 0]
             # The first connection: to 1 and back to 0. The second, which reaches worker 1: to 0, to 1 and back to 0.
             assert [worker.num_handed_over for worker in workers] == [2, 3]
-
-    run(scenario())
-
-
-@LOOPS
-def test_a_call_is_answered_where_it_arrives_if_its_worker_takes_none(tmp_path: Path, run: Run) -> None:
-    """Worker 1 has not started, or has been killed, which leaves its socket without a reader."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path, num_started=1) as (workers, urls), aiohttp.ClientSession() as http:
-            assert await ask(http, urls[0], owned_by(1), LONG) == 0
-            workers[1].affinity.start(workers[1].make_protocol)
-            assert await ask(http, urls[0], owned_by(1), LONG) == 1
-            killed = workers[1].affinity._socket
-            assert killed is not None
-            asyncio.get_running_loop().remove_reader(killed.fileno())
-            killed.close()
-            workers[1].affinity._socket = None
-            assert (tmp_path / "connections-1").exists()
-        async with aiohttp.ClientSession() as http, serving(tmp_path, num_started=1) as (_, urls):
-            assert await ask(http, urls[0], owned_by(1), LONG) == 0
 
     run(scenario())
 
@@ -171,60 +141,6 @@ def test_connections_that_wait_while_a_worker_stops_are_served(tmp_path: Path, r
             waiting = await hand_over_while_stopping(http, urls[0], workers)
             assert await waiting == 1
             assert not (tmp_path / "connections-1").exists()
-
-    run(scenario())
-
-
-@LOOPS
-def test_a_connection_is_not_read_while_a_request_in_its_first_bytes_waits(tmp_path: Path, run: Run) -> None:
-    """Its first bytes hold a whole request and the start of another one with a long body."""
-    call = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nx-session-id: {owned_by(1)}\r\ncontent-length: "
-
-    async def scenario() -> None:
-        async with serving(tmp_path) as (workers, urls):
-            workers[1].may_read.clear()
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(urls[0].rpartition(":")[2]))
-            writer.write(f"{call}2\r\n\r\n{{}}{call}{len(LONG)}\r\n\r\n".encode())
-            await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)
-            taken = workers[1].affinity
-            await until(lambda: not taken._taking and bool(workers[1].state.connections))
-            (protocol,) = workers[1].state.connections
-            assert not protocol.transport.is_reading()
-            writer.write(LONG)
-            workers[1].may_read.set()
-            async with asyncio.timeout(60):
-                for body in (b"{}", LONG):
-                    await reader.readuntil(b"\r\n\r\n")
-                    answer = f"1 {hashlib.sha256(body).hexdigest()}".encode()
-                    assert await reader.readexactly(len(answer)) == answer
-            writer.close()
-
-    run(scenario())
-
-
-@LOOPS
-def test_a_connection_taken_while_its_worker_stops_ends_with_its_reply(tmp_path: Path, run: Run) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (workers, urls), aiohttp.ClientSession() as http:
-            waiting = await hand_over_while_stopping(http, urls[0], workers)
-            assert await asyncio.wait_for(waiting, 60) == 1
-            # uvicorn closes an idle connection after 600 s.
-            await until(lambda: not workers[1].affinity._taking and not workers[1].state.connections)
-
-    run(scenario())
-
-
-@LOOPS
-def test_a_call_is_answered_where_it_arrives_if_no_file_can_be_opened(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_name: str) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, urls), aiohttp.ClientSession() as http:
-            monkeypatch.setattr(os, "memfd_create", fail)
-            assert await asyncio.wait_for(ask(http, urls[0], owned_by(1), b"{}"), 60) == 0
 
     run(scenario())
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from support.in_process import in_process_proxy
 from support.waiting import wait_until
 
-from proxy.reload.version_files import VersionFiles
-from proxy.routes import models, serialise, sessions
 from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
 from turnwise.store import claims, policies, search
@@ -239,55 +235,6 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
         assert f"Version {version}'s files no longer exist" in refusal(answers[-1])
 
 
-def test_a_directory_that_only_a_list_reads_is_no_problem_of_the_reloader(tmp_path, monkeypatch) -> None:
-    """A load that times out is one that reads slowly only if the loader itself reads the version's directory."""
-    stalled, released, is_dir = tmp_path / "stalled", threading.Event(), Path.is_dir
-
-    def stalling(self: Path, **kwargs: bool) -> bool:
-        if self == stalled:
-            released.wait(60)
-        return is_dir(self, **kwargs)
-
-    monkeypatch.setattr(Path, "is_dir", stalling)
-    monkeypatch.setattr("proxy.routes.serialise.PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr("proxy.reload.version_files.LONG_SECONDS", 0.0)
-    failed = PolicyVersion(version=3, path=str(stalled), error="refused by its publisher")
-    with in_process_proxy(tmp_path) as (http, database):
-        with database.write() as connection:
-            policies.publish_policy(connection, failed)
-        try:
-            assert http.get("/v1/policies").json()["data"][0]["on_disk"] is None
-            assert str(stalled) not in (http.get("/readyz").json()["reload_error"] or "")
-        finally:
-            released.set()
-
-
-async def test_a_directory_that_does_not_answer_is_read_once_whatever_is_published_meanwhile(monkeypatch) -> None:
-    asked, released, files = [], threading.Event(), VersionFiles()
-
-    def on_disk(policy: PolicyVersion) -> bool:
-        asked.append(policy.version)
-        return released.wait(60) if policy.version == 0 else True
-
-    monkeypatch.setattr(policies, "on_disk", on_disk)
-    monkeypatch.setattr(serialise, "PATIENCE_SECONDS", 0.05)
-    try:
-        for newest in range(1, 4):
-            found = [PolicyVersion(version=version, path=f"/v{version}") for version in range(newest, -1, -1)]
-            assert (await serialise.policies_json(found, files))[-1]["on_disk"] is None
-        assert asked.count(0) == 1
-    finally:
-        released.set()
-
-
-async def test_lists_of_different_versions_at_the_same_time_both_know_their_files(tmp_path) -> None:
-    """They share a read of the directory that holds the versions."""
-    found = [PolicyVersion(version=version, path=str(tmp_path)) for version in (1, 2)]
-    files = VersionFiles()
-    lists = await asyncio.gather(*(serialise.policies_json([each], files) for each in found))
-    assert [[each["on_disk"] for each in one] for one in lists] == [[True], [True]]
-
-
 def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch) -> None:
     """Each reads for two seconds: as many searches as there are threads would stop the calls that read the store."""
     going, longest, lock = 0, 0, threading.Lock()
@@ -312,27 +259,3 @@ def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypat
         are_enough.set()
         assert {each.result(60).status_code for each in searches} == {200}
     assert longest == MAX_SEARCHES
-
-
-def test_a_long_page_of_turns_is_encoded_outside_the_event_loop(http, monkeypatch) -> None:
-    """24 MB of whole prompts held the loop for 47 ms."""
-    http.post("/sessions/paged/v1/chat/completions", json=CHAT).raise_for_status()
-    threads: list[str] = []
-
-    def encode(rows, *, has_more):
-        threads.append(threading.current_thread().name)
-        return models.encode_page(rows, has_more=has_more)
-
-    monkeypatch.setattr(sessions, "encode_page", encode)
-    answer = http.get("/v1/sessions/paged/turns", params={"prompt": "whole"})
-    assert (answer.json()["has_more"], len(answer.json()["data"])) == (False, 1)
-    assert int(answer.headers["content-length"]) == len(answer.content)
-    assert threads[0].startswith("asyncio_"), "a thread of the loop's own executor"
-
-
-def test_a_page_is_encoded_in_parts_as_it_is_in_one() -> None:
-    rows = [{"a": np.array([1, 2], np.int32)}, {"b": None}]
-    for some in ([], rows[:1], rows):
-        for has_more in (False, True):
-            whole = models.answer(serialise.page(some, has_more)).body
-            assert models.encode_page(some, has_more=has_more) == whole

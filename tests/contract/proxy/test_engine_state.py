@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import pytest
 from support.ports import free_port
@@ -11,7 +10,7 @@ from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fa
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, without_credentials
 from proxy.engines.pool import EnginePool
-from proxy.engines.state import SERVING, TRANSITIONS, EngineState, EngineStatus
+from proxy.engines.state import EngineState, EngineStatus
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable
@@ -31,18 +30,6 @@ def status_in(state: EngineState) -> EngineStatus:
     return status
 
 
-@pytest.mark.parametrize("old", EngineState)
-@pytest.mark.parametrize("new", EngineState)
-def test_only_the_transitions_of_the_table_are_possible(old: EngineState, new: EngineState):
-    status = status_in(old)
-    if new in TRANSITIONS[old] or new is old:
-        status.change(new)
-        assert status.current is new
-    else:
-        with pytest.raises(AssertionError, match=f"from {old} to {new}"):
-            status.change(new)
-
-
 @pytest.mark.parametrize("before", [EngineState.READY, EngineState.DRAINING])
 def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(before: EngineState):
     status = status_in(before)
@@ -52,16 +39,6 @@ def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(be
     with status.reloading():
         status.change(EngineState.ABSENT)
     assert status.current is EngineState.ABSENT
-
-
-def test_each_change_sets_the_metric_of_the_engine():
-    pool, up = make_pool(0.0)
-    states = []
-    for state in (EngineState.READY, EngineState.RELOADING, EngineState.ABSENT):
-        pool.engines[0].status.change(state)
-        states.append(up())
-    assert states == [1, 1, 0]
-    assert {state for state in EngineState if state in SERVING} == {"ready", "draining", "reloading"}
 
 
 def make_pool(wait_seconds: float, url: str = "http://a"):
@@ -149,18 +126,6 @@ class SilentServer:
             writer.close()
         self._server.close()
         await self._server.wait_closed()
-
-
-async def test_connections_to_an_engine_have_keep_alive_probes_and_a_limit_for_unacknowledged_data(fake_engine):
-
-    engine = Vllm(fake_engine.url, timeout_seconds=5)
-    await engine.ask("GET", "/health")
-    (connection,) = engine._http._open
-    given = connection._transport.get_extra_info("socket")
-    assert given.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    assert given.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
-    assert given.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
-    engine.close()
 
 
 def test_user_and_password_of_an_engine_appear_in_no_address():

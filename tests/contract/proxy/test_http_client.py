@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import socket
 import ssl
-import threading
 
 import pytest
 
 from proxy.engines.answers import BUFFERED_BYTES, AnswerTooLong, Disconnected
-from proxy.engines.http_client import SENT_BYTES, HttpClient, in_steps
+from proxy.engines.http_client import HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18
@@ -97,18 +95,6 @@ def ok_with(body: bytes) -> bytes:
     return f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def test_a_connection_is_kept_for_the_next_request():
-    async with serving(answering(OK, times=3)) as (server, client):
-        assert [await get(client) for _ in range(3)] == [(200, b"ok")] * 3
-    assert server.num_connections == 1
-
-
-async def test_concurrent_requests_use_separate_connections():
-    async with serving(answering(OK, times=2)) as (server, client):
-        assert await asyncio.gather(*(get(client) for _ in range(8))) == [(200, b"ok")] * 8
-    assert server.num_connections == 8
-
-
 async def test_a_request_is_sent_with_exactly_these_bytes():
     async with serving(answering(OK), path="/below/", user="me:p%40ss@") as (server, client):
         with await client.request("POST", "/v1/x?y=1", b"body", {"x-request-id": "7"}) as answer:
@@ -136,19 +122,6 @@ async def test_a_request_is_sent_with_exactly_these_bytes():
 async def test_a_body_is_read_in_every_framing(pieces):
     async with serving(answering(*pieces)) as (_, client):
         assert await get(client) == (200, b"hello")
-
-
-async def test_an_answer_without_a_body_is_read_as_empty():
-    async with serving(answering(b"HTTP/1.1 204 No Content\r\n\r\n", times=2)) as (server, client):
-        assert [await get(client), await get(client)] == [(204, b"")] * 2
-    assert server.num_connections == 1
-
-
-async def test_a_connection_that_the_server_wants_closed_is_not_used_again():
-    answer = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
-    async with serving(answering(answer, times=2)) as (server, client):
-        assert [await get(client), await get(client)] == [(200, b"ok")] * 2
-    assert server.num_connections == 2
 
 
 async def test_a_kept_connection_that_the_server_closes_is_replaced():
@@ -224,55 +197,6 @@ async def test_a_read_from_a_silent_server_times_out():
         await asyncio.wait_for(server.has_lost.wait(), 60)
 
 
-async def test_an_answer_that_arrived_while_this_process_was_stopped_is_read():
-    """After SIGSTOP and SIGCONT the time limit has passed before the answer can be read."""
-    received, stopped, sent = threading.Event(), threading.Event(), threading.Event()
-
-    def serve() -> None:
-        peer, _ = listening.accept()
-        with peer:
-            peer.recv(65536)
-            received.set()
-            stopped.wait()
-            peer.sendall(OK)
-            sent.set()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}", connect_seconds=60, silence_seconds=600)
-        server = threading.Thread(target=serve)
-        server.start()
-        asked = asyncio.create_task(get(client))
-        while not received.is_set():  # noqa: ASYNC110  the server runs in another thread
-            await asyncio.sleep(0.01)
-        stopped.set()
-        assert sent.wait(60)  # the event loop does not run meanwhile
-        (connection,) = client._open
-        connection._heard_at -= 600
-        connection._check()
-        assert await asked == (200, b"ok")
-        server.join()
-        client.close()
-
-
-async def test_data_that_arrived_late_ends_only_its_own_silence():
-    """The next silence on the connection gets the same grace."""
-
-    async def script(server, reader, writer):
-        for _ in range(2):
-            await server.request(reader)
-            writer.write(OK)
-
-    async with serving(script, silence_seconds=600) as (_, client):
-        for _ in range(2):
-            asked = asyncio.create_task(get(client))
-            while not any(each._answer is not None for each in client._open):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            (connection,) = client._open
-            connection._heard_at -= 600
-            connection._check()
-            assert await asked == (200, b"ok")
-
-
 def pass_time(client: HttpClient, seconds: float) -> None:
     """Let the connection's checks find a silence that is longer by this time; the second check has no grace."""
     (connection,) = client._open
@@ -298,60 +222,6 @@ async def test_a_read_from_a_server_that_keeps_sending_does_not_time_out():
                 pass_time(client, 400)
                 may_send.set()
                 assert await answer.next_part() == b"x"
-
-
-@pytest.mark.parametrize(("given", "is_enough"), [(6000.0, True), (60.0, False)])
-async def test_a_request_may_set_its_own_read_timeout(given, is_enough):
-    """It also applies on a reused connection, whose timer runs already."""
-    may_answer = asyncio.Event()
-
-    async def script(server, reader, writer):
-        for is_second in (False, True):
-            await server.request(reader)
-            if is_second:
-                await may_answer.wait()
-            writer.write(OK)
-
-    async with serving(script, silence_seconds=600) as (server, client):
-        await get(client)
-        asked = asyncio.create_task(client.request("GET", "/", b"", {}, silence_seconds=given))
-        while len(server.requests) < 2:  # noqa: ASYNC110  the request arrives through the socket
-            await asyncio.sleep(0)
-        pass_time(client, 700)
-        may_answer.set()
-        if is_enough:
-            with await asked as answer:
-                assert await answer.read() == b"ok"
-        else:
-            with pytest.raises(Disconnected, match=r"sent nothing for 60 s"):
-                await asked
-
-
-async def test_a_slow_reader_does_not_cause_a_read_timeout():
-    body = bytes(1 << 24)
-    async with serving(answering(ok_with(body)), silence_seconds=600) as (_, client):
-        with await client.request("GET", "/", b"", {}) as answer:
-            (connection,) = client._open
-            while not connection._is_paused:  # noqa: ASYNC110  the data arrives through the socket
-                await asyncio.sleep(0)
-            pass_time(client, 700)
-            assert await answer.read() == body
-
-
-async def test_a_cancellation_after_the_whole_answer_leaves_the_connection_to_the_next_request():
-    """The answer is complete and another request uses the connection when the cancelled task runs."""
-    async with serving(answering(OK, times=3)) as (server, client):
-        await get(client)
-        connection = client._idle[-1]
-        first = asyncio.create_task(get(client))
-        while connection not in client._idle or len(server.requests) < 2:  # noqa: ASYNC110  this very round counts
-            await asyncio.sleep(0)
-        second = asyncio.create_task(get(client))
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        assert await second == (200, b"ok")
-    assert server.num_connections == 1
-    assert len(server.requests) == 3
 
 
 async def test_leaving_a_response_early_closes_the_connection():
@@ -393,27 +263,6 @@ async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
     assert max(map(len, parts)) <= BUFFERED_BYTES + ONE_READ
 
 
-async def test_a_connection_can_be_used_after_a_slow_reader():
-    body = bytes(1 << 23)
-    async with serving(answering(ok_with(body), times=2)) as (server, client):
-        for _ in range(2):
-            with await client.request("GET", "/", b"", {}) as answer:
-                num_bytes = 0
-                while part := await answer.next_part():
-                    num_bytes += len(part)
-                    await asyncio.sleep(0.01)
-            assert num_bytes == len(body)
-    assert server.num_connections == 1
-
-
-@pytest.mark.parametrize("status", [301, 307, 308])
-async def test_a_redirect_is_an_error_that_names_its_status(status):
-    answer = f"HTTP/1.1 {status} Elsewhere\r\nlocation: /\r\ncontent-length: 0\r\n\r\n".encode()
-    async with serving(answering(answer)) as (_, client):
-        with pytest.raises(Disconnected, match=rf"redirects \({status}\)"):
-            await get(client)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -426,18 +275,6 @@ async def test_an_answer_that_is_not_http_is_an_error(answer):
     async with serving(answering(answer)) as (_, client):
         with pytest.raises(Disconnected, match="not valid HTTP"):
             await get(client)
-
-
-async def test_a_connection_with_unrequested_data_is_closed():
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(OK)
-        writer.write(OK)
-        await server.wait_for_the_end(reader)
-
-    async with serving(script) as (server, client):
-        assert await get(client) == (200, b"ok")
-        await asyncio.wait_for(server.has_lost.wait(), 60)
 
 
 async def test_a_closed_port_is_a_connection_error():
@@ -472,57 +309,10 @@ async def test_a_server_without_tls_behind_an_https_url_is_an_error():
     assert isinstance(caught.value.__cause__, ssl.SSLError)
 
 
-LONG_BODY = [b"x" * (20 * 2**20), b"y" * (12 * 2**20)]
-
-
 async def rounds(number: int = 200) -> None:
     """Let the event loop run."""
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-async def test_a_long_request_is_written_in_steps_as_the_server_takes_it():
-    """While the server reads nothing, the rest is not given to the transport; at once it would hold the loop."""
-    may_read = asyncio.Event()
-
-    async def script(server, reader, writer):
-        await may_read.wait()
-        await server.request(reader)
-        writer.write(OK)
-
-    async with serving(script) as (server, client):
-        asked = asyncio.create_task(client.request("POST", "/", LONG_BODY, {}))
-        while not client._open:  # noqa: ASYNC110  the connection is being opened
-            await asyncio.sleep(0)
-        await rounds()
-        (connection,) = client._open
-        assert connection._transport.get_write_buffer_size() <= SENT_BYTES
-        may_read.set()
-        with await asked as answer:
-            assert await answer.read() == b"ok"
-    assert server.requests[0].endswith(b"".join(LONG_BODY))
-
-
-def test_a_long_request_in_many_pieces_is_written_in_few_steps():
-    """10,000 pieces of 256 bytes, one of 0 bytes and one of 2 MiB: 2.44 + 2 MiB are five steps of at most 1 MiB."""
-    pieces = [b"x" * 256] * 10_000 + [b"", b"y" * 2**21]
-    steps = list(in_steps(pieces))
-    assert [sum(map(len, step)) for step in steps] == [SENT_BYTES] * 4 + [2_560_000 + 2**21 - 4 * SENT_BYTES]
-    assert b"".join(itertools.chain.from_iterable(steps)) == b"".join(pieces)
-
-
-async def test_a_connection_whose_long_request_was_refused_in_the_middle_is_not_used_again():
-    async def script(server, reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
-        await writer.drain()
-        await server.wait_for_the_end(reader)
-
-    async with serving(script) as (server, client):
-        with await client.request("POST", "/", LONG_BODY, {}) as answer:
-            assert (answer.status, await answer.read()) == (413, b"no")
-        await asyncio.wait_for(server.has_lost.wait(), 60)
-        assert not client._idle
 
 
 async def test_an_answer_without_an_end_is_cut_off_at_the_limit():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
 from collections.abc import Iterator
 
 import orjson
@@ -12,9 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
-from proxy.routes import rewards
-from proxy.routes.rewards import MAX_LINES, SLICE_LINES, read_lines
-from proxy.writer.client import Writer
+from proxy.routes.rewards import MAX_LINES, read_lines
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -24,42 +20,6 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     with in_process_proxy(tmp_path_factory.mktemp("rewards")) as (client, _):
         client.post("/sessions/s/v1/chat/completions", json=CHAT).raise_for_status()
         yield client
-
-
-class Slices:
-    """Checks slices of lines, and records their lengths and threads."""
-
-    def __init__(self) -> None:
-        self._checked = rewards._slice
-        self.lengths: list[int] = []
-        self.threads: set[int] = set()
-
-    def validate_python(self, lines: list[object]) -> object:
-        self.lengths.append(len(lines))
-        self.threads.add(threading.get_ident())
-        return self._checked.validate_python(lines)
-
-
-def test_ten_thousand_lines_are_checked_and_pickled_in_slices_beside_the_loop(http, monkeypatch):
-    """At once, they would hold the loop for 140 ms."""
-    slices, sent, loops = Slices(), [], set()
-    original = Writer.do
-
-    async def recorded(self, function, *arguments, **options):
-        loops.add(threading.get_ident())
-        sent.extend(arguments)
-        return await original(self, function, *arguments, **options)
-
-    monkeypatch.setattr(rewards, "_slice", slices)
-    monkeypatch.setattr(Writer, "do", recorded)
-    lines = [{"session_id": "s", "value": number, "name": f"n{number}"} for number in range(MAX_LINES)]
-    answered = http.post("/v1/rewards", json=lines)
-    assert answered.status_code == 200
-    assert answered.json()["data"] == [{"turns": 1, "trained_in": None}] * MAX_LINES
-    assert (sum(slices.lengths), max(slices.lengths)) == (MAX_LINES, SLICE_LINES)
-    assert not slices.threads & loops
-    (pickled,) = sent
-    assert {len(pickle.loads(piece)) for piece in pickled} == {SLICE_LINES}
 
 
 @pytest.mark.parametrize(("index", "bad"), [(0, {}), (1_234, {"session_id": "s", "value": "1"})])

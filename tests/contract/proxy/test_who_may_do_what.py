@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -185,6 +186,8 @@ def test_only_the_tenant_that_owns_the_model_may_change_it(world: World) -> None
 def test_a_key_that_this_process_creates_or_revokes_takes_effect_at_once(world: World) -> None:
     admin = world.keys["mine", "admin"]
     made = world.ask("POST", "/v1/keys", admin, {"role": "agent", "expires_in_seconds": 3600}).json()
+    created, expires = (datetime.datetime.fromisoformat(made[name]) for name in ("created_at", "expires_at"))
+    assert (expires - created).total_seconds() == pytest.approx(3600, abs=60)
     assert world.ask("GET", "/v1/sessions", made["key"]).status_code == 200
     listed = world.ask("GET", "/v1/keys", admin).json()["data"]
     assert made["key_id"] in {key["key_id"] for key in listed}

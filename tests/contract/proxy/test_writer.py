@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import socket
 import sqlite3
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 
 from proxy.metrics import Metrics
-from proxy.writer import client
 from proxy.writer.client import Writer
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup
@@ -96,19 +94,6 @@ def test_an_id_of_a_prompt_that_is_no_token_id_is_not_stored(database, database_
     assert view.turn.prompt_delta.tolist() == [1, 2**31 - 1]
 
 
-def test_a_cancelled_caller_does_not_stop_the_others(database, database_url):
-    async def run() -> None:
-        async with writing(database_url) as writer:
-            await writer.do(ledger.create_session, Session(session_id="s"))
-            gone = asyncio.ensure_future(writer.append([turn("gone")]))
-            await asyncio.sleep(0)
-            gone.cancel()
-            await writer.append([turn("kept")])
-
-    asyncio.run(run())
-    assert "kept" in stored(database)
-
-
 @pytest.fixture
 def locked(tmp_path, sqlite_template):
     """A SQLite database, and the connection that holds its lock."""
@@ -134,30 +119,6 @@ def test_a_job_waits_for_a_locked_store(locked):
 
     assert len(asyncio.run(run())) == 3
     assert len(stored(database)) == 3
-
-
-def test_the_commit_metrics_count_the_wait_of_committed_turns_and_nothing_else(locked):
-    """Three turns wait 0.3 s for the lock, queue included; jobs of the control plane do not count."""
-    _, url, holder = locked
-    metrics = Metrics()
-
-    async def run() -> float:
-        async with writing(url, metrics=metrics) as writer:
-            started = time.monotonic()
-            calls = [asyncio.ensure_future(writer.append([turn(f"t{number}")])) for number in range(3)]
-            await asyncio.sleep(0)
-            threading.Timer(0.3, holder.rollback).start()
-            await asyncio.gather(*calls, writer.do(pid_of_writer))
-            elapsed = time.monotonic() - started
-            with contextlib.suppress(NotFound):
-                await writer.append([turn("refused", "nobody")])
-            return elapsed
-
-    elapsed = asyncio.run(run())
-    value = metrics.registry.get_sample_value
-    assert value("turnwise_commit_seconds_count") == 3
-    assert 3 * 0.3 <= value("turnwise_commit_seconds_sum") <= 3 * elapsed
-    assert value("turnwise_commit_batch_turns_sum") == 3
 
 
 def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(locked):
@@ -280,65 +241,6 @@ def counted(database: Database) -> tuple[dict[str, int], dict[str, int], int]:
 
 def errors_of_writer(metrics: Metrics) -> float | None:
     return metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"})
-
-
-def wait_for_errors(metrics: Metrics, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while (errors_of_writer(metrics) or 0) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def take(connection: Connection, seconds: float) -> int:
-    """Work for so long, as a slice of a long change does; return the process."""
-    del connection
-    time.sleep(seconds)
-    return os.getpid()
-
-
-def test_a_writing_process_that_makes_progress_is_not_killed(database_url, monkeypatch):
-    """Twenty jobs of 0.2 s are one transaction of 4 s; a process that is silent for 1 s is killed."""
-    monkeypatch.setattr(client, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(client, "CHECK_SECONDS", 0.02)
-    metrics = Metrics()
-
-    async def run() -> list[object]:
-        async with writing(database_url, seconds=1.0, metrics=metrics) as writer:
-            pid = await writer.do(pid_of_writer)
-            await asyncio.gather(*(writer.do(take, 0.2) for _ in range(20)), return_exceptions=True)
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(StoreUnavailable):
-                        return [pid, await writer.do(pid_of_writer)]
-                    await asyncio.sleep(0.05)
-
-    before, after = asyncio.run(run())
-    assert before == after
-    assert not errors_of_writer(metrics)
-
-
-def test_a_writing_process_that_cannot_be_replaced_at_once_is_replaced_later(database, database_url):
-    """No file descriptors are left when it is killed, so no socket to the next one can be opened."""
-    metrics = Metrics()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def run() -> None:
-        async with writing(database_url, metrics=metrics) as writer, asyncio.timeout(60):
-            os.kill(await writer.do(pid_of_writer), signal.SIGKILL)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-            try:
-                await asyncio.to_thread(wait_for_errors, metrics, 3)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            while True:
-                with contextlib.suppress(StoreUnavailable):
-                    await writer.do(ledger.create_session, Session(session_id="s"))
-                    await writer.append([turn("after")])
-                    return
-                await asyncio.sleep(0.05)
-
-    asyncio.run(run())
-    assert stored(database) == ["after"]
 
 
 def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,22 +15,13 @@ from support.ledger_samples import add_session
 from support.private_postgres import PrivatePostgres
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
-from turnwise.store import database as store_database
 from turnwise.store import history, ledger, queries, tables
-from turnwise.store.database import Database, from_micros, to_micros
+from turnwise.store.database import Database
 from turnwise.store.leases import acquire_lease, release_lease, renew_lease
-from turnwise.store.statements import fetch_rows
-from turnwise.types import Session, utc_now
+from turnwise.types import Session
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 SECOND = datetime.timedelta(seconds=1)
-
-
-def test_an_instant_is_stored_to_the_microsecond() -> None:
-    """1970-01-01 00:00:01.000001 is 1,000,001 microseconds; floats would lose the last one in our century."""
-    assert to_micros(datetime.datetime(1970, 1, 1, 0, 0, 1, 1, tzinfo=datetime.UTC)) == 1_000_001
-    late = datetime.datetime(2999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.UTC)
-    assert from_micros(to_micros(late)) == late
 
 
 @pytest.mark.parametrize("url", ["mysql://x/y", "no url", "sqlite://", "sqlite:///:memory:"])
@@ -50,47 +40,6 @@ def test_a_write_that_raises_is_rolled_back(database: Database) -> None:
         fail_half_way()
     with database.read() as connection:
         assert queries.counts(connection).sessions == {}
-
-
-def test_each_transaction_of_a_kept_connection_is_committed_when_its_block_ends(
-    database: Database, database_url: str
-) -> None:
-    """Another process can read what it wrote, and can write."""
-    other = Database(database_url, lock_timeout_seconds=60)
-    for count, name in enumerate("abc", 1):
-        with database.write_often() as connection:
-            ledger.create_session(connection, Session(session_id=name))
-        with other.write() as connection:
-            assert queries.counts(connection).sessions == {"open": 2 * count - 1}
-            ledger.create_session(connection, Session(session_id=f"{name} of the other"))
-    other.close()
-
-
-def test_a_kept_connection_is_replaced_after_a_transaction_that_failed(database: Database) -> None:
-    """A transaction that raises is rolled back; PostgreSQL also closes the connection itself."""
-
-    def create(session_id: str) -> sa.Connection:
-        with database.write_often() as connection:
-            ledger.create_session(connection, Session(session_id=session_id))
-            if session_id == "refused":
-                raise RuntimeError
-            return connection
-
-    first = create("a")
-    assert create("b") is first
-    with pytest.raises(RuntimeError):
-        create("refused")
-    second = create("c")
-    assert first.closed
-    if database.dialect == "postgresql":
-        pid = second.connection.driver_connection.info.backend_pid  # type: ignore[union-attr]
-        with database.write() as connection:
-            connection.execute(sa.select(sa.func.pg_terminate_backend(pid)))
-        with pytest.raises(StoreUnavailable):
-            create("lost")
-        create("d")
-    with database.read() as connection:
-        assert queries.counts(connection).sessions == {"open": 3 + (database.dialect == "postgresql")}
 
 
 def test_commits_are_durable(database: Database) -> None:
@@ -127,13 +76,6 @@ def test_a_lock_that_is_held_too_long_is_unavailable(database: Database, databas
         other.close()
 
 
-def test_writers_of_one_process_queue_and_give_up_in_time(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/x.db", lock_timeout_seconds=0.1)
-    with database.write(), pytest.raises(StoreUnavailable, match="busy with another write"), database.write():
-        pass
-    database.close()
-
-
 def test_a_pool_without_a_free_connection_is_unavailable(database_url: str) -> None:
     database = Database(database_url, pool_size=1, lock_timeout_seconds=0.1)
     with database.read(), pytest.raises(StoreUnavailable, match="raise the pool size"), database.read():
@@ -163,16 +105,6 @@ def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> Non
         database.close()
 
 
-def test_a_server_that_does_not_run_is_named_in_one_line() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        database = Database(f"postgresql+psycopg://nobody@127.0.0.1:{unused.getsockname()[1]}/nowhere")
-        with pytest.raises(StoreUnavailable, match=r"no database server answers .*check host and port") as caught:
-            database.check_schema()
-        database.close()
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.postgres
 @pytest.mark.parametrize("wrong", ["role", "database"])
 def test_the_error_of_a_refused_login_names_the_settings_to_check(postgres_server: PrivatePostgres, wrong: str) -> None:
@@ -197,24 +129,6 @@ def test_a_value_that_the_database_cannot_store_is_the_callers_error(database: D
         return
     with pytest.raises(InvalidRequest, match="NUL"):
         add_session(database, "a\0b")
-
-
-@pytest.mark.parametrize("dialect", ["sqlite"])
-@pytest.mark.parametrize("failing", ["a", "b"])
-def test_an_error_at_any_row_is_the_one_that_sqlalchemy_raises(database: Database, dialect: str, failing: str) -> None:
-    """The absolute value of the smallest integer overflows. SQLite computes a row when it is fetched."""
-    with database.write() as connection:
-        for name in "ab":
-            ledger.create_session(connection, Session(session_id=name))
-    column = f"abs(CASE WHEN session_id = '{failing}' THEN -9223372036854775808 ELSE 1 END)"
-    keys = {"tenant": ["default"] * 2, "session_id": ["a", "b"]}
-    with database.read() as connection, pytest.raises(sa.exc.DBAPIError, match="integer overflow"):
-        fetch_rows(connection, tables.sessions, (column,), keys)
-
-
-def test_a_programming_error_is_not_reported_as_an_unavailable_database(database: Database) -> None:
-    with pytest.raises(sa.exc.IntegrityError), database.write() as connection:
-        connection.execute(sa.insert(tables.secrets).values(name="x"))
 
 
 @pytest.mark.postgres
@@ -312,9 +226,3 @@ def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(data
     for thread in threads:
         thread.join(60)
     assert sorted(tokens, key=str) == [1, None, None, None]
-
-
-def test_the_databases_clock_is_the_time_of_day(database: Database) -> None:
-    with database.read() as connection:
-        assert abs(from_micros(store_database.clock(connection)) - utc_now()) < 5 * SECOND
-        assert store_database.clock(connection, NOW) == to_micros(NOW)

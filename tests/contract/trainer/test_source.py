@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -26,7 +25,7 @@ from turnwise.errors import StoreUnavailable
 from turnwise.store import groups as groups_of
 from turnwise.store import ledger as ledger_of
 from turnwise.store import policies, queries
-from turnwise.store.database import Database, to_micros
+from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import PolicyVersion, Reward, Role, UpdateRecord, utc_now
 
@@ -200,36 +199,6 @@ def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
     assert num_calls == 1
 
 
-def test_a_database_that_no_retry_can_mend_ends_the_wait_for_groups(tmp_path):
-    (tmp_path / "broken.db").write_bytes(b"no database" * 1000)
-    source = source_for(Database(f"sqlite:///{tmp_path}/broken.db"))
-    with pytest.raises(StoreUnavailable, match="file is not a database"):
-        source._look(Position())
-    with pytest.raises(StoreUnavailable, match="file is not a database"):
-        source.next_batch(Position())
-
-
-def test_a_stop_within_a_wait_of_the_same_thread_never_blocks():
-    """A signal handler runs between any two lines of a wait, also where a lock would be held."""
-    num_stops, before = 0, sys.gettrace()
-
-    def stop(*_):
-        nonlocal num_stops
-        num_stops += 1
-        flag.set()
-        return stop
-
-    for wait in (StopFlag.wait, StopFlag.is_set):
-        flag = StopFlag()
-        sys.settrace(stop)
-        try:
-            wait(flag, *((60.0,) if wait is StopFlag.wait else ()))
-        finally:
-            sys.settrace(before)
-        assert flag.is_set()
-    assert num_stops > 2
-
-
 def test_a_jump_of_the_clock_stalls_no_group():
     """As when a virtual machine resumes; a clock that differs by a few seconds has not jumped."""
     clock, now = SteadyClock(), utc_now()
@@ -238,18 +207,6 @@ def test_a_jump_of_the_clock_stalls_no_group():
     assert clock.seconds_since_jump(now + timedelta(hours=3)) < 1000.0
     assert clock.seconds_since_jump(now + timedelta(hours=3)) < 1000.0
     assert clock.seconds_since_jump(now) < 1000.0
-
-
-def test_a_running_group_is_not_closed_after_a_jump_of_the_clock(database, monkeypatch):
-    play_incomplete_group(database)
-    source = source_for(database, stalled_seconds=900.0)
-    assert source._look(Position()).num_ready == 0
-    later = to_micros(utc_now() + timedelta(hours=4))
-    monkeypatch.setattr("trainer.source.clock", lambda _: later)
-    assert source._look(Position()).num_ready == 0
-    assert groups(database) == {"open": 1}
-    restarted = source_for(database, stalled_seconds=900.0)
-    assert restarted._look(Position()).num_ready == 1, "without a jump that it has seen"
 
 
 def test_the_reason_of_the_trainers_wait_is_stored(database):

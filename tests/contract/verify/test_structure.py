@@ -65,6 +65,11 @@ FAULTS = {
     "a logprob is positive": ({"logprobs": np.array([-1, 0.5], np.float32).tobytes()}, "logprobs[1]", "0.5"),
     "a logprob is no number": ({"logprobs": np.array([np.nan, 0], np.float32).tobytes()}, "logprobs[0]", "nan"),
     "a token id is negative": ({"token_ids": np.array([22, -23], np.int32).tobytes()}, "token_ids", "negative"),
+    "an id of the prompt is negative": (
+        {"prompt_delta": np.array([2, -1], np.int32).tobytes()},
+        "token_ids",
+        "negative",
+    ),
     "the parent is another session's": ({"parent_turn_id": "other-t1"}, "parent_turn_id", "no earlier turn"),
     "the versions run backwards": ({"policy_version_first": 2}, "policy_version_first", "2 > last"),
 }

@@ -1,7 +1,6 @@
 """rLLM's `AgentWorkflowEngine`, rule by rule, over sessions of the stand-in proxy."""
 
 import asyncio
-import sys
 import threading
 from types import SimpleNamespace
 from typing import ClassVar
@@ -23,7 +22,6 @@ from turnwise.workflows import (
     Trajectory,
     Workflow,
 )
-from turnwise.workflows.engine import Progress
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +99,6 @@ def test_defaults_are_those_of_the_original():
     assert engine.executor is None
 
 
-def test_the_pool_holds_one_workflow_object_for_each_parallel_run_and_is_made_once():
-    """All objects share the engine and one executor with the same number of threads; a second call changes nothing."""
-
-    async def go():
-        engine = AgentWorkflowEngine(Chat, {"gamma": 0.5}, RolloutEngine(), n_parallel_tasks=3)
-        await engine.initialize_pool()
-        queue = engine.workflow_queue
-        await engine.initialize_pool()
-        assert engine.workflow_queue is queue
-        pool = [queue.get_nowait() for _ in range(queue.qsize())]
-        assert len({id(workflow) for workflow in pool}) == 3
-        assert {id(workflow.executor) for workflow in pool} == {id(engine.executor)}
-        assert {workflow.gamma for workflow in pool} == {0.5}
-        assert engine.executor._max_workers == 3
-        engine.shutdown()
-
-    asyncio.run(go())
-
-
 def test_a_workflow_that_is_not_multithread_safe_is_refused():
     """An environment that is not thread-safe cannot be used in a pool."""
 
@@ -154,12 +133,6 @@ def test_the_episodes_of_a_task_are_returned_in_order_of_completion(proxy):
     """The first rollout needs three calls, the second one: the second comes first."""
     tasks = [{"q": 1, "rewards": [0.0] * 20}, {"q": 1, "rewards": [1.0]}]
     assert [episode.id for episode in execute(proxy, tasks, ["a", "a"])] == ["a:1", "a:0"]
-
-
-def test_tasks_without_ids_are_separate_tasks(proxy):
-    """Every task gets a fresh id."""
-    episodes = execute(proxy, [{"q": 1}, {"q": 1}])
-    assert len({episode.id.rpartition(":")[0] for episode in episodes}) == 2
 
 
 def test_tasks_and_ids_must_have_the_same_length(proxy):
@@ -205,13 +178,6 @@ def test_without_raise_on_error_the_last_error_is_returned_and_other_episodes_ar
     reasons = [episode.termination_reason for episode in episodes]
     assert reasons == [TerminationReason.ENV_DONE, TerminationReason.ERROR, TerminationReason.ENV_DONE]
     assert Chat.attempts["b:0"] == 3
-
-
-def test_the_workflow_object_returns_to_the_pool_after_every_run(proxy):
-    """One object serves five runs, one of which fails for good."""
-    tasks = [{"q": k, "crashes": 9 if k == 2 else 0} for k in range(5)]
-    episodes = execute(proxy, tasks, engine_args={"n_parallel_tasks": 1, "raise_on_error": False})
-    assert len(episodes) == 5
 
 
 def test_the_engine_leaves_reset_to_the_workflow(proxy):
@@ -388,13 +354,6 @@ def test_validation_runs_are_never_trained_on(proxy):
     assert [session["split"] for session in proxy.sessions.values()] == ["eval"]
 
 
-def test_refusals_of_a_busy_proxy_are_retried(proxy):
-    """Twenty 429s among thirty runs: every episode is complete."""
-    proxy.refusals += [(429, {"retry-after": "0"})] * 20
-    episodes = execute(proxy, [{"q": k} for k in range(30)], engine_args={"n_parallel_tasks": 8})
-    assert {episode.termination_reason for episode in episodes} == {TerminationReason.ENV_DONE}
-
-
 def test_a_failed_batch_leaves_no_run_active(proxy):
     """rLLM leaves the other runs active; here they have ended before the error reaches the caller."""
 
@@ -470,44 +429,6 @@ def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy, monkeyp
     monkeypatch.setattr(proxy, "refusal", "this model's maximum context length is 8 tokens")
     (episode,) = asyncio.run(go())
     assert episode.termination_reason is TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED
-
-
-def test_progress_is_one_line_on_a_terminal_and_absent_elsewhere(monkeypatch, capsys):
-    """Counts and failures, written over one another; a log file is not filled with them."""
-    silent = Progress(2)
-    silent.advance(failed=False)
-    silent.close()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = Progress(2)
-    progress.advance(failed=False)
-    progress.advance(failed=True)
-    progress.close()
-    lines = capsys.readouterr().err.split("\r")
-    assert [line.split(" failed")[0] for line in lines[1:]] == ["1/2 rollouts, 0", "2/2 rollouts, 1"]
-
-
-def test_a_single_run_may_be_processed_alone(proxy):
-    """Without a batch it is a session without a group."""
-
-    async def go():
-        async with AsyncClient(proxy.base_url) as client:
-            engine = AgentWorkflowEngine(Chat, {}, SessionRolloutEngine(client, model="m"), n_parallel_tasks=1)
-            try:
-                return await engine.process_task_with_retry({"q": 1}, "a", 3)
-            finally:
-                engine.shutdown()
-                engine.shutdown()
-
-    task_id, rollout_idx, episode = asyncio.run(go())
-    assert (task_id, rollout_idx, episode.id) == ("a", 3, "a:3")
-    (session,) = proxy.sessions.values()
-    assert (session["run"], "group_id" in session) == (3, False)
-
-
-def test_the_error_of_an_abstract_engine_names_the_missing_method():
-    with pytest.raises(NotImplementedError, match="RolloutEngine must define get_model_response"):
-        asyncio.run(RolloutEngine().get_model_response([]))
 
 
 class Memory(RolloutEngine):

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from turnwise.demo import trail
 from turnwise.demo.small_model import (
-    CHAT_TEMPLATE,
     SPEC_FILE,
     SmallModelSpec,
     assistant_mask,
     build_small_model,
-    code_of,
     train_tokenizer,
 )
 
@@ -68,13 +66,6 @@ def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer: PreTrained
     )
 
 
-def test_arguments_read_the_same_as_text_and_as_an_object(tokenizer: PreTrainedTokenizerFast):
-    """The engine gives the template parsed arguments; a client's history has them as text."""
-    parsed = {"name": "lookup", "arguments": {"name": "Kim"}}
-    as_object = [*CONVERSATION[:2], {"role": "assistant", "tool_calls": [{"type": "function", "function": parsed}]}]
-    assert ids_of(tokenizer, as_object, prompt=False) == ids_of(tokenizer, CONVERSATION[:3], prompt=False)
-
-
 @pytest.mark.parametrize("end", [2, 4, 6])
 def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: PreTrainedTokenizerFast, end: int):
     """Token for token: a turn's prompt and its reply are unchanged in the next turn's prompt."""
@@ -83,36 +74,6 @@ def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: Pr
     whole = ids_of(tokenizer, CONVERSATION, prompt=True)
     assert reply[: len(prompt)] == prompt
     assert whole[: len(reply)] == reply
-
-
-def test_a_tool_call_costs_six_tokens_and_an_answer_four(tokenizer: PreTrainedTokenizerFast):
-    """`<tool_call>`, boilerplate, the name, boilerplate, `</tool_call>`, the end: this is what keeps the demo quick."""
-    prompt = ids_of(tokenizer, CONVERSATION[:2], prompt=True)
-    call = ids_of(tokenizer, CONVERSATION[:3], prompt=False)[len(prompt) : -1]  # the last token is the newline after it
-    assert len(call) == 6
-    assert tokenizer.decode(call[2]) == "Kim"
-    assert len(tokenizer.encode('The answer is "Oslo".<|im_end|>')) == 4
-    assert len(prompt) <= 20
-
-
-@pytest.mark.parametrize("word", [*trail.NAMES, *trail.CITIES])
-def test_every_name_is_one_token_of_its_own(tokenizer: PreTrainedTokenizerFast, word: str):
-    """Copying a name is copying one token, whatever surrounds it."""
-    (token,) = tokenizer.encode(word)
-    for text in (f'{{"name": "{word}"}}', f"from {word}. Which", f'is "{word}".'):
-        assert tokenizer.encode(text).count(token) == 1
-
-
-@pytest.mark.parametrize("text", ["Grüße, 世界 🌍", "\x00\n\t  two  spaces", 'a "b" \\n {}', "assistant\nuser\n"])
-def test_any_text_is_decoded_to_itself(tokenizer: PreTrainedTokenizerFast, text: str):
-    """Byte level: there is no unknown token."""
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_tool_markup_is_text_and_control_tokens_are_hidden(tokenizer: PreTrainedTokenizerFast):
-    """The engine drops special tokens from its text; its tool parser must still read the markup."""
-    ids = tokenizer.encode("<tool_call>\nx</tool_call><|im_end|>")
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>\nx</tool_call>"
 
 
 def test_the_warm_up_trains_only_replies_and_their_end_tokens(tokenizer: PreTrainedTokenizerFast):
@@ -124,16 +85,6 @@ def test_the_warm_up_trains_only_replies_and_their_end_tokens(tokenizer: PreTrai
         '<tool_call>\n{"name": "lookup", "arguments": {"name": "Kim"}}\n</tool_call><|im_end|>'
         'The answer is "Oslo".<|im_end|>'
     )
-
-
-def test_the_directory_loads_as_any_hugging_face_model_does(model_directory: Path):
-    """Tokenizer, template, weights and generation defaults exist and agree on the end of a turn."""
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    model = AutoModelForCausalLM.from_pretrained(model_directory)
-    assert tokenizer.chat_template == CHAT_TEMPLATE
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert {path.stat().st_mode & 0o777 for path in model_directory.iterdir()} == {0o644}
 
 
 def test_the_same_spec_gives_the_same_weights_and_another_seed_gives_others(model_directory: Path, tmp_path: Path):
@@ -159,25 +110,6 @@ def test_a_model_of_the_same_spec_is_reused_and_one_of_another_spec_is_replaced(
     build_small_model(directory, shorter, lambda _done, _total, loss: losses.append(loss))
     assert len(losses) == 5
     assert json.loads((directory / SPEC_FILE).read_text())["spec"]["num_warm_up_steps"] == 2
-
-
-def test_comments_and_docstrings_do_not_change_the_digest_and_code_does():
-    """A changed sentence does not make anybody build the model again."""
-    source = '"""Text."""\nRATE = 0.5  # half\n"""A rate."""\n\n\ndef f():\n    """Do it."""\n    return RATE\n'
-    reworded = '"""Other."""\nRATE = 0.5\n\ndef f():\n    """Do."""\n    return RATE\n'
-    assert code_of(source) == code_of(reworded)
-    assert code_of(source) != code_of(source.replace("0.5", "0.4"))
-
-
-def test_a_build_that_is_interrupted_leaves_nothing_behind(tmp_path: Path):
-    """The directory appears complete or not at all."""
-
-    def interrupt(_done: int, _total: int, _loss: float) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_small_model(tmp_path / "model", TINY, interrupt)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_with_other_files_is_not_changed(tmp_path: Path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from support.reload_stage import Process, Stage
 from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.state import EngineState
-from proxy.reload.load_attempts import MAX_LOAD_ATTEMPTS
-from turnwise.errors import ReloadFailed
 from turnwise.store import policies
 from turnwise.store.arms import Arm
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyVersion, Session
+from turnwise.types import PolicyKind, Session
 
 
 @pytest.fixture
@@ -144,78 +141,6 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
         await driver.follow()
         assert stage.statuses() == ["retired", "active"]
         assert (driver.versions[1 - lost], driver.reloader.problem) == (2, None)
-
-
-async def test_a_trial_continues_with_the_engine_that_came_back(stage: Stage, monkeypatch):
-    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
-    async with on_trial(stage) as driver:
-        driver.pool.engines[1].status.change(EngineState.ABSENT)
-        await driver.follow()
-        await driver.look()
-        await driver.follow()
-        assert (stage.statuses(), driver.versions, driver.reloader.problem) == (["active", "canary"], [1, 2], None)
-        taken, control = await open_sessions(driver, "again")
-        assert await versions_of(driver, taken) == {2}
-        assert await versions_of(driver, control) == {1}
-
-
-async def test_a_trial_waits_before_its_next_attempt_also_while_a_newer_version_is_published(stage: Stage, monkeypatch):
-    """A pin ends the trial without that wait."""
-    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 600.0)
-    async with stage.process(canary_share=0.5) as driver:
-        stage.publish(1)
-        await driver.follow()
-        attempts = []
-
-        async def failing(*arguments: object) -> None:
-            attempts.append(arguments)
-            raise ReloadFailed("the engine is busy", is_transient=True)
-
-        monkeypatch.setattr(driver.reloader._canary, "_place", failing)
-        stage.publish(2)
-        await driver.follow()
-        stage.publish(3)
-        for _ in range(3):
-            await driver.follow()
-        assert (stage.statuses(), len(attempts)) == (["active", "canary", "published"], 1)
-        stage.pin(1)
-        await driver.follow()
-        assert stage.statuses() == ["active", "published", "published"]
-
-
-async def test_errors_that_passed_do_not_add_up_in_a_long_trial(stage: Stage, monkeypatch):
-    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
-    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.0)
-    async with on_trial(stage) as driver:
-        place, fails = driver.reloader._canary._place, itertools.cycle([True, False])
-
-        async def placed(policy: PolicyVersion, active: PolicyVersion) -> None:
-            if next(fails):
-                raise ReloadFailed("the engine is busy", is_transient=True)
-            await place(policy, active)
-
-        monkeypatch.setattr(driver.reloader._canary, "_place", placed)
-        for _ in range(2 * MAX_LOAD_ATTEMPTS):
-            await driver.follow()
-        assert stage.statuses() == ["active", "canary"]
-
-
-async def test_weights_on_trial_leave_their_engine_before_other_sessions_are_sent_to_it(stage: Stage, monkeypatch):
-    """While the roll-back loads the served version, the store still names the trial, so no process ends it."""
-    async with two_workers(stage, PolicyKind.FULL) as (driver, _):
-        await driver.follow()
-        seen: list[list[str]] = []
-        exchange = driver.reloader._loader.exchange
-
-        async def exchanged(*arguments: object) -> float:
-            seen.append(stage.statuses())
-            return await exchange(*arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(driver.reloader._loader, "exchange", exchanged)
-        stage.pin(1)
-        await driver.follow()
-        assert (seen, stage.statuses()) == ([["active", "canary"]], ["active", "published"])
-        assert stage.loads[1] == ["v1", "v2", "v1"]
 
 
 async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(stage: Stage, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import pickle
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,19 +12,14 @@ from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
 from proxy.continuation.outline import (
-    KEPT_HEAD,
-    KEPT_TAIL,
     OUTLINE_BYTES,
     Kind,
     Outliner,
     Outlines,
-    kept_positions,
-    marks_of,
 )
 from proxy.continuation.reply import Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
 
-CALLS = [{"id": "call_0", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
 LONG = "A text that is much longer than what is kept of it. " * 20
 TEXTS = st.sampled_from(
     ["", " ", "Yes.", "Žofie — 誰?", LONG, LONG + "</think>" + LONG, "<tool_response>\nx\n</tool_response>"]
@@ -45,56 +39,10 @@ LAST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id").replace
 FIRST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id and not found.name").replace(
     "PRINTS_ID", "false"
 )
-PRINTS_IDS = LAST_CALL.replace("if false", "if true")
 
 
 def kind(role: str, **fields: object) -> Kind:
     return Kind(**{"role": role, "num_calls": 0, "has_thinking": False, "is_empty": False, "marks": (), **fields})
-
-
-def test_both_ends_of_a_repeated_pattern_are_kept():
-    """Of 2 + 200 messages the first 4 and the last 8 stay, and what the cut must not part."""
-    kinds = [kind("system"), kind("user"), *[kind("assistant", num_calls=1), kind("tool")] * 100]
-    kept = kept_positions(kinds)
-    assert len(kept) <= 18
-    assert kept[:KEPT_HEAD] == list(range(KEPT_HEAD))
-    assert kept[-KEPT_TAIL:] == list(range(202 - KEPT_TAIL, 202))
-    roles = [kinds[position].role for position in kept]
-    assert roles == ["system", "user", *["assistant", "tool"] * ((len(kept) - 2) // 2)]
-
-
-def test_the_last_message_of_every_kind_is_kept():
-    """A question in the middle decides which thinking a template prints."""
-    work = [kind("assistant", num_calls=1), kind("tool")] * 40
-    kinds = [kind("user"), *work, kind("user"), *work]
-    assert 81 in kept_positions(kinds)
-    assert len(kept_positions(kinds)) < 40
-
-
-def test_a_text_with_a_mark_of_the_template_is_kept_whole():
-    outliner = Outliner(("</think>",))
-    message = {"role": "assistant", "content": LONG + "</think>" + LONG}
-    assert outliner.outline(message) == message
-    assert len(outliner.outline({"role": "assistant", "content": LONG})["content"]) < 200
-
-
-def test_the_marks_of_a_template_are_the_texts_that_it_names():
-    source = (
-        "{% for m in messages %}{% if '</think>' in m.content and 'name' in m %}{{ '<a>\n' }}{% endif %}{% endfor %}"
-    )
-    assert marks_of(source) == ("</think>", "<a>")
-    assert marks_of("{% for %}") is None
-
-
-def test_content_that_begins_with_a_mark_is_of_another_kind_than_content_that_quotes_it():
-    """Qwen 3 takes the first one for a tool's result, and the second one for a question; a list of texts is a text."""
-    outliner, text = Outliner(("<tool_response>",)), "<tool_response>"
-    quoted, wrapped, listed = (
-        outliner.kind({"role": "user", "content": content})
-        for content in ("What is <tool_response>?", f"{text} 1", [{"type": "text", "text": f"{text} 1"}])
-    )
-    assert quoted != wrapped == listed
-    assert outliner.kind({"role": "user", "content": [{"type": "text", "text": ""}]}).is_empty
 
 
 @pytest.mark.parametrize(
@@ -130,18 +78,6 @@ def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls: int, lat
             found.tolist() == template.whole_continuation(sent, replied, reply, None, {}, keep_thinking=False).tolist()
         )
         assert ("f.do_2" in template.text_of(list(found))) == (sent is other or sent[-1:] == late)
-
-
-def test_conversations_of_a_known_kind_are_extended_where_a_template_prints_the_ids_of_calls():
-    """It prints them after the arguments, as Mistral's do, so the second reply does not close as the first."""
-    template = template_from(PRINTS_IDS)
-    assert template.shortens
-    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
-    for number in (6, 7):
-        messages = [USER, *work(number), *work(number + 10)]
-        short = answered(template.continuation, messages, 3, reply, keep_thinking=False)
-        assert short == answered(template.whole_continuation, messages, 3, reply, keep_thinking=False)
-        assert isinstance(short, list)
 
 
 @pytest.mark.parametrize(
@@ -248,85 +184,6 @@ def test_a_growing_conversation_forgets_outlines_and_is_still_rendered_as_if_it_
     assert len(known) == len(messages) - 2
     assert len(known.messages) < 100
     assert known.num_bytes == sum(len(each) + OUTLINE_BYTES for each in known.messages.values())
-
-
-def test_outlines_of_a_repeated_pattern_are_not_made_again():
-    """So the messages of earlier turns are not decoded."""
-    outliner, known = Outliner(("</think>",)), Outlines()
-    work = [{"role": "assistant", "content": LONG, "tool_calls": CALLS}, {"role": "tool", "content": LONG}]
-    outlined: list[int] = []
-    outliner.outline = lambda message: outlined.append(1) or Outliner.outline(outliner, message)
-    for number in range(20, 200):
-        outliner.shortened([{"role": "user", "content": "a"}, *work * number], 2 * number - 1, known)
-    assert len(outlined) == len(known) == 399
-
-
-def test_a_conversation_of_a_known_kind_is_rendered_once():
-    """The first one is rendered four times.
-
-    A longer one with other texts is rendered once: the text after the reply.
-    """
-    template = shortened("qwen3_instruct_2507")
-    work = [{"role": "assistant", "content": LONG, "tool_calls": CALLS}, {"role": "tool", "content": LONG}]
-    rendered: list[int] = []
-
-    def note(messages, *args, **kwargs):
-        rendered.append(1)
-        return render(messages, *args, **kwargs)
-
-    render, template.render = template.render, note
-    try:
-        for number, text in ((40, "First."), (47, LONG)):
-            messages = [{"role": "user", "content": f"{number} {text}"}, *work * number]
-            messages[-1] = {"role": "tool", "tool_call_id": "call_0", "content": text}
-            reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
-            short = answered(template.continuation, messages, len(messages) - 2, reply, keep_thinking=False)
-            rendered.append(0)
-            assert short == answered(
-                template.whole_continuation, messages, len(messages) - 2, reply, keep_thinking=False
-            )
-            rendered.append(0)
-    finally:
-        del template.render
-    assert "".join(map(str, rendered)) == "1111011110" + "1011110"
-
-
-def test_messages_that_decide_what_follows_a_reply_are_rendered_each_time():
-    """This template marks the questions after a warning; of each kind, the second conversation is a known one."""
-    tokenizer = copy.deepcopy(small_tokenizer())
-    tokenizer.chat_template = (
-        "{% set seen = namespace(warning=false) %}{% for m in messages %}"
-        "{% if '<warning>' in m.content %}{% set seen.warning = true %}{% endif %}"
-        "<|im_start|>{{ m.role }}{{ '!' if seen.warning else '?' }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
-    )
-    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
-    template.shorten_if_alike()
-    assert template.shortens
-    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
-    for number, warning in ((40, ""), (50, ""), (40, "<warning>"), (50, "<warning>")):
-        messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": str(number)}] * number
-        messages[number] = {**messages[number], "content": warning}
-        messages.append({"role": "user", "content": str(number)})
-        found = template.continuation(messages, 2 * number - 1, reply, None, {}, keep_thinking=False)
-        assert ("!" in template.text_of(list(found))) == bool(warning)
-        assert list(found) == list(
-            template.whole_continuation(messages, 2 * number - 1, reply, None, {}, keep_thinking=False)
-        )
-
-
-def test_the_cached_data_of_a_kind_of_conversation_does_not_grow_with_its_tools():
-    """Tools with a mark of the template are not shortened; here they have 100,000 characters."""
-    template = shortened("qwen3_instruct_2507")
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
-    function = {**TOOLS[0]["function"], "description": "<tool_call>" + "x" * 100_000}
-    before = len(pickle.dumps(template._closings))
-    template.continuation(messages, 1, reply, [{**TOOLS[0], "function": function}], {}, keep_thinking=False)
-    assert 0 < len(pickle.dumps(template._closings)) - before < 200
 
 
 def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():

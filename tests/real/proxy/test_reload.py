@@ -5,30 +5,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import itertools
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 from support.migrated import migrated
 from support.ports import free_port
 from support.reload_stage import Process, Stage
-from support.waiting import wait_until
 from turnwise_fake_engine import Script, running_fake_engine
 
-from proxy.engines.engine import LOADING, Engine
+from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
-from proxy.reload.load_attempts import MAX_LOAD_ATTEMPTS
-from turnwise.errors import EngineUnsuitable, FilesNotRead, LeaseLost, ReloadFailed, StoreError
-from turnwise.store import leases, policies, tables
+from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
+from turnwise.store import leases, policies
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
+from turnwise.types import PolicyKind, PolicyStatus, Session
 
 
 @pytest.fixture
@@ -54,65 +48,6 @@ async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
         stage.publish(3)
         await process.follow()
         assert stage.statuses() == ["published", "retired", "active"]
-
-
-async def test_a_round_without_a_change_sends_one_statement(stage: Stage):
-    sent: list[str] = []
-    async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
-        sa.event.listen(stage.database._engine, "checkout", lambda driver, *_: driver.set_trace_callback(sent.append))
-        await process.follow()
-        assert process.versions == [1, 1]
-    (statement,) = sent
-    assert statement.startswith("SELECT policies.version")
-
-
-def replace_by_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def restore(pipe: Path) -> None:
-    """Put the file back, and let a thread that reads the pipe read the same."""
-    writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    file = pipe.with_suffix(".whole")
-    file.write_text("{}")
-    file.replace(pipe)
-    os.write(writer, b"{}")
-    os.close(writer)
-
-
-def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "version-files"]
-
-
-@pytest.mark.parametrize(("share", "statuses"), [(0.0, ["retired", "active"]), (0.5, ["active", "canary"])])
-async def test_files_that_take_long_to_read_are_read_once_and_fail_no_version(
-    stage: Stage, monkeypatch, share: float, statuses: list[str]
-):
-    """As on a network file system that stalls; here a pipe without a writer. No round waits for the read's end."""
-    monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr("proxy.reload.driver_lease.LEASE_SECONDS", 600.0)  # the reader keeps it between its rounds
-    async with stage.process(canary_share=share) as process, stage.process(canary_share=share) as other:
-        stage.publish(1)
-        await process.follow()
-        stalled = Path(stage.publish(2), "config.json")
-        replace_by_pipe(stalled)
-        try:
-            async with asyncio.timeout(60):
-                for _ in range(MAX_LOAD_ATTEMPTS + 1):
-                    await process.follow()
-                    await other.follow()
-            assert (process.versions, stage.statuses()) == ([1, 1], ["active", "published"])
-            assert process.reloader._attempts._count == 0
-            assert [thread.daemon for thread in reading_threads()] == [True]  # no exit waits for it
-        finally:
-            restore(stalled)
-        async with asyncio.timeout(60):
-            while stage.statuses() != statuses:
-                await process.follow()
-        assert process.reloader.problem is None
 
 
 @pytest.mark.parametrize(("num_errors", "status"), [(2, "active"), (3, "failed")])
@@ -142,35 +77,6 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
     assert (stage.statuses()[1], left) == (expected, [0])
 
 
-async def test_the_directory_of_version_0_is_never_looked_at_on_the_event_loop(stage: Stage, monkeypatch):
-    """A network file system that stalls must not stop the calls; the round ends, and a later one goes on."""
-    monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr("proxy.reload.loader.COMPARE_SECONDS", 600.0)
-    answers, on_loop, is_dir = threading.Event(), [], Path.is_dir
-
-    def stalling(self: Path, **kwargs: bool) -> bool:
-        if self.name == "v0":
-            on_loop.append(threading.current_thread() is threading.main_thread())
-            if not on_loop[-1]:
-                answers.wait(60)
-        return is_dir(self, **kwargs)
-
-    monkeypatch.setattr(Path, "is_dir", stalling)
-    async with stage.process() as process, asyncio.timeout(60):
-        stage.publish(0)
-        for _ in range(2):
-            await process.follow()
-        assert (stage.statuses(), stage.loads) == (["published"], [[], []])
-        answers.set()
-        while stage.statuses() == ["published"]:
-            await process.follow()
-        assert stage.loads == [["v0"], ["v0"]]  # another directory than the one that the engines were started with
-        num_looks = len(on_loop)
-        await process.follow()
-        assert len(on_loop) == num_looks  # the directory is not read in every round
-    assert not any(on_loop)
-
-
 async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serves_it_and_newer_versions(
     stage: Stage, monkeypatch
 ):
@@ -194,50 +100,6 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
             assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
     finally:
         answers.set()
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-async def test_a_read_error_of_version_0s_directory_delays_no_newer_version(stage: Stage, monkeypatch, number: int):
-    """The earlier answer holds, and the directory is not read in each round."""
-    monkeypatch.setattr("proxy.reload.loader.COMPARE_SECONDS", 600.0)
-    is_dir, failed = Path.is_dir, list[Path]()
-
-    def failing(self: Path, **kwargs: bool) -> bool:
-        if self.name == "v0" and is_locked:
-            failed.append(self)
-            raise OSError(number, os.strerror(number))
-        return is_dir(self, **kwargs)
-
-    monkeypatch.setattr(Path, "is_dir", failing)
-    is_locked = False
-    async with stage.process() as process, asyncio.timeout(60):
-        stage.publish(0)
-        await process.follow()
-        is_locked = True
-        process.reloader._loader._compared_at.clear()
-        stage.publish(1)
-        for _ in range(5):
-            await process.follow()
-        assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
-        assert len(failed) == len(stage.engines)
-
-
-async def test_a_version_0_whose_directory_gives_read_errors_fails_after_three_attempts(stage: Stage, monkeypatch):
-    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.05)
-    is_dir = Path.is_dir
-
-    def failing(self: Path, **kwargs: bool) -> bool:
-        if self.name == "v0":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return is_dir(self, **kwargs)
-
-    monkeypatch.setattr(Path, "is_dir", failing)
-    async with stage.process() as process, asyncio.timeout(60):
-        stage.publish(0)
-        while stage.statuses() != ["failed"]:
-            await process.follow()
-            await asyncio.sleep(0.02)
-        assert "could not be read" in (process.reloader.problem or "")
 
 
 async def test_a_pin_takes_precedence_over_newer_versions_until_it_is_removed(stage: Stage):
@@ -290,31 +152,6 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
             await asyncio.sleep(0.02)
         assert stage.statuses() == [status]
         assert process.versions == ([1, 1] if status == "active" else [0, 0])
-
-
-async def test_the_failed_attempts_of_a_version_are_forgotten_once_it_is_served(stage: Stage, monkeypatch):
-    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.0)
-    async with stage.process() as process, asyncio.timeout(60):
-        exchange, left = process.reloader._loader.exchange, [0]
-
-        async def failing(engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
-            if target.version == 1 and left[0]:
-                left[0] -= 1
-                raise ReloadFailed("the engine is busy", is_transient=True)
-            return await exchange(engine, target, last_good)
-
-        monkeypatch.setattr(process.reloader._loader, "exchange", failing)
-        stage.publish(1)
-        for pinned in (None, 1):
-            stage.pin(pinned)
-            left[0] = MAX_LOAD_ATTEMPTS - 1
-            for _ in range(MAX_LOAD_ATTEMPTS):
-                await process.follow()
-            assert process.versions == [1, 1]
-            if pinned is None:
-                stage.publish(2)
-                await process.follow()
-                assert process.versions == [2, 2]
 
 
 async def test_while_another_process_drives_this_one_reads_the_labels_of_the_engines(stage: Stage):
@@ -370,29 +207,6 @@ async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_be
         assert stage.statuses() == ["published"]
 
 
-async def test_the_lease_is_renewed_while_the_writing_process_is_stopped(stage: Stage, monkeypatch):
-    """A renewal that waits in the queue of commits would come after the lease has expired."""
-    monkeypatch.setattr("proxy.reload.driver_lease.RENEW_SECONDS", 0.02)
-    monkeypatch.setattr("proxy.reload.driver_lease.LEASE_SECONDS", 600.0)
-    async with stage.process() as process:
-        await process.writer.do(policies.newest_policy)
-        assert process.writer._process is not None
-        async with process.reloader.lease.held():
-            process.writer._process.send_signal(signal.SIGSTOP)
-            waiting = asyncio.ensure_future(process.writer.do(policies.newest_policy))
-            for _ in range(3):
-                before = expiry(stage)
-                await asyncio.to_thread(wait_until, lambda: expiry(stage) > before, "the lease is renewed")  # noqa: B023
-            assert not waiting.done()
-            process.writer._process.send_signal(signal.SIGCONT)
-        await waiting
-
-
-def expiry(stage: Stage) -> int:
-    with stage.database.read() as connection:
-        return connection.execute(sa.select(tables.leases.c.expires_at)).scalar_one()
-
-
 async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it_has_the_active_version(stage: Stage):
     """A restarted engine has its original weights and no label; one whose driver died during a load has no version."""
     async with stage.process() as process:
@@ -428,38 +242,6 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
         await process.look()
         assert process.versions == [1, None]
         assert "cannot be reached" in (second.problem or "")  # from the round on that takes it out
-
-
-async def test_an_engine_is_shown_with_no_problem_that_has_passed(stage: Stage):
-    """It does not serve yet because another process drives the reload."""
-    async with stage.process() as process, stage.process() as driver:
-        stage.publish(1)
-        engine = process.pool.engines[1]
-        engine.status.change(EngineState.ABSENT)
-        engine.problem = "the engine cannot be reached"
-        stage.engines[1].state.weight_version = LOADING
-        async with driver.reloader.lease.held() as is_driver:
-            assert is_driver
-            await process.look()
-        assert (process.versions, engine.problem) == ([0, None], None)
-
-
-async def test_files_that_an_engine_waits_for_are_named_but_not_logged_in_each_round(stage: Stage, monkeypatch, caplog):
-    """The text has the seconds of the read, so it is another one in each round; the read logs itself once a minute."""
-    async with stage.process() as process:
-        engine = process.pool.engines[1]
-        engine.status.change(EngineState.ABSENT)
-        seconds = itertools.count(1)
-
-        async def waiting(_: Engine) -> None:
-            raise FilesNotRead(f"the files have been read for {next(seconds)} s")
-
-        monkeypatch.setattr(process.reloader, "_admit", waiting)
-        with caplog.at_level("INFO", "proxy.reload.reloader"):
-            for _ in range(3):
-                await process.look()
-        assert engine.problem == "the files have been read for 3 s"
-        assert not any("have been read for" in line for line in caplog.messages)
 
 
 async def test_the_address_of_an_api_in_place_of_an_engine_is_named_once_in_the_log(stage: Stage, caplog):

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.conversations import history_of
-from support.ledger_samples import add_session, make_turn
+from support.ledger_samples import add_session
 
 from proxy.auth import Principal
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, Placement
+from proxy.continuation.memory import Placement
 from proxy.continuation.sessions import Sessions
 from proxy.continuation.which_session import Caller, InferredSessions
 from proxy.dialects.base import Call
@@ -27,7 +27,7 @@ from turnwise.errors import Conflict
 from turnwise.store import history, ledger, queries, retention
 from turnwise.store.database import Connection, Database, to_micros
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Json, Outcome, Session, Turn
+from turnwise.types import Json, Session
 
 AGENT = Principal(tenant="default", role="agent", key_id="key")
 HELLO: Json = {"role": "user", "content": "Hello."}
@@ -131,49 +131,6 @@ def read_turns(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(history, "unknown_turns", counted)
     return reads
-
-
-def child_of(parent_id: str, number: int) -> Turn:
-    """Return a turn of the session `long` that extends another one."""
-    turn = make_turn(f"t{number}", session_id="long")
-    return dataclasses.replace(turn, turn_id=f"long-t{number}", parent_turn_id=parent_id, tools=None)
-
-
-async def test_only_the_unknown_turns_of_a_session_in_memory_are_read(
-    sessions: Sessions, database: CountedReads, read_turns: list[list[str]]
-):
-    """Two turns of another process, one of them without tokens, after twelve that were read before."""
-    session = add_session(database, "long", turns=12)
-    live = await sessions.open(session)
-    child = child_of("long-t12", 13)
-    empty = dataclasses.replace(child_of("long-t12", 14), token_ids=np.empty(0, np.int32), outcome=Outcome.ABORTED)
-    with database.write() as connection:
-        ledger.append_turns(connection, [empty, child])
-    for _ in range(3):
-        await sessions.refresh(live)
-    assert [len(read) for read in read_turns] == [12, 2, 0, 0]
-    assert read_turns[1] == ["long-t14", "long-t13"]
-    added = live.forest.by_id["long-t13"]
-    assert (added.num_messages, added.parent_turn_id, "long-t14" in live.forest.by_id) == (26, "long-t12", False)
-
-
-async def test_a_turn_that_is_read_alone_has_the_digests_that_it_has_when_all_are_read(
-    sessions: Sessions, database: CountedReads, read_turns: list[list[str]]
-):
-    """After the last turn, and after one in the middle of the chain, whose running hash is no longer in memory."""
-    session = add_session(database, "long", turns=4)
-    live = await sessions.open(session)
-    for number, parent in ((5, 4), (6, 2)):
-        with database.write() as connection:
-            ledger.append_turns(connection, [child_of(f"long-t{parent}", number)])
-        await sessions.refresh(live)
-    fresh = LiveSession(session)
-    await sessions.refresh(fresh)
-    assert live.forest.by_id.keys() == fresh.forest.by_id.keys()
-    for turn_id, turn in fresh.forest.by_id.items():
-        same = live.forest.by_id[turn_id]
-        assert (same.prompt_digest, same.num_messages) == (turn.prompt_digest, turn.num_messages)
-    assert [len(read) for read in read_turns] == [4, 1, 1, 6, 6]
 
 
 async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(

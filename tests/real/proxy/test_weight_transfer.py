@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,11 +16,9 @@ from support import dying_weights
 from support.dying_weights import weights
 from support.migrated import migrated
 from support.reload_stage import Stage
-from support.waiting import wait_until
 from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.state import EngineState
-from proxy.metrics import Metrics
 from proxy.reload import transfer
 from trainer.publish.held_versions import HeldVersions
 from trainer.publish.weight_server import WeightRule, WeightServer
@@ -99,19 +95,6 @@ async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: St
         assert all(engine.state.running.is_set() for engine in stage.engines)
 
 
-async def test_a_sent_version_is_freed_when_newer_ones_take_its_place(stage: Stage, trainer: WeightServer):
-    """The results of its transfers do not keep it: the memory holds two versions, not one a transfer."""
-    kept: list[weakref.ref[torch.Tensor]] = []
-    async with stage.process() as process:
-        for version in (1, 2, 3, 4):
-            trainer.held.hold(version, weights(version), NO_PROBE)
-            kept.append(weakref.ref(trainer.held.find(version).buffer))
-            publish_unwritten(stage, version)
-            await process.follow()
-            assert process.versions == [version, version]
-    wait_until(lambda: [buffer() is None for buffer in kept] == [True, True, False, False], "old versions are freed")
-
-
 async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage: Stage, trainer: WeightServer, monkeypatch):
     states = []
     async with stage.process() as process:
@@ -171,29 +154,6 @@ async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage
         assert stage.loads == [["v1", "memory:2", "v1"]] * 2
 
 
-async def test_a_restarted_engine_gets_an_older_version_if_the_active_one_is_lost(
-    stage: Stage, trainer: WeightServer, monkeypatch
-):
-    """The trainer has ended before it wrote the version, and does not come back."""
-    async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
-        trainer.held.hold(2, weights(2), NO_PROBE)
-        publish_unwritten(stage, 2)
-        await process.follow()
-        announce(stage, None)
-        restarted = stage.engines[0].state
-        restarted.receiver, restarted.weight_version, restarted.received = None, "default", {}
-        for _ in range(2):
-            await process.look()
-        assert (process.versions, stage.statuses()) == ([None, 2], ["retired", "active"])
-        monkeypatch.setattr("proxy.reload.reloader.LOST_SECONDS", 0.0)
-        for _ in range(2):
-            await process.look()
-        await process.follow()
-        assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
-
-
 async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(stage: Stage, trainer: WeightServer):
     """As in a roll-back to an older version."""
     async with stage.process() as process:
@@ -208,54 +168,6 @@ async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(
         assert stage.loads == [["memory:3", "v1"]] * 2
 
 
-async def test_trainers_that_are_gone_are_asked_at_the_same_time_as_the_one_that_answers(
-    stage: Stage, trainer: WeightServer, monkeypatch
-):
-    """Their addresses accept no connection and refuse none; a trainer's name that changes leaves one behind each."""
-    asked: list[str] = []
-    all_asked = asyncio.Event()
-
-    async def ask(url, *_):
-        asked.append(url)
-        if len(asked) == 4:
-            all_asked.set()
-        await all_asked.wait()
-        return {"probe": None} if url == trainer.url else None
-
-    monkeypatch.setattr(transfer, "ask_trainer", ask)
-    for number in range(3):
-        with stage.database.write() as connection:
-            weight_servers.announce_weights(connection, f"gone-{number}", f"http://gone/{number}", datetime.now(UTC))
-    transfers = transfer.Transfers(stage.database, Metrics(), seconds=60)
-    async with stage.process() as process, asyncio.timeout(60):
-        offer = await transfers.offer(PolicyVersion(version=1, path="v1"), process.pool.engines[0])
-    assert offer is not None
-    assert offer.url == trainer.url
-
-
-async def test_trainers_announced_before_the_one_that_answers_are_not_waited_for(
-    stage: Stage, trainer: WeightServer, monkeypatch
-):
-    ended: list[str] = []
-
-    async def ask(url, *_):
-        if url == trainer.url:
-            return {"probe": None}
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(url)
-
-    monkeypatch.setattr(transfer, "ask_trainer", ask)
-    with stage.database.write() as connection:
-        weight_servers.announce_weights(connection, "gone", "http://gone", datetime(2026, 1, 1, tzinfo=UTC))
-    transfers = transfer.Transfers(stage.database, Metrics(), seconds=60)
-    async with stage.process() as process, asyncio.timeout(60):
-        offer = await transfers.offer(PolicyVersion(version=1, path="v1"), process.pool.engines[0])
-    assert offer is not None
-    assert (offer.url, ended) == (trainer.url, ["http://gone"])
-
-
 async def test_an_engine_without_the_backend_reads_directories(stage: Stage, trainer: WeightServer):
     trainer.held.hold(1, weights(1), NO_PROBE)
     for engine in stage.engines:
@@ -265,39 +177,6 @@ async def test_an_engine_without_the_backend_reads_directories(stage: Stage, tra
         await process.follow()
         assert process.versions == [1, 1]
         assert stage.loads == [["v1"], ["v1"]]
-
-
-class OtherBackend:
-    """Answers as vLLM does with a backend of its own."""
-
-    def begin(self, *_: object) -> None:
-        raise channel.TransferFailed(
-            "Invalid init_info for IPCWeightTransferEngine: unexpected keyword argument 'host'"
-        )
-
-
-@pytest.mark.parametrize("has_other_backend", [False, True])
-async def test_an_engine_without_the_backend_is_asked_once_until_it_is_restarted(
-    stage: Stage, trainer: WeightServer, monkeypatch, caplog, has_other_backend: bool
-):
-    monkeypatch.setattr(transfer, "REFUSED_SECONDS", 0.0)
-    for engine in stage.engines:
-        engine.state.script.weight_transfer = has_other_backend
-        engine.state.receiver = OtherBackend() if has_other_backend else None
-    async with stage.process() as process:
-        for version in (1, 2, 3):
-            trainer.held.hold(version, weights(version), NO_PROBE)
-            stage.publish(version)
-            await process.follow()
-        assert stage.loads == [["v1", "v2", "v3"]] * 2
-        warned = [record.getMessage() for record in caplog.records if "weight transfers" in record.getMessage()]
-        assert len(warned) == len(stage.engines)
-        for engine in stage.engines:
-            engine.state.script.weight_transfer, engine.state.receiver = True, None
-            engine.state.weight_version = "default"  # as after a start
-        await process.look()
-        await process.look()
-        assert_received(stage, 3)
 
 
 async def test_without_a_trainer_and_without_a_directory_the_last_good_version_stays(stage: Stage, trainer):
@@ -373,13 +252,6 @@ def test_a_version_with_a_weight_that_is_not_finite_is_not_offered():
     versions = HeldVersions()
     assert not versions.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
     assert versions.find(1) is None
-
-
-def test_memory_keeps_the_newest_versions_only():
-    versions = HeldVersions()
-    for version in (1, 2, 3):
-        assert versions.hold(version, weights(version), NO_PROBE)
-    assert [version for version in (1, 2, 3) if versions.find(version)] == [2, 3]
 
 
 def test_a_request_with_a_wrong_key_is_not_found(trainer: WeightServer):

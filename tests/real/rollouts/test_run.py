@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.proxies import ProxyAndEngine, RunningProxy, command_line
+from support.proxies import ProxyAndEngine, command_line
 from support.rollout_agents import finished_run, start_run, write_agent, write_program, write_tasks
 
 from turnwise.client import Client
@@ -352,25 +352,6 @@ def test_a_function_that_cannot_be_imported_leaves_no_open_session(url, client, 
     assert sessions_of(client, tmp_path, "out") == []
 
 
-def test_a_name_in_braces_that_no_task_has_is_reported(url, client, tmp_path):
-    agent = write_agent(tmp_path, "ask(sys.argv[1])\n")
-    tasks = write_tasks(tmp_path, {"task_id": "t", "question": "hello"})
-    options = ("--proxy", url, "--tasks", str(tasks), "--out", "out", "--", sys.executable, str(agent))
-    done = finished_run(tmp_path, *options, "{qestion}")
-    assert done.returncode == 0
-    assert "no task has a field 'qestion', so the command's arguments keep the text {qestion}" in done.stderr
-
-
-def test_results_of_another_command_are_not_mixed(url, tmp_path):
-    agent = write_agent(tmp_path, "ask('hello')\n")
-    tasks = write_tasks(tmp_path, {"task_id": "t"})
-    options = ("--proxy", url, "--tasks", str(tasks), "--out", "out", "--")
-    assert finished_run(tmp_path, *options, sys.executable, str(agent)).returncode == 0
-    done = finished_run(tmp_path, *options, sys.executable, str(agent), "--other")
-    assert done.returncode == 2
-    assert "give another --out" in done.stderr
-
-
 def test_a_broken_grader_leaves_the_session_without_a_reward_and_is_reported(url, client, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\n")
     write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 7\n")
@@ -442,40 +423,6 @@ def test_a_program_of_the_agent_reads_no_requests_of_other_runs(url, tmp_path):
     assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0] * 6
 
 
-SHARED = """
-import asyncio, json, urllib.request
-
-EVENT = None
-
-def ask(run):
-    body = json.dumps({"model": run.model, "messages": [{"role": "user", "content": "hello"}]}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + run.api_key}
-    urllib.request.urlopen(urllib.request.Request(run.base_url + "/chat/completions", body, headers)).close()
-
-async def play(task, run):
-    global EVENT
-    await asyncio.to_thread(ask, run)
-    if task["task_id"] == "waits":
-        EVENT = asyncio.Event()
-        await EVENT.wait()
-        return 1.0
-    while EVENT is None:
-        await asyncio.sleep(0.01)
-    EVENT.set()
-    return 1.0
-"""
-"""One run waits for an event that another run sets; this works only in the same event loop."""
-
-
-def test_the_coroutines_of_a_worker_share_one_event_loop(url, tmp_path):
-    (tmp_path / "shared_agent.py").write_text(SHARED)
-    tasks = write_tasks(tmp_path, {"task_id": "waits"}, {"task_id": "sets"})
-    options = ("--tasks", str(tasks), "--call", "shared_agent:play", "--parallel", "2", "--timeout", "60")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
-    assert done.returncode == 0, done.stderr
-    assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0, 1.0]
-
-
 def test_a_call_that_hangs_fails_or_ends_its_worker_fails_only_its_own_run(url, tmp_path):
     (tmp_path / "library_agent.py").write_text(CALLED)
     questions = ["a", "hang", "fail", "b", "die", "c", "d"]
@@ -488,11 +435,3 @@ def test_a_call_that_hangs_fails_or_ends_its_worker_fails_only_its_own_run(url, 
     assert runs["hang"]["termination_reason"] == "timeout"
     assert "the agent failed" in runs["fail"]["error"]
     assert "worker process ended" in runs["die"]["error"]
-
-
-def test_an_unknown_api_key_is_accepted_by_a_proxy_without_keys(proxy: RunningProxy, tmp_path):
-    """The session's own key reaches the agent; the run's key stays with the runner."""
-    agent = write_agent(tmp_path, "ask('hello')\nprint(os.environ['OPENAI_API_KEY'])\n")
-    done = finished_run(tmp_path, "--proxy", proxy.url, "--api-key", "mine", "--", sys.executable, str(agent))
-    assert done.returncode == 0, done.stderr
-    assert "mine" not in done.stdout

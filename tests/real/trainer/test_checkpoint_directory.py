@@ -69,12 +69,6 @@ def test_a_trainer_that_is_started_twice_ends_with_a_sentence_and_leaves_the_fir
     first.close()
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "policies").write_text("a file")
-    with pytest.raises(SettingsError, match=r"policies' cannot be used: .* name a directory that this user can write"):
-        Checkpoints(tmp_path / "policies", keep=1).open()
-
-
 def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them(tmp_path, model, ledger):
     """As with the name of another run's database, or a backup: one newer version is a crash's, two are not."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=6)
@@ -123,20 +117,6 @@ def test_a_start_removes_nothing_that_an_older_release_has_set_aside(place):
     checkpoints.open()
     checkpoints.close()
     assert aside.is_dir()
-
-
-def test_a_start_goes_on_beside_a_version_that_cannot_be_removed(place, caplog):
-    place.mkdir()
-    (place / "unpublished-v000001-1").symlink_to("missing")
-    expired = place / "unpublished-v000002-1.until-2026-01-01"
-    expired.write_text("an archive")
-    checkpoints = Checkpoints(place, keep=1)
-    with caplog.at_level("INFO", "trainer.publish.checkpoint"):
-        checkpoints.open()
-    checkpoints.close()
-    assert expired.exists()
-    (line,) = caplog.messages
-    assert line.startswith(f"{expired} was set aside until 2026-01-01, and cannot be removed: ")
 
 
 def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypatch):
@@ -193,16 +173,6 @@ def test_processes_that_do_not_see_one_directory_are_refused_at_the_start(place:
     ):
         check_shared(first, TwoProcesses(is_shared_there=False))
     first.close()
-
-
-def test_another_directory_does_not_hold_the_first_ones_word(place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.publish.checkpoint.SHARED_SECONDS", 0.0)
-    place.mkdir()
-    nonce = Checkpoints(place, keep=1).write_nonce()
-    assert Checkpoints(place, keep=1).is_shared(nonce)
-    assert not Checkpoints(place.parent / "other", keep=1).is_shared(nonce)
-    Checkpoints(place, keep=1).write_nonce()
-    assert not Checkpoints(place, keep=1).is_shared(nonce)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 10)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import numpy as np
 import pytest
@@ -14,73 +13,16 @@ from support import trainer_ledger
 from support.gloo_worlds import sessions
 from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_for
 
-from trainer.build import make_agent
 from trainer.learning.batch import build
-from trainer.main import _optional_recorders, run
-from trainer.parallel import World, leave_world
+from trainer.main import run
+from trainer.parallel import leave_world
 from trainer.policy.agent import RECOMPUTED, AgentRule, PolicyAgent
-from trainer.policy.inputs import ahead
-from trainer.policy.loading import allocate, empty_model, load_model
 from trainer.policy.memory import MemoryLimits
-from trainer.policy.model import Policy, PolicySpec, resolve_device
+from trainer.policy.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import queries
 from turnwise.store.trainer_status import TrainerState, trainer_statuses
-
-
-def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkeypatch):
-    """The device is resolved after the process joined the world and chose its GPU."""
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else 0)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _: chosen.append(0))
-    monkeypatch.setattr(torch.distributed, "get_node_local_rank", lambda: 3)
-    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model), enable_multi_devices=True)
-    workflow.close()
-    assert chosen == [0, 3]
-    assert resolve_device("auto") == torch.device("cuda", 3)
-
-
-def test_the_reference_is_loaded_onto_the_gpu_of_its_process_and_sharded_like_the_policy(tmp_path, model, monkeypatch):
-    """The device is resolved when the models are loaded, after the process chose its GPU; `meta` stands for that."""
-    agent = make_agent(settings_for(tmp_path, model, algorithm={"kl_coef": 0.1}))
-    monkeypatch.setattr("trainer.policy.model.resolve_device", lambda _: torch.device("meta"))
-    agent.load(0)
-    for policy in (agent.policy, agent._reference):
-        assert {parameter.device.type for parameter in policy.model.parameters()} == {"meta"}
-    assert not any(parameter.requires_grad for parameter in agent._reference.model.parameters())
-    agent.shard("data")
-    assert (agent.policy.mesh_axis, agent._reference.mesh_axis) == ("data", "data")
-
-
-def test_the_next_row_is_prepared_while_the_present_one_is_computed():
-    prepared, both = [], threading.Event()
-
-    def prepare(item):
-        prepared.append((item, threading.current_thread() is threading.main_thread()))
-        if len(prepared) == 2:
-            both.set()
-        return item * 10
-
-    rows = ahead([1, 2, 3], prepare)
-    assert next(rows) == (1, 10)
-    assert both.wait(60)  # nobody has asked for the second row yet
-    assert list(rows) == [(2, 20), (3, 30)]
-    assert prepared == [(1, False), (2, False), (3, False)]
-
-
-def test_an_error_of_a_row_that_is_prepared_ahead_is_raised_where_the_row_is_due():
-    def prepare(item):
-        if item == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return item
-
-    rows = ahead([1, 2, 3], prepare)
-    assert next(rows) == (1, 1)
-    with pytest.raises(torch.OutOfMemoryError):
-        next(rows)
 
 
 @pytest.mark.parametrize("is_every", [False, True])
@@ -106,21 +48,6 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only_unless_memory_is
     workflow.close()
     assert len(reduced) > 2
     assert reduced == [*[is_every] * (len(reduced) - 1), True]
-
-
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_model_without_weights_takes_no_memory_for_them_and_has_the_names_and_buffers_of_the_model(model, kind):
-    """A model that several processes shard: only the first process reads the base model."""
-    spec = PolicySpec(model=str(model), device="cpu", kind=kind)
-    whole, empty = load_model(spec, "sdpa"), empty_model(spec, "sdpa")
-    frozen = {name: value.requires_grad for name, value in whole.named_parameters()}
-    assert {name: value.requires_grad for name, value in empty.named_parameters()} == frozen
-    assert {value.device.type for value in empty.parameters()} == {"meta"}
-    allocate(empty, torch.device("cpu"))
-    empty.load_state_dict(whole.state_dict())
-    ids = torch.arange(1, 9)[None]
-    with torch.no_grad():
-        assert torch.equal(empty(ids).logits, whole(ids).logits)
 
 
 def small_memory(monkeypatch, most_tokens, most_recomputed=None):
@@ -190,46 +117,6 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     expected, cut = (load_file(path / "policies/v000001/model.safetensors") for path in (other, tmp_path))
     for name, value in expected.items():
         torch.testing.assert_close(cut[name], value, atol=1e-5, rtol=0)
-
-
-def test_rows_that_fit_are_found_at_the_start(tmp_path, model, ledger, monkeypatch, caplog):
-    """200 and 100 tokens do not fit, 50 do: no row of a batch fails after that, and no gradient is left."""
-    caplog.set_level(logging.INFO)
-    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=3)
-    small_memory(monkeypatch, 60)
-    monkeypatch.setattr(PolicyAgent, "_probes_rows", lambda _: True)
-    settings = settings_for(tmp_path, model, total_batches=1, row_tokens=200)
-    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
-    state = workflow.setup(0)
-    assert workflow.agent.row_tokens == 50
-    assert all(parameter.grad is None for parameter in workflow.agent.policy.parameters())
-    workflow.learn(state)
-    workflow.close()
-    assert "rows of 50 tokens fit into memory" in caplog.text
-    assert "does not fit into the device's memory" not in caplog.text
-
-
-def test_the_critic_is_computed_and_counted_where_rows_that_fit_are_found(tmp_path, model, ledger, monkeypatch):
-    """Its optimizer's moments take 8 bytes a weight too."""
-    monkeypatch.setattr(PolicyAgent, "_probes_rows", lambda _: True)
-    computed, reserved = [], []
-    forward, allocate_bytes = Policy._output, torch.empty
-    settings = settings_for(tmp_path, model, row_tokens=32, algorithm="gae")
-    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
-    monkeypatch.setattr(Policy, "_output", lambda self, inputs: computed.append(self) or forward(self, inputs))
-
-    def empty(*size, **options):
-        if options.get("dtype") is torch.uint8:
-            reserved.append(size[0])
-        return allocate_bytes(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    workflow.setup(0)
-    agent = workflow.agent
-    workflow.close()
-    assert len(computed) == 1
-    assert 8 * sum(value.numel() for value in agent.policy.parameters() + agent.critic.parameters()) in reserved
-    assert all(value.grad is None for value in agent.critic.parameters())
 
 
 def test_a_model_that_leaves_no_memory_for_a_row_ends_the_start_with_advice(tmp_path, model, ledger, monkeypatch):
@@ -331,34 +218,3 @@ def test_gpt_oss_without_sdpa_is_trained_on_a_cpu(gpt_oss):
     torch.testing.assert_close(torch.from_numpy(logprobs[batch.tokens_of[0]]), expected, atol=2e-5, rtol=0)
     agent.accumulate_gradient(batch, [0, 1])
     assert all(parameter.grad is not None for parameter in policy.parameters())
-
-
-def test_processes_wait_for_the_first_one_in_a_gloo_group_without_nccls_time_limit(monkeypatch):
-    """Rollouts may take longer than ten minutes; `shares` holds the group of each broadcast."""
-    made, shares = [], []
-
-    def new_group(**options):
-        made.append(options)
-        return f"group {len(made)}"
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "new_group", new_group)
-    monkeypatch.setattr(
-        torch.distributed, "broadcast_object_list", lambda _, **options: shares.append(options["group"])
-    )
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    leave_world()  # groups of an earlier world are not reused
-    World().share("batch")
-    leave_world()
-    assert shares == ["group 1"]
-    assert all(options["backend"] == "gloo" and options["timeout"].days > 100 for options in made)
-
-
-@pytest.mark.parametrize(("rank", "names"), [(0, ["ProgressLine", "TensorBoard"]), (1, [])])
-def test_only_the_first_process_records(tmp_path, monkeypatch, rank, names):
-    monkeypatch.setattr(World, "is_first", property(lambda _: rank == 0))
-    monkeypatch.setattr("trainer.main.TensorBoard", type("TensorBoard", (), {"__init__": lambda *_: None}))
-    settings = settings_for(tmp_path, tmp_path, progress=True, tensorboard_dir=str(tmp_path / "board"))
-    assert [type(recorder).__name__ for recorder in _optional_recorders(settings)] == names

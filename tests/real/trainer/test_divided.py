@@ -15,7 +15,7 @@ from support.trainer_ledger import VOCABULARY, settings_for
 
 from trainer.learning.attention import BLOCK, dense_mask
 from trainer.main import check_startable
-from trainer.policy.context_parallel import ContextGroup, part_of, register_attention
+from trainer.policy.context_parallel import ContextGroup, part_of
 from trainer.policy.mesh import Division, check_divisible, divide_layers
 from turnwise.errors import SettingsError
 
@@ -149,18 +149,6 @@ def test_the_parts_of_a_row_attend_to_the_same_tokens_as_the_whole_row_and_have_
     assert max(costs) - min(costs) < 0.1 * sum(costs)
 
 
-@pytest.mark.parametrize("implementation", ["flex_attention", "sdpa"])
-def test_a_text_that_each_process_computes_alone_is_attended_causally(implementation: str):
-    """The probe of a version has no mask. By hand: the first query sees the first key alone."""
-    name = register_attention(ContextGroup(None, 0, 1), implementation)
-    query, key, value = torch.randn(3, 1, 2, 5, 16).unbind(0)
-    module = torch.nn.Module()
-    found, _ = transformers.AttentionInterface()[name](module, query, key, value, None, scaling=0.25)
-    scores = (query @ key.mT * 0.25).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
-    torch.testing.assert_close(found, (scores.softmax(-1) @ value).transpose(1, 2), atol=1e-5, rtol=0)
-    assert torch.equal(found[:, 0], value[:, :, 0])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -198,9 +186,3 @@ def test_experts_that_do_not_divide_are_refused_by_name(models: Path):
     config = transformers.Qwen3MoeConfig(**SIZES | {"num_attention_heads": 8}, num_experts=6)
     with pytest.raises(SettingsError, match="tensor_parallel=4 does not divide the model's num_experts=6"):
         check_divisible(config, 4)
-
-
-def test_a_configuration_with_none_for_the_number_of_experts_can_be_divided():
-    config = transformers.Gemma4TextConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
-    assert config.num_experts is None
-    check_divisible(config, 2)

@@ -6,12 +6,12 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from trainer.learning.optimizer import make_scheduler
 from trainer.main import run
-from trainer.settings import TrainerSettings, num_parameters
+from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
@@ -134,19 +134,6 @@ def test_lora_publishes_an_adapter_and_does_not_change_the_base(tmp_path, model,
     assert all(value.abs().sum() > 0 for value in saved.values())
 
 
-def test_an_optimizer_instance_gives_its_class_and_defaults(tmp_path, model):
-    """The constructor takes a torch optimizer; `setup` loads the weights again and creates an equal one for them."""
-    settings = settings_for(tmp_path, model)
-    new_ledger(tmp_path / "ledger.db").close()
-    built = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
-    given = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.5, betas=(0.1, 0.2), weight_decay=0.3)
-    state = OnPolicyWorkflow(built.env, built.agent, given, None, settings.model_dump()).setup(0)
-    built.close()
-    group = state.optimizer.param_groups[0]
-    assert (type(state.optimizer), group["lr"], group["betas"]) == (torch.optim.AdamW, 0.5, (0.1, 0.2))
-    assert group["params"] == state.policy.parameters()
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
@@ -177,19 +164,6 @@ def test_a_schedule_that_ends_needs_an_end():
         make_scheduler(optimizer, settings)
 
 
-def test_each_setting_is_declared_by_one_class_and_the_settings_contain_every_rule():
-    """The settings of a part are declared only in its rule, so the two cannot disagree."""
-    declared = [name for rule in TrainerSettings.__mro__ for name in vars(rule).get("__annotations__", {})]
-    fields = [name for name in declared if name in TrainerSettings.model_fields]
-    assert sorted(fields) == sorted(TrainerSettings.model_fields)
-
-
-def test_settings_need_no_model_until_training_starts():
-    """`turnwise train --dry-run` prints settings without a model; a start without one ends in a sentence."""
-    with pytest.raises(SettingsError, match=r"no model: set model in \[trainer\], TURNWISE_TRAINER_MODEL, or --model"):
-        run(TrainerSettings())
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -217,14 +191,6 @@ def test_the_default_learning_rate_follows_the_size_of_the_model(tmp_path, monke
     monkeypatch.setattr("trainer.settings.num_parameters", lambda _directory: num_parameters)
     settings = TrainerSettings(model=str(tmp_path), kind=kind)
     assert settings.learning_rate == pytest.approx(rate)
-
-
-def test_the_size_of_a_model_is_read_from_the_heads_of_its_files(tmp_path):
-    for name, shape in (("model-1", (3, 5)), ("model-2", (7,))):
-        save_file({"w": torch.zeros(shape)}, tmp_path / f"{name}.safetensors")
-    assert num_parameters(tmp_path) == 22
-    (tmp_path / "model-3.safetensors").write_bytes(b"no tensors")
-    assert num_parameters(tmp_path) == 0
 
 
 @pytest.mark.parametrize("changes", [{"optimizer_state": "host"}, {"weights_dtype": "bfloat16"}])

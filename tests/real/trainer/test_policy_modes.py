@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import sys
-import types
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learning.batch import Batch, build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer
-from trainer.parallel import World
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
-from trainer.policy.tuning import memory_of_training, needs_checkpointing
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.store import experiences
@@ -213,81 +208,3 @@ def test_a_saved_master_is_not_rounded_to_the_weights_precision():
     again.load_state_dict(first.state_dict())
     assert again.state[weight]["master"].dtype == torch.float32
     assert torch.equal(again.state[weight]["master"], master)
-
-
-def test_the_optimizer_is_torchs_fused_adamw_on_cuda_and_only_there(monkeypatch):
-    """Parameters stand in for those on a GPU."""
-    made = []
-    monkeypatch.setattr(torch.optim, "AdamW", lambda _parameters, **options: made.append(options["fused"]))
-    for name in ("cuda", "cpu"):
-        parameter = types.SimpleNamespace(device=torch.device(name), dtype=torch.float32)
-        make_optimizer([parameter], OptimizerRule(learning_rate=1e-5))
-    assert made == [True, None]
-
-
-class ScalarReads(TorchDispatchMode):
-    """Counts what makes the CPU wait for a GPU: values of tensors, and sizes that depend on values."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, _types, arguments=(), options=None):
-        indices = arguments[1] if function.name().startswith("aten::index") and len(arguments) > 1 else ()
-        has_mask = any(getattr(index, "dtype", None) is torch.bool for index in indices or ())
-        self.count += has_mask or function.name().startswith(("aten::_local_scalar_dense", "aten::nonzero"))
-        return function(*arguments, **(options or {}))
-
-
-def test_no_value_is_read_from_the_device_between_the_rows_of_an_optimizer_step(model, batch):
-    """Rows of one sequence and of several: gauges are read once at the end, however many rows there are."""
-    counts = []
-    for row_tokens in (ROW_TOKENS, 1024):
-        learner = PolicyAgent(policy_for(model), AgentRule(row_tokens=row_tokens))
-        with ScalarReads() as reads:
-            learner.accumulate_gradient(batch, range(len(batch.experiences)))
-        counts.append(reads.count)
-    assert counts == [0, 0]
-
-
-def test_layers_are_checkpointed_by_default_where_training_would_not_fit(model, monkeypatch):
-    """15,000 parameters of 16 bytes, and 8192 tokens of 2 layers of width 32 at 80 bytes: 42 MB and a little.
-
-    Each of four processes holds a quarter of the 16 bytes, and the whole gradient of 4 bytes between two rows.
-    """
-    bare = load_model(model)
-    num_weights = sum(value.numel() for value in bare.parameters())
-    needed = memory_of_training(bare)
-    assert needed == 16 * num_weights + 80 * 8192 * 32 * 2
-    assert memory_of_training(bare, 4) == (4 + 4) * num_weights + 80 * 8192 * 32 * 2
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, 2 * needed))
-    assert needs_checkpointing(bare, torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed, 2 * needed))
-    assert not needs_checkpointing(bare, torch.device("cuda", 0))
-    assert not needs_checkpointing(bare, torch.device("cpu"))
-
-
-def test_the_kernels_of_liger_replace_those_of_a_known_architecture(model, monkeypatch):
-    """A stand-in of the package: the loss stays the trainer's own."""
-    patched = []
-    patch = types.SimpleNamespace(
-        MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None},
-        _apply_liger_kernel_to_instance=lambda **options: patched.append(options),
-    )
-    package = types.ModuleType("liger_kernel.transformers")
-    package.monkey_patch = patch
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
-    monkeypatch.setattr("trainer.policy.model.has_liger", lambda _device: True)
-    policy = policy_for(model)
-    assert patched == [{"model": policy.model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
-
-
-def test_rows_of_like_cost_are_computed_at_the_same_time():
-    """Three processes, seven rows: each round takes the next three by cost, and the last one is filled up."""
-    worlds = [World() for _ in range(3)]
-    for rank, world in enumerate(worlds):
-        world.rank, world.size = rank, 3
-    own = [world.own([3, 9, 1, 8, 2, 7, 5], float) for world in worlds]
-    rounds = list(zip(*own, strict=True))
-    assert rounds[0] == ((9, True), (8, True), (7, True))
-    assert rounds[1] == ((5, True), (3, True), (2, True))
-    assert rounds[2] == ((1, True), (1, False), (1, False))

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import ClassVar
 from unittest.mock import Mock
 
@@ -22,7 +21,6 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.main import run
 from trainer.policy import agent
 from trainer.publish.checkpoint import Checkpoints
-from trainer.source import LedgerSource
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import evaluations, policies, queries, trained
@@ -99,19 +97,6 @@ def test_a_version_is_published_from_memory_then_written_then_acknowledged(tmp_p
     train(settings_for(tmp_path, model, total_batches=1))
     look()
     assert seen == [(1, False, False), (1, True, False), (1, True, True)]
-
-
-def test_an_adapter_is_written_before_it_is_published(tmp_path, model, ledger, monkeypatch):
-    """Engines read it from its directory."""
-    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
-    seen = []
-
-    def publish(source, policy):
-        seen.append((policy.version, policy.is_written, Path(policy.path).is_dir()))
-
-    monkeypatch.setattr(LedgerSource, "publish", publish)
-    train(settings_for(tmp_path, model, total_batches=1, kind="lora"))
-    assert seen == [(1, True, True)]
 
 
 def test_a_version_that_was_not_written_fails_at_the_restart_and_its_number_is_not_used_again(
@@ -384,16 +369,6 @@ def test_every_second_and_the_best_version_stay_on_disk(tmp_path, model, ledger)
     assert left == {f"v00000{version}" for version in (1, 2, 4, 5, 6)}
 
 
-def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger):
-    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
-    train(settings_for(tmp_path, model, total_batches=1))
-    lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
-    assert [line.get("update") for line in lines] == [1, 2, None]
-    expected = {"entropy", "kl", "ratio_mean", "ratio_max", "clip_fraction", "effective_sample_size", "grad_norm"}
-    expected |= {"staleness_mean", "reward_mean", "reward_std", "num_uniform_groups", "tokens", "seconds"}
-    assert expected <= set(lines[-1])
-
-
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_logged(tmp_path, model, ledger, monkeypatch):
     """The weights stay unchanged and the run continues; JSON has no NaN, so the line has null."""
     losses = iter([1.0, float("nan")])
@@ -468,10 +443,3 @@ def test_training_returns_to_a_pinned_version_with_when_pinned_set(tmp_path, mod
     assert (state.progress.policy_version, state.progress.recent_versions) == (3, (0, 1, 3))
     assert read_manifest(tmp_path / "policies" / "v000003")["parent"] == 1
     assert groups_by_status(ledger) == {"trained": 9}
-
-
-def test_a_small_batch_makes_fewer_optimizer_steps(tmp_path, model, ledger):
-    """One group of four where eight make a batch of four steps: one step, not four of a session each."""
-    Rollouts(ledger, load_model(model)).play("a", num_groups=1)
-    state = train(settings_for(tmp_path, model, total_batches=1, groups_per_batch=8, num_minibatches=4))
-    assert state.progress.num_optimizer_steps == 1

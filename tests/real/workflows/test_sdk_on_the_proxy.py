@@ -13,7 +13,6 @@ import pytest
 from support.engines import RunningEngine
 from support.proxies import assert_served_is_stored
 
-from turnwise import errors
 from turnwise.client import AsyncClient, Client
 from turnwise.workflows import (
     AgentWorkflowEngine,
@@ -62,35 +61,6 @@ def test_a_session_gives_experiences_with_the_sampled_tokens_and_the_credit(clie
         (turn_id,) = line["turn_ids"]
         assert line["tokens"][line["prompt_length"] :] == turns[turn_id]["token_ids"]
         assert client.turn(turn_id)["token_ids"] == turns[turn_id]["token_ids"]
-
-
-def test_each_error_has_the_class_of_its_boundary(client):
-    """The exception carries the server's message."""
-    session = client.create_session()
-    ask(session.openai())
-    with pytest.raises(errors.NotFound, match="nobody"):
-        client.session("nobody")
-    with pytest.raises(errors.NotFound, match="step 9"):
-        session.reward(1.0, step=9)
-    with pytest.raises(errors.InvalidRequest):
-        client.create_session(credit="luck")
-    with pytest.raises(errors.InvalidRequest):
-        session.reward(1.0, step=-1)
-
-
-def test_sessions_and_turns_are_paged(client, monkeypatch):
-    """Pages of two give the same as one page."""
-    monkeypatch.setattr("turnwise.client.wire.PAGE_SIZE", 2)
-    sessions = [client.create_session(task_id="paged").session_id for _ in range(5)]
-    assert sorted(row["session_id"] for row in client.sessions(task_id="paged")) == sorted(sessions)
-    session = client.create_session()
-    for k in range(5):
-        ask(session.openai(), str(k))
-    assert [turn["seq"] for turn in session.turns()] == [0, 1, 2, 3, 4]
-
-
-def test_policies_are_listed(client):
-    assert isinstance(list(client.policies()), list)
 
 
 class Looking(Workflow):
@@ -325,16 +295,6 @@ def test_an_exception_keeps_the_turns_and_the_earlier_rewards(client, proxy):
     assert (session["status"], session["termination_reason"], session["num_turns"]) == ("ended", "error", 3)
     assert session["reward"] == 0.5
     assert len(workflow.experiences) == 3
-
-
-def test_a_whole_reply_names_its_policy_version(client):
-    """The header is the stored turn's first version, and the rollout engine needs no second request for its record."""
-    session = client.create_session()
-    raw = session.openai().chat.completions.with_raw_response.create(
-        model="fake", messages=[{"role": "user", "content": "hi"}]
-    )
-    (turn,) = session.turns()
-    assert raw.headers["x-policy-version"] == str(turn["policy_version_first"])
 
 
 def test_a_rollout_engines_record_is_the_stored_turn(client):

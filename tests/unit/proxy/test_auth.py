@@ -86,13 +86,6 @@ def test_a_verified_key_is_cached_for_a_limited_time(database, gate, monkeypatch
         who(gate, key)
 
 
-def test_the_cache_of_verified_keys_is_bounded(database, gate):
-    _, key = new_key(database)
-    gate._verified = {str(number).encode(): (0.0, None) for number in range(10_001)}
-    who(gate, key)
-    assert len(gate._verified) == 1
-
-
 def test_a_session_key_names_its_session_and_cannot_be_forged(database, gate):
     root_id, root = new_key(database)
     session, creator = Session(session_id="s:1", tenant="tenant"), who(gate, root)

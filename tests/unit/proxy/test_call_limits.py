@@ -49,6 +49,17 @@ async def test_one_key_at_its_limit_does_not_stop_another():
     await limits.admit(caller("a"))
 
 
+async def test_keys_that_call_no_more_are_forgotten_where_there_are_many(monkeypatch):
+    monkeypatch.setattr("proxy.limits.calls.MAX_SCOPES", 2)
+    limits = make_limits(key_max_calls=1)
+    await limits.admit(caller("busy"))
+    for number in range(9):
+        (await limits.admit(caller(f"k{number}"))).release()
+    assert len(limits._scopes) <= 3
+    with pytest.raises(Overloaded, match="key 'busy'"):
+        await limits.admit(caller("busy"))
+
+
 async def test_a_session_key_counts_as_the_key_that_made_it():
     limits = make_limits(key_max_calls=2)
     for session_id in ("s1", "s2"):

@@ -18,10 +18,10 @@ from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured, Choice
 from proxy.dialects.chat import ChatCompletions
-from proxy.engines.vllm.sampling import effective
+from proxy.engines.vllm.sampling import effective, request
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
-from turnwise.types import Json, Outcome, Session, utc_now
+from turnwise.types import Json, Outcome, Role, Session, utc_now
 
 SESSION = Session(session_id="s", tenant="team")
 TIMING = Timing(
@@ -203,3 +203,19 @@ def test_a_call_without_a_reply_stores_its_request():
     turn = failed_turn(call, TIMING, "engine_500", turn_id="chatcmpl-1", session=SESSION, inferred_by="key")
     assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)
     assert (turn.messages, turn.inferred_by, turn.token_ids.size) == ([USER], "key", 0)
+
+
+def test_an_engine_is_asked_for_the_experts_from_the_last_token_of_the_turn_before():
+    """The prompt is the three tokens of the parent and one of this turn: the parent's last token has the index 2."""
+    call = call_of(USER)
+    assert request(call, extending(call), returns_routing=True)["routed_experts_prompt_start"] == 2
+
+
+def test_the_turns_after_a_side_call_have_the_role_of_their_chain():
+    call = call_of(USER)
+    plan = extending(call)
+    assert plan.parent is not None
+    plan.parent.role = Role.SUB_AGENT
+    turn = only(build_turns(call, plan, Captured(b"1,2,3,4", {0: choice(7)}), TIMING, turn_id="t", session=SESSION))
+    turn.role = Role.SIDE
+    assert known_turn(turn, plan, "root").role is Role.SUB_AGENT

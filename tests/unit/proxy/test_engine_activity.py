@@ -51,8 +51,8 @@ def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
 
 def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
     async def run() -> None:
-        writer = FailingOnce()
-        pool = EnginePool(["http://a", "http://b"], Metrics(), timeout_seconds=1, max_concurrent_calls=9)
+        writer, metrics = FailingOnce(), Metrics()
+        pool = EnginePool(["http://a", "http://b"], metrics, timeout_seconds=1, max_concurrent_calls=9)
         recorder = ActivityRecorder(pool, writer, Metrics())  # type: ignore[arg-type]
         pool.engines[0].status.change(EngineState.READY)
         recorder.sample(60 * MINUTE)  # second 0: no call
@@ -60,6 +60,7 @@ def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
         pool.release(await pool.admit(session))  # it ends before the sample of second 1
         recorder.sample(60 * MINUTE + 1.9)
         lane = await pool.admit(session)
+        assert b"\nturnwise_calls_in_flight 1.0\n" in metrics.render()
         recorder.sample(60 * MINUTE + 2)
         await recorder.store()
         recorder.sample(60 * MINUTE + 3)  # it still runs

@@ -14,10 +14,3 @@ def test_objects_are_decoded_wherever_the_stream_is_cut():
         for start in range(0, len(stream), size):
             found += frames.feed(stream[start : start + size])
         assert found == OBJECTS, f"cut into pieces of {size} bytes"
-
-
-def test_an_incomplete_frame_waits_for_its_rest_after_whole_ones():
-    stream = b"".join(piece for each in OBJECTS for piece in frame(each))
-    frames = Frames()
-    assert frames.feed(stream[:-10]) == OBJECTS[:2]
-    assert frames.feed(stream[-10:] + stream) == OBJECTS[2:] + OBJECTS

@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.continuation import conversation as conversations
 from proxy.continuation.conversation import Conversation, Prefixes, prefix_of, read_conversation
 from proxy.continuation.digests import digest_history, message_digest
 from proxy.dialects import registry
@@ -70,14 +69,6 @@ def test_the_longest_prefix_is_found_and_replaced_by_what_extends_it() -> None:
     assert prefixes.num_bytes == num_bytes
 
 
-def test_prefixes_above_the_limit_are_dropped_and_the_least_recent_first() -> None:
-    size, owners = kept(OWNER).num_bytes, [("tenant", "session", name) for name in "abc"]
-    prefixes = kept(*owners, max_bytes=2 * size)
-    assert [prefixes.find(owner, orjson.dumps(SECOND)) is not None for owner in owners] == [False, True, True]
-    assert prefixes.num_bytes == 2 * size
-    assert kept(*owners, max_bytes=size - 1).num_bytes == 0
-
-
 def body_of(dialect: Dialect, num_messages: int) -> Json:
     """Return a request with the first messages of one long conversation."""
     turns: list[Json] = [{"role": role, "content": text} for role, text in zip(ROLES, TEXTS, strict=True)]
@@ -124,21 +115,3 @@ def test_every_dialect_digests_only_the_messages_that_are_new(
     fresh, expected = read(283, None)
     assert (again.history.full, again.history.replies) == (fresh.history.full, fresh.history.replies)
     assert sent == expected == orjson.dumps(again.messages)
-
-
-async def test_other_calls_run_while_a_long_conversation_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here after each slice of messages, as if each took more than the limit."""
-    monkeypatch.setattr(conversations, "HELD_SECONDS", -1.0)
-    dialect, num_runs = registry.DIALECTS[0], 0
-    call = dialect.parse(body_of(dialect, 300), max_choices=1, max_messages=10_000)
-
-    async def run() -> None:
-        nonlocal num_runs
-        while True:
-            num_runs += 1
-            await asyncio.sleep(0)
-
-    running = asyncio.create_task(run())
-    await read_conversation(call)
-    running.cancel()
-    assert num_runs >= 2 * 300 // conversations.SLICE_MESSAGES

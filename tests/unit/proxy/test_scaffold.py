@@ -50,6 +50,7 @@ def shown(prompt: str, messages: list[dict]) -> list[str]:
             ["user\nCHANGED", "\n"],
         ),
         ("<|im_start|>assistant\n", [{"role": "assistant", "content": None}], []),
+        ("<|im_start|>user\n誰", [{"role": "user", "content": "誰"}], ["誰"]),
     ],
 )
 def test_the_texts_of_messages_are_distinguished_from_the_scaffold(

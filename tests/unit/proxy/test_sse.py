@@ -28,6 +28,7 @@ def test_comments_and_windows_line_ends_are_parsed_and_incomplete_data_is_kept()
     events = buffer.feed(b": ping\r\n\r\ndata: x\r\n\r\ndata: y")
     assert sse.data_of(events) == [b"x"]
     assert buffer.pending == b"data: y"
+    assert sse.data_of(sse.EventBuffer().feed(b"data: x\r\n\r\ndata: y\n\n")) == [b"x", b"y"]
 
 
 @given(st.lists(st.integers(min_value=1, max_value=60), max_size=8))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
@@ -22,12 +21,6 @@ ENCODE = text_encoder(TOKENIZER)
 @given(st.lists(PARTS | st.text(max_size=8), max_size=30).map("".join))
 def test_any_text_gets_the_ids_of_encode(text: str) -> None:
     assert ENCODE(text) == TOKENIZER.encode(text, add_special_tokens=False)
-
-
-def test_the_rust_tokenizer_is_called_without_the_python_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = TOKENIZER.encode("user", add_special_tokens=False)
-    monkeypatch.delattr(PreTrainedTokenizerFast, "_encode_plus")
-    assert ENCODE("user") == expected
 
 
 def test_a_tokenizer_with_an_encode_of_its_own_is_called() -> None:

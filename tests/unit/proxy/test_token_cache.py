@@ -52,15 +52,3 @@ def test_the_least_recently_used_session_is_evicted_first():
     second = added(cache, sessions[1], "2")
     third = added(cache, sessions[0], "3", first)
     assert [turn.tokens is not None for turn in (first, second, third)] == [True, False, True]
-
-
-def test_a_dropped_session_makes_room():
-    cache, sessions = TokenCache(2 * SIZE), [live("a"), live("b"), live("c")]
-    turns = [added(cache, each, each.session.session_id) for each in sessions[:2]]
-    cache.drop(sessions[1])
-    turns.append(added(cache, sessions[2], "c"))
-    assert [turn.tokens is not None for turn in turns] == [True, False, True]
-
-
-def test_a_session_larger_than_the_cache_is_not_kept():
-    assert added(TokenCache(10), live("s"), "a").tokens is None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import threading
 
 import pytest
-from support.waiting import wait_until
 
 from proxy.reload.version_files import VersionFiles
 from turnwise.errors import BadCheckpoint, FilesNotRead, ReloadFailed
@@ -46,14 +43,3 @@ async def test_a_read_error_that_may_pass_is_tried_again(as_bad: bool, number: i
 async def test_a_file_that_is_missing_or_locked_away_fails_the_version(number: int):
     with pytest.raises(BadCheckpoint):
         await VersionFiles().read(("v1",), "v1", failing(OSError(number, "missing"), as_bad=True), seconds=60)
-
-
-async def test_a_result_that_nobody_asks_for_is_dropped(monkeypatch):
-    files, released = VersionFiles(), threading.Event()
-    with pytest.raises(FilesNotRead, match="are not complete"):
-        await files.read(("v1",), "v1", lambda: released.wait(60), seconds=0.01)
-    released.set()
-    await asyncio.to_thread(wait_until, lambda: not files.is_reading("v1"), "the read has ended")
-    monkeypatch.setattr("proxy.reload.version_files.LONG_SECONDS", 0.0)
-    assert await files.read(("v2",), "v2", lambda: 3, seconds=60) == 3
-    assert not files._readings

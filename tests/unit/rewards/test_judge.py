@@ -22,7 +22,7 @@ def test_an_answer_without_a_score_for_every_conversation_is_not_a_verdict(answe
 def test_a_long_conversation_is_cut_in_its_middle():
     session = {"chains": [{"messages": [{"role": "user", "content": "a" * 50_000 + "the end"}]}]}
     text = as_text(session)
-    assert len(text) < MAX_CONVERSATION_CHARS + 100
+    assert f"[… {len('user: ') + 50_007 - MAX_CONVERSATION_CHARS} characters left out …]" in text
     assert text.endswith("the end")
 
 
@@ -38,7 +38,10 @@ def test_a_conversation_is_joined_from_the_new_messages_of_each_turn():
     session = conversation(turns, "t1")
     assert [message["content"] for message in session["messages"]] == ["a", "A", "b", "B"]
     assert session["tools"] == [{"a": 1}]
-    chains = document({"session_id": "s"}, turns)["chains"]
+    whole = document({"session_id": "s"}, turns)
+    assert "task" not in whole
+    assert document({"session_id": "s"}, turns, {"question": 1}) == {**whole, "task": {"question": 1}}
+    chains = whole["chains"]
     assert [[m["content"] for m in chain["messages"]] for chain in chains] == [
         ["a", "A", "b", "B"],
         ["a", "A", "c", "C"],

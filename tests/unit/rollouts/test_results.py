@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from turnwise.errors import SettingsError
-from turnwise.rollouts.report import summary
+from turnwise.rollouts.report import MAX_TABLE_TASKS, summary, table
 from turnwise.rollouts.results import Results, RunResult
 
 
@@ -43,17 +43,6 @@ def test_a_line_that_a_kill_truncated_is_dropped_and_later_lines_are_intact(tmp_
         assert [key[2] for key in results.finished] == ["t1", "t3"]
 
 
-def test_a_character_that_a_full_disk_truncated_and_a_line_separator_inside_of_a_text_are_read(tmp_path):
-    """The Unicode line separator U+2028 is no end of a line of JSON Lines."""
-    separated = dataclasses.replace(result("t1"), error="first\u2028second\u0085third")
-    with Results(tmp_path, {}) as results:
-        results.add(separated)
-    with (tmp_path / "results.jsonl").open("ab") as file:
-        file.write('{"session_id": "s-ü'.encode()[:-1])
-    with Results(tmp_path, {}) as results:
-        assert list(results.finished.values()) == [separated]
-
-
 def test_only_one_process_at_a_time_may_write_a_directory(tmp_path):
     with Results(tmp_path, {}), pytest.raises(SettingsError, match="another `turnwise run`"):
         Results(tmp_path, {})
@@ -86,3 +75,9 @@ def test_groups_whose_runs_have_one_reward_are_counted():
     ]
     held_out = [dataclasses.replace(result("t5"), run=run, split="eval") for run in (0, 1)]
     assert summary([*results, *held_out])["num_uniform_groups"] == 1
+
+
+def test_a_table_has_a_row_for_each_of_a_few_tasks_and_one_for_all():
+    few, many = ([result(f"t{number}") for number in range(count)] for count in (2, MAX_TABLE_TASKS + 1))
+    assert [line.split()[0] for line in table(few)] == ["task_id", "t0", "t1", "all"]
+    assert len(table(many)) == 2

@@ -54,6 +54,10 @@ def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database: Da
     assert arms(database)[0] == Arm((), 1, 1, 0)
 
 
+def test_the_summary_of_an_arm_has_the_share_of_broken_turns() -> None:
+    assert Arm((0.5, 1.0), 3, 4, 3).summary(8)["broken_share"] == 0.75
+
+
 def test_failed_untrainable_and_cut_turns_are_broken(database: Database) -> None:
     play(database, "a", 8, outcome=Outcome.ERROR)
     play(database, "b", 8, outcome=Outcome.UNTRAINABLE)

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -472,34 +471,6 @@ def test_old_idempotent_answers_are_deleted(database: Database) -> None:
         assert idempotency.forget_answers(connection, utc_now() + HOUR) == 1
         ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b")
         assert queries.counts(connection).num_rewards == 2
-
-
-@pytest.mark.parametrize("dialect", ["sqlite"])
-def test_many_reward_lines_take_few_statements(database: Database) -> None:
-    """A thousand lines for turns, steps and ended sessions: the number of statements does not grow with the lines."""
-    for number in range(4):
-        add_session(database, f"s{number}", turns=2, group_id="g", group_size=4)
-        with database.write() as connection:
-            ledger.end_session(connection, "default", f"s{number}")
-
-    def statements(num_lines: int) -> int:
-        targets: list[dict[str, Any]] = [{"turn_id": "s1-t1", "session_id": ""}, {"step": 1}, {}]
-        lines = [
-            Reward(**{"session_id": f"s{n % 4}", "value": 1.0, "name": str(n), **targets[n % 3]})
-            for n in range(num_lines)
-        ]
-        traced: list[str] = []
-        with database.write() as connection:
-            driver_connection = connection.connection.driver_connection
-            driver_connection.set_trace_callback(traced.append)
-            assert ledger.add_rewards(connection, lines)[:3] == [1, 1, 2]
-            driver_connection.set_trace_callback(None)
-        return len(traced)
-
-    assert statements(1000) <= statements(32) + 1000 // 32 + 2  # rows are inserted 32 at a time
-    with database.read() as connection:
-        assert queries.counts(connection).groups == {"ready": 1}
-        assert queries.counts(connection).num_rewards == 1032
 
 
 def test_idle_sessions_expire_in_batches(database: Database) -> None:

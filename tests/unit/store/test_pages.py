@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish
 
-from turnwise.store import claims, ledger, policies, queries, search, trained
+from turnwise.store import claims, policies, queries, search, trained
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import PolicyVersion, Session, Turn, UpdateRecord
+from turnwise.types import PolicyVersion, UpdateRecord
 
 TEXT = "x" * 10_000
 WANTED = SessionFilter(tenant="default")
@@ -95,17 +95,3 @@ def test_a_page_ends_at_its_bytes_and_the_next_goes_on(filled: Database, name: s
     assert len(every) >= 4
     assert paged == every
     assert set(sizes) == {1}  # one row, however large
-
-
-def test_a_whole_prompt_counts_with_all_that_comes_before_it(database: Database) -> None:
-    """Three turns of a chain that add 10,000 bytes each: 10,000, 20,000 and 30,000 bytes with their whole prompts."""
-    turn: Turn | None = None
-    with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="s"))
-        for number in range(3):
-            turn = make_turn(f"t{number}", turn, messages=[{"role": "user", "content": TEXT}])
-            ledger.append_turns(connection, [turn])
-    with database.read() as connection:
-        added, _ = queries.turns(connection, "default", "s", limit=3, whole_prompt=False, max_bytes=36_000)
-        whole, _ = queries.turns(connection, "default", "s", limit=3, whole_prompt=True, max_bytes=36_000)
-    assert (len(added), len(whole)) == (3, 2)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish
 
 from turnwise.errors import NotFound, SettingsError
-from turnwise.store import claims, idempotency, keys, ledger, queries, retention, tables
+from turnwise.store import claims, keys, ledger, queries, retention, tables
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import Reward, Session, Split, UpdateRecord, utc_now
@@ -147,32 +147,6 @@ def test_a_long_session_is_gone_at_once_and_swept_in_slices(
         assert ledger.add_rewards(connection, [reward], idempotency_key="k") == [0]
     assert sweeps(database) == 5
     assert sizes(database) == {"sessions": 1, "rewards": 1, "groups": 1, "idempotency": 1}
-
-
-def test_large_turns_are_swept_one_by_one(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "BYTES_AT_ONCE", 1)
-    add_session(database, turns=3)
-    with database.write() as connection:
-        retention.delete_session(connection, "default", "s")
-    assert sweeps(database) == 3 + 2
-
-
-def test_stored_answers_of_a_deleted_session_are_deleted_in_slices_first(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five answers at two a transaction; the session goes with the last ones."""
-    for module in (retention, idempotency):
-        monkeypatch.setattr(module, "ROWS_AT_ONCE", 2)
-    add_session(database)
-    with database.write() as connection:
-        for number in range(5):
-            ledger.add_rewards(connection, [Reward(session_id="s", value=1.0)], idempotency_key=f"k{number}")
-    parts = []
-    while not parts or parts[-1].has_more:
-        with database.write() as connection:
-            parts.append(retention.delete_session(connection, "default", "s"))
-    assert [len(part.sessions) for part in parts] == [0, 0, 1]
-    assert "idempotency" not in sizes(database)
 
 
 @pytest.mark.parametrize("dialect", ["sqlite"])

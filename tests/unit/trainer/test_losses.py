@@ -128,6 +128,17 @@ def test_the_off_policy_mask_excludes_bad_old_chains_by_hand():
     tokens = of_chains(behaviour=tensor([-1.0 + LN2] * 3), advantages=tensor([-1.0, -1.0, 1.0]))
     close(ratios.importance_gate(tokens, CorrectionRule(off_policy_mask=0.5)), [0.0, 0.0, 1.0])
     close(ratios.importance_gate(tokens, CorrectionRule(off_policy_mask=0.7)), [1.0, 1.0, 1.0])
+    close(algorithm("reinforce", off_policy_mask=0.5).loss(tokens), [0.0, 0.0, 1.0])
+
+
+def test_an_algorithm_equals_one_with_the_same_settings():
+    assert algorithm("grpo") == algorithm("grpo")
+    assert algorithm("grpo") != algorithm("grpo", clip_high=0.5)
+
+
+def test_dpo_needs_the_policy_that_it_compares_with():
+    needs = {given: algorithm("dpo", reference=given) for given in ("base", "behaviour")}
+    assert [(each.needs_reference, each.needs_behaviour) for each in needs.values()] == [(True, False), (False, True)]
 
 
 def test_a_ratio_is_not_counted_twice():
