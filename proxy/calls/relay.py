@@ -265,7 +265,7 @@ class Relay:
         call, plan = running.call, running.plan
         timing = running.timing()
         root = capture.root_of(call, timing) if plan.parent is None else None
-        found = find_role(call, plan, forest, root)
+        found = find_role(call, plan, forest, root, is_named=running.placement.inferred_by is None)
         turns = capture.build_turns(
             call,
             plan,

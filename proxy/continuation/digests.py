@@ -24,6 +24,8 @@ MESSAGE_BYTES = 16
 """Length of the digest of one message, which is hashed into the digests of all conversations that contain it."""
 MIN_TASK = 8
 """Characters of an argument that may be the task of a sub-agent."""
+MIN_REPLY = 32
+"""Characters of a reply that is recognised by its text alone."""
 SYSTEM_ROLES = ("system", "developer")
 """A tuple, not a set, because a client may send an unhashable value as a role or a type."""
 TEXT_PARTS = ("text", "refusal", None)
@@ -199,6 +201,12 @@ def tool_call_ids(message: Json) -> frozenset[str]:
 def text_digest(text: str) -> bytes:
     """Return the digest of a text without the white space around it."""
     return blake2b(text.strip().encode(errors="replace"), digest_size=DIGEST_BYTES).digest()
+
+
+def reply_digest(message: Json) -> bytes:
+    """Return the digest of a reply's text; nothing for a text that other replies may have as well."""
+    text = canonical_content(message.get("content")) if message.get("role") == "assistant" else None
+    return text_digest(text) if isinstance(text, str) and len(text.strip()) >= MIN_REPLY else b""
 
 
 def argument_digests(message: Json) -> frozenset[bytes]:

@@ -12,9 +12,9 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import argument_digests, tool_call_ids
+from proxy.continuation.digests import argument_digests, reply_digest, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds
-from turnwise.types import Outcome, Role, Turn
+from turnwise.types import Json, Outcome, Role, Turn
 
 TURN_BYTES = 480
 """Memory of a turn without its id, texts and running hash: the object, its digests and times, and its index entries."""
@@ -22,6 +22,8 @@ STATE_BYTES = 450
 """Memory of a running hash."""
 FOREST_BYTES = 1_000
 """Memory of a forest without turns."""
+AGENTS = frozenset({Role.MAIN, Role.SUB_AGENT})
+"""Roles of chains that are an agent's own work."""
 
 
 class Root(NamedTuple):
@@ -59,6 +61,8 @@ class KnownTurn:
     """Ids of the tool calls in its reply."""
     arguments: frozenset[bytes] = frozenset()
     """`argument_digests` of its reply."""
+    reply_digest: bytes = b""
+    """`digests.reply_digest` of its reply."""
     is_aborted: bool = False
     """Whether its reply was cut off."""
     role: Role = Role.MAIN
@@ -102,6 +106,7 @@ class KnownTurn:
             reasoning=turn.response.get("reasoning") or "",
             call_ids=tuple(tool_call_ids(turn.response)),
             arguments=argument_digests(turn.response),
+            reply_digest=reply_digest(turn.response),
             is_aborted=turn.outcome is Outcome.ABORTED,
             role=role or turn.role or Role.MAIN,
             side_task=root.side_task,
@@ -113,7 +118,7 @@ class KnownTurn:
 
     def num_bytes(self) -> int:
         """Return its memory, roughly, without its tokens."""
-        texts = (self.turn_id, self.reasoning, self.side_task or "", *self.call_ids)
+        texts = (self.turn_id, self.reasoning, self.side_task or "", self.reply_digest, *self.call_ids)
         num_bytes = TURN_BYTES + sum(map(sys.getsizeof, texts)) + (0 if self.messages_state is None else STATE_BYTES)
         return num_bytes + (sum(map(sys.getsizeof, (self.arguments, *self.arguments))) if self.arguments else 0)
 
@@ -233,6 +238,19 @@ class Forest:
         call_ids = conversation.call_ids()
         same_run = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
         return ([turn for turn in same_run if not turn.is_aborted] or same_run)[-1]
+
+    def find_reply(self, messages: Sequence[Json]) -> KnownTurn | None:
+        """Return the newest agent's turn whose reply the messages repeat, by the ids of its tool calls or its text."""
+        call_ids = frozenset().union(*map(tool_call_ids, messages))
+        texts = {reply_digest(message) for message in messages} - {b""}
+        return next(
+            (
+                turn
+                for turn in reversed(self.by_id.values())
+                if turn.role in AGENTS and (not call_ids.isdisjoint(turn.call_ids) or turn.reply_digest in texts)
+            ),
+            None,
+        )
 
     def call_ids(self, turn: KnownTurn) -> frozenset[str]:
         """Return the ids of the tool calls of a turn and its ancestors."""

@@ -1,8 +1,9 @@
 """Which role a chain has in its session: the main agent, a sub-agent, a side call, or a discarded attempt.
 
 The role of a chain is found when it starts, from the agent's id, the system message and the shape of the call; its
-later turns have the same. A session's only chain is the main agent's, whatever it asks for. A chain that asks for a
-title, a topic or a summary becomes a side chain as soon as the session has another chain.
+later turns have the same. A session's only chain is the main agent's, whatever it asks for, save the compaction prompt
+of a known harness in a call that names no session. A chain that asks for a title, a topic or a summary becomes a side
+chain as soon as the session has another chain.
 """
 
 from __future__ import annotations
@@ -37,16 +38,30 @@ class TextPattern(NamedTuple):
         return any(word in lowered for word in self.words) and self.pattern.search(text) is not None
 
 
+SHIPPED_PROMPTS = (
+    "context checkpoint compaction",  # Codex CLI
+    r"<role>\s*context extraction assistant\b",  # LangChain
+    r"\bcontext-aware state summary\b",  # OpenHands
+    r"\bcontinuation summary\b[^.]{0,120}\bresume work\b",  # Inspect AI
+    r"\bassistant tasked with summarizing conversations\b",  # Claude Code, Inspect AI
+    r"\bhand off your work to another AI agent\b|\bnext agent has a few questions for you\b",  # Terminus 2
+    r"\bstructured checkpoint before history is compacted\b",  # gptme
+    r"\bthe history is being compacted\b",  # Copilot CLI
+    r"\bsummarize the provided coding session into a concise continuation note\b",  # Cline
+    r"\bsummarize the following conversation history concisely, preserving\b",  # AG2
+    r"\bcomplete summarization of the entire dialog\b",  # Semantic Kernel
+    r"\bclear and complete summary of the entire conversation\b",  # Microsoft Agent Framework
+)
+"""Texts that only the compaction prompts of harnesses contain."""
+_SUMMARY_WORDS = ("compact", "compress", "summar", "context extraction", "hand off", "next agent")
+SHIPPED = TextPattern(_SUMMARY_WORDS, re.compile("|".join(SHIPPED_PROMPTS), re.IGNORECASE))
 COMPACTION = TextPattern(
-    ("compact", "compress", "summar", "context extraction", "hand off", "next agent"),
+    _SUMMARY_WORDS,
     re.compile(
-        r"context checkpoint compaction|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|"
-        r"chat history|dialog(?:ue)?|context|session)\b"
-        r"|\bsummary of (?:the|this|our) (?:entire |whole |previous )?(?:conversation|dialog(?:ue)?)\b"
-        r"|<role>\s*context extraction assistant\b"  # LangChain
-        r"|\bcontext-aware state summary\b"  # OpenHands
-        r"|\bcontinuation summary\b[^.]{0,120}\bresume work\b"  # Inspect AI
-        r"|\bhand off your work to another AI agent\b|\bnext agent has a few questions for you\b",  # Terminus 2
+        r"\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|chat history|dialog(?:ue)?|context|"
+        r"session)\b"
+        r"|\bsummary of (?:the|this|our) (?:entire |whole |previous )?(?:conversation|dialog(?:ue)?)\b|"
+        + SHIPPED.pattern.pattern,
         re.IGNORECASE,
     ),
 )
@@ -84,8 +99,17 @@ def read_root(messages: Sequence[Json], tools: Any, parameters: Json) -> Root:
     return Root(side_task(messages, tools, parameters), system_digest(messages))
 
 
-def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None) -> Found:
-    """Return the role of a call's turn; `root` is `read_root` of a call without a parent."""
+def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None, *, is_named: bool = True) -> Found:
+    """Return the role of a call's turn.
+
+    Args:
+        call: the call.
+        plan: its plan.
+        forest: the turns of its session.
+        root: `read_root` of a call without a parent.
+        is_named: whether the call names its session. Without a name, a harness's request for a summary may have a
+            session of its own.
+    """
     parent = plan.parent
     if parent is not None:
         if COMPACTION.is_in(_last_text(call.messages)):
@@ -93,18 +117,29 @@ def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None) -> Foun
         return Found(continued_role(parent, forest), "extends")
     if call.agent_id is not None:
         return Found(Role.SUB_AGENT, "agent_id")
-    others = forest.agent_roots
-    if not others:
-        return Found(Role.MAIN, "first_chain")
     assert root is not None
+    if not forest.agent_roots:
+        is_compaction = not is_named and root.side_task == "asks_for_summary"
+        is_shipped = is_compaction and SHIPPED.is_in(_asked_text(call.messages))
+        return Found(Role.SIDE, "asks_for_summary") if is_shipped else Found(Role.MAIN, "first_chain")
     if root.side_task is not None:
         return Found(Role.SIDE, root.side_task)
+    return _later_role(call, plan, forest, root)
+
+
+def _later_role(call: Call, plan: Plan, forest: Forest, root: Root) -> Found:
+    """Return the role of a chain that starts beside an agent's."""
     if plan.reason is not None and plan.reason != "edited_history":
         return Found(Role.MAIN, "continues_conversation")
-    same = others.get(root.system_digest)
+    same = forest.agent_roots.get(root.system_digest)
     if same is not None and not plan.history.replies and _is_asked_by_call(call.messages, forest):
         return Found(Role.SUB_AGENT, "asked_by_tool_call")
-    return Found(Role.SUB_AGENT, "other_system") if same is None else Found(same.role, "same_system")
+    if same is not None:
+        return Found(same.role, "same_system")
+    continued = forest.find_reply(call.messages) if plan.history.replies else None
+    return (
+        Found(Role.SUB_AGENT, "other_system") if continued is None else Found(continued.role, "continues_conversation")
+    )
 
 
 def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
@@ -158,7 +193,7 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
         return "asks_for_summary" if COMPACTION.is_in(_last_text(messages)) else None
     if tools:
         return None
-    text = f"{_system_text(messages)}\n{_last_text(messages)}"
+    text = _asked_text(messages)
     return next((name for name, pattern in TASKS.items() if pattern.is_in(text)), None)
 
 
@@ -174,6 +209,11 @@ def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTER
             break
         texts.append(str(canonical_content(message.get("content"))))
     return "\n".join(texts)[:limit]
+
+
+def _asked_text(messages: Sequence[Json]) -> str:
+    """Return the texts that say what a call without a history asks for."""
+    return f"{_system_text(messages)}\n{_last_text(messages)}"
 
 
 def _last_text(messages: Sequence[Json]) -> str:

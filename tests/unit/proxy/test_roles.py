@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.conversations import history_of
 
-from proxy.continuation.digests import argument_digests
+from proxy.continuation.digests import argument_digests, reply_digest
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.plan import Plan
 from proxy.continuation.roles import Found, corrections, find_role, read_root
@@ -31,8 +31,8 @@ def plan_of(call: Call, parent: KnownTurn | None = None, reason: str | None = No
     return Plan(history=history_of(call), parent=parent, reason=reason)
 
 
-def role_of(call: Call, plan: Plan, forest: Forest) -> Found:
-    return find_role(call, plan, forest, read_root(call.messages, call.tools, call.body))
+def role_of(call: Call, plan: Plan, forest: Forest, *, is_named: bool = True) -> Found:
+    return find_role(call, plan, forest, read_root(call.messages, call.tools, call.body), is_named=is_named)
 
 
 def stored(
@@ -44,6 +44,7 @@ def stored(
     at: float = 0.0,
     aborted: bool = False,
     arguments: frozenset[bytes] = frozenset(),
+    reply: Json | None = None,
 ) -> KnownTurn:
     """Add a turn that takes one second, as a commit does."""
     found, root = role_of(call, plan_of(call, parent), forest), read_root(call.messages, call.tools, call.body)
@@ -63,6 +64,7 @@ def stored(
         ended_at=at + 1,
         is_aborted=aborted,
         arguments=arguments,
+        reply_digest=reply_digest(reply or {}),
     )
     forest.add(turn)
     return turn
@@ -150,6 +152,11 @@ SUMMARIES = {
     "(or another instance of yourself) to resume work efficiently in a future context window",
     "Terminus 2": "You are about to hand off your work to another AI agent.\n  Please provide a summary",
     "OpenHands": "You are maintaining a context-aware state summary for an interactive agent.",
+    "gptme": "Context budget has been reached — produce a structured checkpoint before history is compacted.",
+    "Copilot CLI": "Please create a detailed summary of the conversation so far. The history is being compacted so "
+    "moving forward, all conversation history will be removed",
+    "Cline": "Summarize the provided coding session into a concise continuation note with detailed next steps.",
+    "AG2": "Summarize the following conversation history concisely, preserving key decisions, findings, and context:",
 }
 
 
@@ -165,6 +172,27 @@ def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and
         assert role_of(call, plan_of(call, reason="tools_changed"), forest) == Found(Role.SIDE, "asks_for_summary")
     call = call_of(CODER, USER, {"role": "assistant", "content": "Done."}, asked, tools=TOOLS)
     assert role_of(call, plan_of(call, agent), forest) == Found(Role.SIDE, "compaction_prompt")
+
+
+@pytest.mark.parametrize("harness", SUMMARIES)
+def test_a_harnesss_compaction_prompt_without_a_session_is_a_side_call_even_alone(harness: str):
+    """A session that the call names may train a model to write summaries; so may an application's own prompt."""
+    call = call_of({"role": "user", "content": SUMMARIES[harness]})
+    assert role_of(call, plan_of(call), Forest(), is_named=False) == Found(Role.SIDE, "asks_for_summary")
+    assert role_of(call, plan_of(call), Forest()) == Found(Role.MAIN, "first_chain")
+    own = call_of({"role": "user", "content": "Summarize this conversation with a customer."})
+    assert role_of(own, plan_of(own), Forest(), is_named=False) == Found(Role.MAIN, "first_chain")
+
+
+def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
+    """gptme writes into it what a summary replaced; the replies that it repeats were sampled in this session."""
+    forest, changed = Forest(), {"role": "system", "content": "You write code. Resumed from a checkpoint."}
+    sampled = {"role": "assistant", "content": "I look at the tests before I change the code."}
+    stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), reply=sampled)
+    on = call_of(changed, USER, sampled, USER, tools=TOOLS)
+    assert role_of(on, plan_of(on, reason="edited_history"), forest) == Found(Role.MAIN, "continues_conversation")
+    other = call_of(changed, USER, {**sampled, "content": "Another agent wrote this reply."}, USER, tools=TOOLS)
+    assert role_of(other, plan_of(other, reason="edited_history"), forest) == Found(Role.SUB_AGENT, "other_system")
 
 
 @pytest.mark.parametrize(
