@@ -13,7 +13,7 @@ from trainer.algorithms.loading import provided
 from trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
 
 
 def test_the_generated_pages_are_up_to_date():

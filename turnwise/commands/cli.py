@@ -24,6 +24,7 @@ from turnwise.commands.keys import keys
 from turnwise.commands.output import print_error
 from turnwise.commands.policies import policies, updates
 from turnwise.commands.proxy import proxy
+from turnwise.commands.recipe import recipe
 from turnwise.commands.reward import reward
 from turnwise.commands.run import run
 from turnwise.commands.sessions import archive, forget, prune, sessions
@@ -114,7 +115,7 @@ def main() -> None:
 
 
 for _command in (
-    *(up, proxy, train, engine, fake_engine, run, reward),
+    *(up, proxy, train, engine, fake_engine, run, reward, recipe),
     *(init, doctor, db, keys, sessions, prune, archive, forget, policies, updates, export, imports, verify),
 ):
     main.add_command(_command)

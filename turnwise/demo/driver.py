@@ -28,7 +28,7 @@ from turnwise.processes.ports import free_port
 from turnwise.processes.stack import Stack, UpSettings
 from turnwise.processes.supervisor import Supervisor
 from turnwise.rollouts.pacing import active_policy
-from turnwise.settings import Settings
+from turnwise.settings import Settings, has_sections
 
 POLL_SECONDS = 0.25
 """Interval between checks for a new policy version."""
@@ -128,7 +128,8 @@ class Demo:
             trainer_config=self._settings.trainer_config,
         )
         needs = needs_of(load_trainer(up, None))
-        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus()), needs=needs).children()
+        config = up.trainer_config if has_sections(self._settings.trainer_config) else None
+        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus()), needs=needs, config=config).children()
         stack.enter_context(Supervisor(children, log_directory=out / "logs", say=self._say))
         return AsyncClient(f"http://127.0.0.1:{up.port}")
 

@@ -23,7 +23,7 @@ from turnwise.demo.driver import Demo, DemoSettings, main
 from turnwise.demo.forgetting import measure_forgetting
 from turnwise.demo.pretrained import write_pretrained
 from turnwise.demo.report import Report
-from turnwise.demo.rollouts import Rollouts, ShuffledRewards, load_agent
+from turnwise.demo.rollouts import Rollouts, ShuffledRewards, Tasks, load_agent
 from turnwise.rollouts.pacing import active_policy
 from turnwise.types import PolicyKind
 
@@ -45,14 +45,14 @@ class RealDemoSettings(DemoSettings):
     max_versions: int = Field(default=24, ge=1)
     control: bool = False
     """Give each training session the reward of another one: nothing can be learnt, and all versions are trained."""
-    unrelated: Path = Path("examples/bosses/unrelated.jsonl")
-    """Conversations that have nothing to do with the task, with replies of version 0."""
+    unrelated: Path | None = Path("examples/bosses/unrelated.jsonl")
+    """Conversations that have nothing to do with the task, with replies of SmolLM2-135M-Instruct."""
 
 
 class RealDemo(Demo):
     """The demo with pretrained weights."""
 
-    tasks = bosses
+    tasks: Tasks = bosses
     title = "SmolLM2-135M-Instruct learns a task of three turns"
 
     def __init__(self, settings: RealDemoSettings, say: Any) -> None:
@@ -73,7 +73,7 @@ class RealDemo(Demo):
             client,
             load_agent(settings.agent),
             (await client.models())[0]["id"],
-            tasks=bosses,
+            tasks=self.tasks,
             seed=settings.seed,
             num_parallel=16,
             shuffled=ShuffledRewards(settings.seed) if settings.control else None,
@@ -95,6 +95,8 @@ class RealDemo(Demo):
 
     async def _complete(self, report: Report) -> None:
         """Measure what was forgotten, now that the engine leaves the processor free."""
+        if self._real.unrelated is None:
+            return
         report.forgetting = await asyncio.to_thread(
             measure_forgetting,
             self._base,

@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Protocol, cast
 
 from turnwise.client import AsyncClient
@@ -31,11 +32,11 @@ NUM_SHUFFLED = 64
 """Rewards among which a control exchanges."""
 
 
-def load_agent(path: Path) -> Play:
-    """Return the agent's `play`.
+def load_module(path: Path) -> ModuleType:
+    """Return the module of an agent's file.
 
     Raises:
-        SettingsError: the file does not exist, or has no such function.
+        SettingsError: the file does not exist.
     """
     spec = importlib.util.spec_from_file_location("agent", path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -44,6 +45,16 @@ def load_agent(path: Path) -> Play:
         )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def load_agent(path: Path) -> Play:
+    """Return the agent's `play`.
+
+    Raises:
+        SettingsError: the file does not exist, or has no such function.
+    """
+    module = load_module(path)
     if not hasattr(module, "play"):
         raise SettingsError(f"{str(path)!r} has no `async def play(client, task, model)`")
     return cast("Play", module.play)

@@ -1,0 +1,156 @@
+"""The recipes: their settings, tasks, agents and graders, with a model that knows the answer and one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionMessage
+
+from trainer.settings import TrainerSettings
+from turnwise.demo.recipe import RecipeSettings, RecipeTasks, find_recipe, recipes
+from turnwise.demo.rollouts import load_module
+from turnwise.errors import SettingsError
+from turnwise.processes.engine_command import EngineSettings
+from turnwise.settings import load_settings
+
+SIZES = [(name, size) for name in recipes() for size in ("recipe", "small")]
+
+
+def settings_of(name: str, size: str) -> RecipeSettings:
+    """Return the settings of a recipe, once each table fits its process."""
+    file = find_recipe(name) / f"{size}.toml"
+    load_settings(TrainerSettings, config=file, section="trainer", overrides={"model": "x", "policies_dir": "x"})
+    load_settings(EngineSettings, config=file, section="engine", overrides={"model": "x"})
+    return load_settings(RecipeSettings, config=file, section="demo", overrides={})
+
+
+def module_of(name: str) -> Any:
+    return load_module(find_recipe(name) / "recipe.py")
+
+
+def tasks_of(name: str, size: str) -> RecipeTasks:
+    return RecipeTasks(name, module_of(name), settings_of(name, size).options)
+
+
+class Saying:
+    """An OpenAI client whose model gives these replies, one a call: a text, or name and order of a tool call."""
+
+    def __init__(self, *replies: str | tuple[str, str]) -> None:
+        self._replies = iter(replies)
+        self.chat = SimpleNamespace(completions=self)
+
+    async def create(self, **_given: object) -> SimpleNamespace:
+        """Return the next reply."""
+        reply = next(self._replies)
+        message = {"role": "assistant", "content": reply}
+        if not isinstance(reply, str):
+            function = {"name": reply[0], "arguments": f'{{"order": "{reply[1]}"}}'}
+            message = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+        return SimpleNamespace(choices=[SimpleNamespace(message=ChatCompletionMessage(**message))])
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(name: str, size: str):
+    """The answer stays with the grader."""
+    tasks = tasks_of(name, size)
+    train, held_out = tasks.make_task("train", 5, 0), tasks.make_task("eval", 5, 0)
+    assert train == tasks.make_task("train", 5, 0) != tasks.make_task("train", 6, 0)
+    assert "answer" not in train.for_agent()
+    assert "answer" in train.fields
+    assert train.task_id != held_out.task_id
+
+
+@pytest.mark.parametrize(("name", "words"), [("reverse-text", "WORDS"), ("alphabet-sort", "NAMES"), ("shop", "ITEMS")])
+def test_no_word_of_a_held_out_task_is_in_a_training_task(name: str, words: str):
+    splits = {split: set(text.split()) for split, text in getattr(module_of(name), words).items()}
+    assert splits["train"].isdisjoint(splits["eval"])
+
+
+REVERSED = "<reversed_text>cba fed</reversed_text>"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reply", "expected"),
+    [
+        ({"unit": "character", "answer": "cba fed"}, REVERSED, 1.0),
+        ({"unit": "character", "answer": "cba fed"}, f"Sure:\n{REVERSED}\n", 1.0),
+        ({"unit": "character", "answer": "cba fed"}, "cba fed", 0.0),
+        # 4 of 7 and 4 characters match: 2 × 4 / 11
+        ({"unit": "character", "answer": "cba fed"}, "<reversed_text>cba </reversed_text>", 6 / 10),
+        ({"unit": "word", "answer": '"c" "b" "a"'}, '"c" "b" "a"', 1.0),
+        ({"unit": "word", "answer": '"c" "b" "a"'}, "c b a", 0.0),
+        # one word keeps its place: 2 × 1 / 6
+        ({"unit": "word", "answer": '"c" "b" "a"'}, '"a" "b" "c"', 1 / 3),
+        ({"unit": "word", "answer": '"c" "b" "a"'}, "", 0.0),
+    ],
+)
+def test_the_reward_of_reversed_text_is_the_share_that_matches(fields: dict, reply: str, expected: float):
+    assert module_of("reverse-text").reward(fields, reply) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        (["<sorted>\nAnn\nZoe\n</sorted>", "<sorted>\nAnn\nBob\nZoe\n</sorted>"], 1.0),
+        (["Here: <sorted>Ann\n  Zoe</sorted>.", "<sorted>Ann\nBob\nZoe</sorted>"], 1.0),
+        # the second list keeps the order of arrival: two of three names match, (1 + 2/3) / 2 to the power of 8
+        (["<sorted>Ann\nZoe</sorted>", "<sorted>Ann\nZoe\nBob</sorted>"], (5 / 6) ** 8),
+        (["<sorted>Ann\nZoe</sorted>", "Ann, Bob, Zoe"], 0.5**8),
+        (["<sorted>Ann\nZoe</sorted>"], 0.0),
+    ],
+)
+def test_the_reward_of_sorted_names_is_the_eighth_power_of_the_similarity(replies: list[str], expected: float):
+    module = module_of("alphabet-sort")
+    task = {"opening": [], "turns": ["Zoe\nAnn", "Bob"], "answer": ["Ann\nZoe", "Ann\nBob\nZoe"], "quoted": False}
+    if len(replies) == len(task["turns"]):
+        played = asyncio.run(module.play(Saying(*replies), task, "a model"))
+    else:
+        played = f'["{replies[0][:5]}"]'
+    assert module.reward(task, played) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("reply", "expected"), [('"Ann" "Zoe"\n', 1.0), ('"Zoe" "Ann"', 0.0), ("Ann Zoe", 0.0)])
+def test_two_quoted_names_are_in_order_or_not(reply: str, expected: float):
+    module = module_of("alphabet-sort")
+    task = {"opening": [], "turns": ['"Zoe" "Ann"'], "answer": ['"Ann" "Zoe"'], "quoted": True}
+    assert module.reward(task, asyncio.run(module.play(Saying(reply), task, "a model"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "replies", "expected"),
+    [
+        ("packed", [("look_up", "mug"), ("cancel", "mug"), "It is cancelled."], 1.0),
+        ("delivered", [("look_up", "mug"), ("refund", "mug"), "It is refunded."], 1.0),
+        ("delivered", [("look_up", "mug"), ("cancel", "mug"), "It is cancelled."], 0.0),
+        ("travelling", [("look_up", "mug"), "It is on its way."], 1.0),
+        ("packed", [("look_up", "mug"), "I would cancel it."], 0.0),
+        ("packed", [("cancel", "mug"), ("cancel", "pen"), "Both are cancelled."], 0.0),
+        ("packed", [("cancel", "mug"), ("cancel", "mug"), "It is cancelled."], 0.0),
+    ],
+)
+def test_the_shop_rewards_the_right_change_and_no_other(state: str, replies: list, expected: float):
+    module = module_of("shop")
+    done = module.DONE[state]
+    task = {"question": "The mug?", "orders": {"mug": state, "pen": "packed"}, "by_text": False}
+    task["answer"] = [[done, "mug"]] if done else []
+    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+
+
+def test_the_shops_text_commands_end_with_the_change():
+    module = module_of("shop")
+    task = {"question": "?", "orders": {"mug": "packed"}, "by_text": True, "answer": [["cancel", "mug"]]}
+    for replies, expected in (
+        (['look_up("mug")', 'cancel("mug")\n'], 1.0),
+        (['look_up("mug")', 'refund("mug")'], 0.0),
+        (["cancel the mug"], 0.0),
+    ):
+        assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+
+
+def test_an_unknown_recipe_is_refused_with_the_names_of_all(tmp_path: Path):
+    with pytest.raises(SettingsError, match="alphabet-sort, reverse-text, shop"):
+        find_recipe(tmp_path.name)
