@@ -44,7 +44,7 @@ with Client("http://127.0.0.1:8100") as turnwise:
         session.reward(0.5, step=step)
     session.end()
     for experience in turnwise.experiences(session_id=session.session_id):
-        print(experience["eid"]["step"], experience["reward"], experience["return"])
+        print(experience["eid"]["step"], experience["reward"], experience["return"], experience["advantage"])
 ```
 
 `AsyncClient` has the same methods. Await all of them except iterators:

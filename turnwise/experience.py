@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.types import GroupKey, Json, Logprobs, SessionKey, Split, TokenIds, TrainedIn
+from turnwise.types import Credit, GroupKey, Json, Logprobs, SessionKey, Split, TokenIds, TrainedIn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +63,9 @@ class Experience:
     """The part of `turn_rewards` that was posted for the turn itself; the rest belongs to its step or session. [K]"""
     turn_returns: npt.NDArray[np.float64]
     """Return of each turn: `turn_rewards` after bonus and discount. [K]"""
+    turn_advantages: npt.NDArray[np.float64] | None = None
+    """Advantage of each turn in the last update that trained all of them, or the expected one; None if neither is
+    known. [K]"""
     reward: float
     """Reward of the whole session."""
     policy_version_first: int
@@ -74,6 +77,11 @@ class Experience:
     """The updates that trained one of its turns, oldest first."""
     metrics: Json = dataclasses.field(default_factory=dict)
     info: Json = dataclasses.field(default_factory=dict)
+
+    @property
+    def own_reward(self) -> float:
+        """The reward of these turns: the session's, or step by step the sum of their own."""
+        return float(self.turn_rewards.sum()) if self.info.get("credit") == Credit.STEP_WISE else self.reward
 
     @property
     def group_key(self) -> GroupKey:
@@ -93,16 +101,19 @@ def experience_json(experience: Experience) -> Json:
         "eid": dataclasses.asdict(experience.eid),
         "session_id": experience.session_id,
         "group_id": experience.group_id,
+        "status": experience.info.get("status"),
         "turn_ids": list(experience.turn_ids),
         "turn_steps": list(experience.turn_steps),
         "tokens": experience.tokens.tolist(),
         "prompt_length": after,
         "loss_mask": experience.loss_mask[after:].tolist(),
         "logprobs": [float(value) for value in experience.logprobs[after:]],
+        "reward": experience.own_reward,
         "return": experience.turn_returns.tolist(),
+        "advantage": None if experience.turn_advantages is None else experience.turn_advantages.tolist(),
         "turn_rewards": experience.turn_rewards.tolist(),
         "turn_own_rewards": experience.turn_own_rewards.tolist(),
-        "reward": experience.reward,
+        "session_reward": experience.reward,
         "policy_version_first": experience.policy_version_first,
         "policy_version_last": experience.policy_version_last,
         "split": experience.split.value,

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trainer.algorithms.group import Group
 from trainer.algorithms.grpo import GRPO
-from trainer.learning.singles import Floats, is_uniform
+from turnwise.comparison import Floats, is_uniform
 
 
 class GiGPO(GRPO):

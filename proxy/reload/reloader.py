@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from pathlib import Path
 
 from proxy.engines.engine import UNLABELLED, Engine
 from proxy.engines.pool import EnginePool
@@ -37,11 +38,13 @@ from turnwise.errors import (
     EngineUnsuitable,
     FilesNotRead,
     ReloadFailed,
+    SettingsError,
     TurnwiseError,
 )
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, utc_now
+from turnwise.version_directory import MANIFEST, base_version
 
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 1.0
@@ -66,6 +69,7 @@ class Reloader:
         announce: Callable[[Engine], Awaitable[None]] | None = None,
         reserve: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
+        self._writer = writer
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
@@ -81,6 +85,8 @@ class Reloader:
             database, self.lease, pool, self._loader, self._served, self._attempts, settings, metrics, reserve=reserve
         )
         self._check_lock = asyncio.Lock()
+        self._adopted: set[str] = set()
+        """Paths of engines' own models that the database belongs to."""
         self._last_error: str | None = None
         self._missed: tuple[int, float] | None = None
         """A version that a restarted engine cannot get, and since when, on the monotonic clock."""
@@ -304,6 +310,7 @@ class Reloader:
         engine.takes_no_weights = False  # it may have been restarted with other flags
         await engine.fetch_models()
         await engine.read_label()
+        await self._adopt(engine)
         wanted = await self._wanted()
         active = wanted.active
         engine.active_lane = engine.base_lane
@@ -327,6 +334,25 @@ class Reloader:
         engine.status.change(EngineState.READY)
         self._metrics.policy_version.set(engine.version)
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, engine.version)
+
+    async def _adopt(self, engine: Engine) -> None:
+        """Let a new database belong to the engine's own model, if this machine has its files.
+
+        Raises:
+            EngineUnsuitable: the database belongs to another model, and the check is strict.
+        """
+        if engine.model_path in self._adopted or self._settings.engine_check == "off":
+            return
+        base = await asyncio.to_thread(base_version, engine.model_path)
+        is_published = (Path(base.path) / MANIFEST).exists()
+        if base.model_digest is not None and not is_published:
+            try:
+                await self._writer.do(policies.adopt_base, base)
+            except SettingsError as error:
+                if self._settings.engine_check == "strict":
+                    raise EngineUnsuitable(f"the engine at {engine.url}: {error}") from error
+                log.warning("the engine at %s: %s", engine.url, error)
+        self._adopted.add(engine.model_path)
 
     async def _restore(self, engine: Engine, active: PolicyVersion) -> None:
         """Load the active version whatever the engine has loaded, and resume sampling: the driver may have died."""

@@ -59,7 +59,7 @@ class ChainRole(Answer):
 
 
 HIDDEN: dict[type, frozenset[str]] = {
-    Session: frozenset({"tenant"}),
+    Session: frozenset(),
     Reward: frozenset({"tenant", "digest"}),
     Feedback: frozenset({"tenant", "content"}),
     PolicyVersion: frozenset(),

@@ -39,7 +39,8 @@ from proxy.settings import ProxySettings
 from proxy.writer.rewards import add_pickled
 from turnwise.errors import InvalidRequest
 from turnwise.experience import experience_json
-from turnwise.store import experiences, queries, trained
+from turnwise.store import queries, trained
+from turnwise.store.expected_advantages import with_advantages
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
@@ -240,7 +241,13 @@ async def list_experiences(
         list[Role] | None, Query(description="Roles that are trained; by default main and sub_agent.")
     ] = None,
 ) -> StreamingResponse:
-    """Return the experiences to train as JSON Lines, with the sessions' credit policy or, as a dry run, another one."""
+    """Return the experiences to train as JSON Lines, with the sessions' credit policy or, as a dry run, another one.
+
+    Sessions that are over, and a session that `session_id` names, which may be open: `status` says so. `reward` is that
+    of the turn, or of a chain under step-wise credit the sum of its turns'; `session_reward` that of the session.
+    `return` and `advantage` have one value a turn. Before training `advantage` is what `grpo` would compute from the
+    sessions of the group that are over now, and null for a session without a group.
+    """
     if gamma and credit is Credit.PROPAGATE:
         raise InvalidRequest(
             "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, or "
@@ -251,7 +258,7 @@ async def list_experiences(
 
     def lines() -> Generator[bytes]:
         with services.exports.read() as connection:
-            for experience in experiences.experiences(
+            for experience in with_advantages(
                 connection,
                 wanted,
                 credit=credit,

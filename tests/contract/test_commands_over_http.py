@@ -63,6 +63,10 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
         assert set(document) == set(whole)
         assert document["turns"][0]["prompt_token_ids"] == whole["turns"][0]["prompt_token_ids"]
         assert [line["value"] for line in document["rewards"]] == [0.25]
+        checked = json.loads(run("verify", "--served", "--json", *there).stdout)
+        assert (checked["num_mismatches"], checked["checked"]["sessions"], checked["checked"]["turns"]) == (0, 2, 2)
+        assert checked["checked"]["turns with logprobs recomputed"] == 2
+        assert "over HTTP give --served" in run("verify", "--engine", engine.url, *there).stderr
         created = json.loads(run("keys", "create", "--name", "mine", "--expires-days", "1", "--json", *there).stdout)
         assert created["key"].startswith("tw-")
         assert (created["tenant"], created["role"]) == ("default", "agent")

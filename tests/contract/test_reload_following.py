@@ -107,3 +107,23 @@ def test_an_adapter_after_whole_weights_is_served_on_its_own_base_model(
     ask(proxy.url, f"/v1/policies/{versions[1]}/activate", {})
     wait_until(lambda: status(proxy, versions[1]) == "active", "the weights are served again")
     assert fake_engine.state.weights_path == str(weights)
+
+
+def test_a_proxy_refuses_an_engine_of_another_model_than_its_database_belongs_to(tmp_path: Path):
+    """Its sessions would be continued with token ids that mean something else; `--engine-check warn` allows it."""
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    with running_fake_engine() as engine:
+        model = Path(engine.state.model_path)
+        (model / "model.safetensors").write_bytes(b"one")
+        with running_proxy(engine.url, url, tmp_path) as proxy:
+            assert policy(proxy, 0)["path"] == str(model)
+        with running_proxy(engine.url, url, tmp_path):
+            pass
+        (model / "model.safetensors").write_bytes(b"two")
+        with (
+            pytest.raises(pytest.fail.Exception, match=f"the database belongs to the model '{model}'"),
+            running_proxy(engine.url, url, tmp_path),
+        ):
+            pass
+        with running_proxy(engine.url, url, tmp_path, "--engine-check", "warn") as proxy:
+            assert "the database belongs to the model" in proxy.log.read_text()

@@ -226,10 +226,10 @@ def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_
 
 def test_run_and_reward_use_the_proxy_of_the_running_up_unless_they_name_one():
     with announced(RUNNING):
-        assert at_running_proxy(RunSettings()).proxy == RUNNING.proxy
-        assert at_running_proxy(RewardSettings.model_construct()).proxy == RUNNING.proxy
-        assert at_running_proxy(RunSettings(proxy="http://there:1")).proxy == "http://there:1"
-    assert at_running_proxy(RunSettings()).proxy == "http://127.0.0.1:8100"
+        assert at_running_proxy(RunSettings()).url == RUNNING.proxy
+        assert at_running_proxy(RewardSettings.model_construct()).url == RUNNING.proxy
+        assert at_running_proxy(RunSettings(url="http://there:1")).url == "http://there:1"
+    assert at_running_proxy(RunSettings()).url == "http://127.0.0.1:8100"
 
 
 def test_run_and_reward_take_address_and_key_from_the_variables_of_all_commands(monkeypatch):
@@ -238,10 +238,10 @@ def test_run_and_reward_take_address_and_key_from_the_variables_of_all_commands(
     for settings in (RunSettings(), RewardSettings(source="judge", judge_model="m")):
         found = at_running_proxy(settings)
         assert found.api_key is not None
-        assert (found.proxy, found.api_key.get_secret_value()) == ("http://shared:1", "tw-shared")
-    named = at_running_proxy(RunSettings(proxy="http://there:1", api_key="tw-own"))
+        assert (found.url, found.api_key.get_secret_value()) == ("http://shared:1", "tw-shared")
+    named = at_running_proxy(RunSettings(url="http://there:1", api_key="tw-own"))
     assert named.api_key is not None
-    assert (named.proxy, named.api_key.get_secret_value()) == ("http://there:1", "tw-own")
+    assert (named.url, named.api_key.get_secret_value()) == ("http://there:1", "tw-own")
 
 
 def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():

@@ -153,7 +153,7 @@ def test_the_command_gets_the_proxys_address_a_temporary_key_and_the_version(pro
     LedgerEvaluator(database, command, proxy_url=proxy.url).evaluate(version)
     environment = json.loads(output.read_text())
     assert environment["model"] == "fake"
-    assert (environment["TURNWISE_POLICY_VERSION"], environment["TURNWISE_RUN_PROXY"]) == (str(version), proxy.url)
+    assert (environment["TURNWISE_POLICY_VERSION"], environment["TURNWISE_RUN_URL"]) == (str(version), proxy.url)
     assert environment["OPENAI_BASE_URL"] == environment["TURNWISE_BASE_URL"] == f"{proxy.url}/v1"
     assert environment["OPENAI_API_KEY"] == environment["TURNWISE_RUN_API_KEY"] == environment["TURNWISE_API_KEY"]
     assert (environment["TURNWISE_API_KEY"] == "none") == (not with_keys)

@@ -52,6 +52,7 @@ from turnwise.store import (
     weight_servers,
 )
 from turnwise.store.engine_activity import Activity
+from turnwise.store.expected_advantages import with_advantages
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
 from turnwise.store.trainer_status import TrainerStatus
@@ -232,6 +233,7 @@ OF_TENANT: dict[str, Ask] = {
     "the number of a tenant's sessions": lambda c: session_records.count_sessions(c, TENANT),
     "an export of a tenant": lambda c: list(session_records.session_records(c, TENANT)),
     "experiences of a tenant": lambda c: list(experiences.experiences(c, TENANT)),
+    "experiences of a group": lambda c: list(with_advantages(c, dataclasses.replace(TENANT, group_id="g"))),
     "experiences of groups": lambda c: list(experiences.experiences_of_groups(c, [1])),
     "last updates of sessions": lambda c: trained.last_updates(c, "t", ["s"]),
     "versions of an evaluation": lambda c: evaluations.versions_sampled(c, [("t", "held-out"), ("t", "none")]),

@@ -19,8 +19,9 @@ from trainer.algorithms.algorithm import Scorer
 from trainer.algorithms.grpo import GRPO
 from trainer.learning.batch import Batch
 from trainer.learning.selection import Offer
-from trainer.learning.singles import Floats, PastValues
+from trainer.learning.singles import PastValues
 from trainer.teachers import Teacher, Teachers, TeacherScores
+from turnwise.comparison import Floats
 from turnwise.errors import BatchRefused
 from turnwise.settings import parsed_json
 from turnwise.types import Json

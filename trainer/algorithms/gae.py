@@ -23,7 +23,8 @@ from trainer.learning.batch import Batch, Reals
 from trainer.learning.forest import Indices
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.selection import Offer
-from trainer.learning.singles import Floats, PastValues
+from trainer.learning.singles import PastValues
+from turnwise.comparison import Floats
 from turnwise.experience import Experience
 from turnwise.types import Credit, Json
 

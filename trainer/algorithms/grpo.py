@@ -15,7 +15,8 @@ from trainer.learning.batch import Aggregation
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.rewards import rewards_by_name
 from trainer.learning.selection import Offer
-from trainer.learning.singles import Floats, PastValues, Row
+from trainer.learning.singles import PastValues, Row
+from turnwise.comparison import Floats
 from turnwise.settings import parsed_json
 from turnwise.types import SessionKey
 

@@ -21,7 +21,6 @@ from trainer.learning.advantages import (
     by_bucket,
     compared,
     groups_of,
-    normalised,
     single_rows,
     uniform_groups,
 )
@@ -35,7 +34,8 @@ from trainer.learning.ratios import (
     to_go,
 )
 from trainer.learning.selection import Offer, Selection, check_advantages, without_advantage
-from trainer.learning.singles import Floats, PastValues, Row, is_single, past_values
+from trainer.learning.singles import PastValues, Row, is_single, past_values
+from turnwise.comparison import Floats, normalised
 
 
 class PolicyGradient(Weighed):

@@ -15,14 +15,12 @@ from typing import Literal
 import numpy as np
 
 from trainer.learning.rewards import rewards_by_name
-from trainer.learning.singles import WHOLE, Bucket, Floats, Row, baseline, bucket_of, is_single, is_uniform, row_of
+from trainer.learning.singles import WHOLE, Bucket, Row, baseline, bucket_of, is_single, row_of
+from turnwise.comparison import STD_EPSILON, Floats, is_uniform
 from turnwise.experience import Experience
 from turnwise.types import Credit, GroupKey, SessionKey
 
 GroupBy = Literal["auto", "session", "step"]
-
-STD_EPSILON = 1e-6
-"""Added to the standard deviation before a division by it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,12 +97,6 @@ def bucket_for(experience: Experience, part: int | str | None, kind_pattern: str
     if is_single(experience):
         return bucket_of(experience, WHOLE if part is None else str(part), kind_pattern)
     return experience.group_key, part if isinstance(part, int) else None
-
-
-def normalised(values: Floats) -> Floats:
-    """Return (x_i − mean) / (std + ε), the std with G − 1 as in torch. Shao et al. 2024 (arXiv:2402.03300), 4.1.2."""
-    scaled: Floats = (values - values.mean()) / (values.std(ddof=1) + STD_EPSILON)
-    return scaled
 
 
 def whiten(values: Floats, *, ddof: int = 1) -> Floats:

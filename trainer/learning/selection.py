@@ -12,7 +12,8 @@ from pydantic import Field, field_validator
 
 from trainer.learning.rewards import RewardRule, is_truncated, rewards_by_name, shape_rewards
 from trainer.learning.sampling import why_untrainable
-from trainer.learning.singles import UNIFORM, Floats, PastValues, Row, is_single, session_digest, why_without_advantage
+from trainer.learning.singles import UNIFORM, PastValues, Row, is_single, session_digest, why_without_advantage
+from turnwise.comparison import Floats
 from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json, SessionKey
 

@@ -14,12 +14,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from turnwise.comparison import Floats, is_uniform
 from turnwise.experience import Experience
 from turnwise.types import Role, SessionKey
-
-Floats = npt.NDArray[np.float64]
 
 WINDOW = 64
 """Recent values that the window holds of each kind and part. A batch of more sessions hardly depends on them."""
@@ -27,8 +25,6 @@ MOST_ROWS = 8192
 """Values that the window holds in all; the oldest ones leave."""
 SCALE_FLOOR = 0.25
 """Smallest scale, as a share of the range of the values: no advantage is larger than 1 / SCALE_FLOOR = 4."""
-UNIFORM_TOLERANCE = 1e-12
-"""Relative spread up to which values count as equal, so that a division does not amplify their rounding."""
 
 WHOLE = "session"
 """The part of a value that is the reward of a whole session."""
@@ -114,11 +110,6 @@ def baseline(values: Floats, past: Floats, *, is_scaled: bool) -> Floats:
         return centred
     scaled: Floats = centred / max(float(pool.std(ddof=1)), SCALE_FLOOR * float(np.ptp(pool)))
     return scaled
-
-
-def is_uniform(values: Floats) -> bool:
-    """Return whether all values are equal but for rounding."""
-    return bool(np.ptp(values) <= UNIFORM_TOLERANCE * np.abs(values).max())
 
 
 def past_values(rows: Iterable[Row], batch: Collection[Row]) -> PastValues:

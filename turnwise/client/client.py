@@ -127,6 +127,10 @@ class Client(Connection):
         """Return one turn's JSON, with what it adds to its parent's prompt or with its whole prompt."""
         return self._json(wire.get_turn(turn_id, prompt))
 
+    def recomputed_logprobs(self, turn_id: str) -> Json:
+        """Return a turn's logprobs as stored and as the served version computes them now; needs an admin key."""
+        return self._json(wire.recompute_logprobs(turn_id))
+
     def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
         """Add one reward to the ledger; return how many turns it reached."""
         return self.rewards([wire.reward_line(value, session_id=session_id, **where)])[0]
@@ -327,6 +331,10 @@ class AsyncClient(Connection):
     async def turn(self, turn_id: str, *, prompt: Prompt = "added") -> Json:
         """Return one turn's JSON, with what it adds to its parent's prompt or with its whole prompt."""
         return await self._json(wire.get_turn(turn_id, prompt))
+
+    async def recomputed_logprobs(self, turn_id: str) -> Json:
+        """Return a turn's logprobs as stored and as the served version computes them now; needs an admin key."""
+        return await self._json(wire.recompute_logprobs(turn_id))
 
     async def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
         """Add one reward to the ledger; return how many turns it reached."""

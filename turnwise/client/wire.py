@@ -162,6 +162,11 @@ def get_turn(turn_id: str, prompt: Prompt) -> Call:
     return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
 
 
+def recompute_logprobs(turn_id: str) -> Call:
+    """Return the call that recomputes a turn's logprobs under the served version."""
+    return get(f"/v1/turns/{segment(turn_id)}/logprobs")
+
+
 def activate(version: int, *, pin: bool) -> Call:
     """Return the call that activates a policy version."""
     return write(f"/v1/policies/{segment(version)}/activate", {"pin": pin})

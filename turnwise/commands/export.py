@@ -102,7 +102,7 @@ def _remote_lines(
         yield from lines(session_document(client, session) for session in sessions_of(client, filters))
         return
     found = client.experiences(**filters, **{name: value for name, value in given.items() if value is not None})
-    rewarded = (each for each in found if _is_at_least(each["reward"], min_reward))
+    rewarded = (each for each in found if _is_at_least(each["session_reward"], min_reward))
     yield from rewarded if format_name == "jsonl" else map(training_formats.axolotl_line, rewarded)
 
 
@@ -167,11 +167,13 @@ def _write_experiences(
     reward_bonus_coeff: float,
     min_reward: float | None,
 ) -> int:
-    from turnwise.store.experiences import experiences
+    from turnwise.store.expected_advantages import with_advantages
 
     policy = None if credit is None else Credit(credit)
-    found = experiences(conn, wanted, merge=merge, credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff)
-    found = (each for each in found if _is_at_least(each.reward, min_reward))
+    given: Json = {"credit": policy, "gamma": gamma, "reward_bonus_coeff": reward_bonus_coeff}
+    found = (
+        each for each in with_advantages(conn, wanted, merge=merge, **given) if _is_at_least(each.reward, min_reward)
+    )
     if format_name == "jsonl":
         return _write_lines(map(_experience_line, found), output)
     if format_name == "axolotl":

@@ -65,12 +65,12 @@ def at_running_proxy(settings: RunningSettings) -> RunningSettings:
     What the settings name themselves comes first, then `TURNWISE_URL` and `TURNWISE_API_KEY`, then the running
     `turnwise up`.
     """
-    found: dict[str, Any] = dict(shared_variables({"proxy": URL_VARIABLE, "api_key": KEY_VARIABLE}))
+    found: dict[str, Any] = dict(shared_variables({"url": URL_VARIABLE, "api_key": KEY_VARIABLE}))
     if "api_key" in found:
         found["api_key"] = SecretStr(found["api_key"])
     running = find_running_stack()
     if running is not None:
-        found.setdefault("proxy", running.proxy)
+        found.setdefault("url", running.proxy)
     return settings.model_copy(
         update={name: value for name, value in found.items() if name not in settings.model_fields_set}
     )

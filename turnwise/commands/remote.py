@@ -86,4 +86,4 @@ def session_document(client: Client, session: Json) -> Json:
     # The latest line of each target and name is in force; the lines of a step are with each of its turns.
     latest = {(line["turn_id"], line["step"], line["name"]): line for _, line in sorted(given.items())}
     lines = sorted(latest.values(), key=lambda line: int(line["reward_id"]))
-    return {**session, "tenant": session.get("tenant", "default"), "turns": turns, "rewards": lines}
+    return {**session, "turns": turns, "rewards": lines}

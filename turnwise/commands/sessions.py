@@ -48,8 +48,7 @@ def sessions(
     with remote(url, api_key, database) as client:
         if client is not None:
             listed = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
-            columns = tuple(column for column in COLUMNS if column != "tenant")  # the key's own
-            print_stored(listed, "matching sessions", client.base_url, as_json=as_json, columns=columns)
+            print_stored(listed, "matching sessions", client.base_url, as_json=as_json, columns=COLUMNS)
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of

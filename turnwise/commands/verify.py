@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from turnwise.commands.filters import filter_of, filter_options
 from turnwise.commands.location import database_option, database_url, json_option
+from turnwise.commands.remote import api_filters, proxy_options, remote, sessions_of
+from turnwise.types import Json
+
+if TYPE_CHECKING:
+    from turnwise.client import Client
+    from turnwise.store.experiences import SessionFilter
+    from turnwise.verify.report import Report
 
 BAR_CHARACTERS = 30
 """Length of the progress bar."""
@@ -24,6 +31,7 @@ BAR_CHARACTERS = 30
     is_flag=True,
     help="Recompute logprobs from the published files, with transformers on the CPU.",
 )
+@click.option("--served", "is_served", is_flag=True, help="Over HTTP: recompute logprobs with the served version.")
 @click.option("--tolerance", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="In nats.")
 @click.option("--share", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Of turns to recompute.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the share.")
@@ -34,13 +42,17 @@ BAR_CHARACTERS = 30
     show_default=True,
     help="Also recompute turns of versions this far from the engine's; needs a larger --tolerance.",
 )
+@proxy_options
 @database_option
 @json_option
 def verify(
     database: str | None,
+    url: str | None,
+    api_key: str | None,
     *,
     engine: str | None,
     is_forward: bool,
+    is_served: bool,
     tolerance: float,
     version_distance: int,
     share: float,
@@ -49,10 +61,8 @@ def verify(
     **given: Any,
 ) -> None:
     """Check stored turns, their logprobs and the weights' files; exit 1 and name the place on a mismatch."""
-    from turnwise.commands.store import opened
-    from turnwise.verify import store as checks
-    from turnwise.verify.logprobs import LogprobChecker
-
+    if engine is not None and is_forward:
+        raise click.UsageError("--engine and --forward recompute the same logprobs; give one of them")
     is_shown = sys.stderr.isatty() and not as_json
 
     def show_progress(num_checked: int, num_sessions: int) -> None:
@@ -60,26 +70,53 @@ def verify(
             end = "\n" if num_checked == num_sessions else ""
             click.echo(f"\r{progress_bar(num_checked, num_sessions)}{end}", nl=False, err=True)
 
-    if engine is not None and is_forward:
-        raise click.UsageError("--engine and --forward recompute the same logprobs; give one of them")
-    wanted = filter_of(given)
-    with opened(database_url(database)) as store:
+    rule: Json = {"tolerance": tolerance, "version_distance": version_distance}
+    drawn: Json = {"share": share, "seed": seed, "progress": show_progress}
+    with remote(url, api_key, database) as client:
+        if client is None:
+            if is_served:
+                raise click.UsageError("--served needs --url; with the database give --engine")
+            report = _verify_database(
+                database_url(database), filter_of(given), engine, rule, drawn, is_forward=is_forward
+            )
+        else:
+            if engine is not None or is_forward:
+                raise click.UsageError("--engine and --forward need the database; over HTTP give --served")
+            report = _verify_served(client, api_filters(given), rule if is_served else None, drawn)
+    _print_verification(report.as_json(), as_json=as_json)
+    if report.num_mismatches:
+        sys.exit(1)
+
+
+def _verify_database(
+    url: str, wanted: SessionFilter, engine: str | None, rule: Json, drawn: Json, *, is_forward: bool
+) -> Report:
+    from turnwise.commands.store import opened
+    from turnwise.verify import store as checks
+    from turnwise.verify.logprobs import LogprobChecker
+
+    with opened(url) as store:
         checker: checks.Checker | None = None
         if engine is not None:
-            checker = LogprobChecker(engine, tolerance=tolerance, version_distance=version_distance)
+            checker = LogprobChecker(engine, **rule)
         elif is_forward:
             from trainer.forward import ForwardChecker
 
             versions = {policy.version: policy for policy in checks.all_policies(store)}
-            checker = ForwardChecker(versions, tolerance=tolerance)
-        report = checks.verify(store, wanted, checker=checker, share=share, seed=seed, progress=show_progress)
+            checker = ForwardChecker(versions, tolerance=rule["tolerance"])
+        report = checks.verify(store, wanted, checker=checker, **drawn)
         if is_forward:
             from trainer.stale_parts import name_stale_parts
 
             name_stale_parts(versions, report)
-    _print_verification(report.as_json(), as_json=as_json)
-    if report.num_mismatches:
-        sys.exit(1)
+    return report
+
+
+def _verify_served(client: Client, filters: Json, rule: Json | None, drawn: Json) -> Report:
+    from turnwise.verify.remote import ServedLogprobs, verify_served
+
+    checker = None if rule is None else ServedLogprobs(client, **rule)
+    return verify_served(client, list(sessions_of(client, filters)), checker=checker, **drawn)
 
 
 def progress_bar(num_done: int, num_all: int) -> str:

@@ -131,7 +131,7 @@ class AgentDemo(Demo):
         settings = self._agent_settings
         module = ".".join(settings.agent.with_suffix("").parts)
         run = RunSettings(
-            proxy=client.base_url,
+            url=client.base_url,
             call=f"{module}:play",
             tasks=Path("generated"),  # the runner is handed its tasks
             parallel=settings.parallel,

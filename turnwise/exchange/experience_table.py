@@ -61,7 +61,9 @@ def _row(experience: Experience) -> Json:
         "logprobs": experience.logprobs,
         "turn_rewards": experience.turn_rewards,
         "returns": experience.turn_returns,
-        "reward": experience.reward,
+        "advantages": experience.turn_advantages,
+        "reward": experience.own_reward,
+        "session_reward": experience.reward,
         "policy_version_first": experience.policy_version_first,
         "policy_version_last": experience.policy_version_last,
     }
@@ -86,7 +88,9 @@ def _schema() -> Any:
         "logprobs": pyarrow.list_(pyarrow.float32()),
         "turn_rewards": pyarrow.list_(pyarrow.float64()),
         "returns": pyarrow.list_(pyarrow.float64()),
+        "advantages": pyarrow.list_(pyarrow.float64()),
         "reward": pyarrow.float64(),
+        "session_reward": pyarrow.float64(),
         "policy_version_first": pyarrow.int32(),
         "policy_version_last": pyarrow.int32(),
     }
@@ -123,7 +127,9 @@ ids that the model was given and sampled.
 | `turn_index` | which of `turn_ids` sampled the token, -1 where none did |
 | `logprobs` | logprobs under the policy that sampled; 0 where `loss_mask` is false |
 | `turn_rewards`, `returns` | reward and return of each turn in `turn_ids` |
-| `reward` | reward of the whole session |
+| `advantages` | advantage of each turn; before training that of `grpo`, null without a group |
+| `reward` | reward of these turns: the session's, or with step-wise credit the sum of their own |
+| `session_reward` | reward of the whole session |
 | `policy_version_first`, `policy_version_last` | oldest and newest policy version among the turns |
 | `eid` | batch/task/run/step/suffix |
 """

@@ -48,12 +48,12 @@ class Judge:
         self._votes = settings.votes
         self._model = settings.judge_model
         self._url = settings.judge_url
-        self._proxy = settings.proxy.rstrip("/")
+        self._proxy = settings.url.rstrip("/")
         self._http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key.get_secret_value() if key else 'EMPTY'}"}, timeout=settings.timeout
         )
         self._opening = asyncio.Lock()
-        self._identity = (settings.judge_url or settings.proxy, settings.judge_model or "")
+        self._identity = (settings.judge_url or settings.url, settings.judge_model or "")
         self._cache_path = settings.judge_cache
         self._cache = {} if settings.judge_cache is None else read_cache(settings.judge_cache)
 

@@ -247,7 +247,7 @@ async def post_rewards(
     source = make_source(settings)
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
     try:
-        async with AsyncClient(settings.proxy, key, max_retries=10) as client:
+        async with AsyncClient(settings.url, key, max_retries=10) as client:
             await client.wait_until_ready(READY_SECONDS)
             poster = Poster(settings, client, source, say)
             on_start(poster)

@@ -19,7 +19,7 @@ class RewardSettings(Settings):
 
     source: Literal["command", "python", "judge"]
     """Who decides: a program, a Python function, rules on what came back after each turn, or a judging model."""
-    proxy: str = DEFAULT_BASE_URL
+    url: str = DEFAULT_BASE_URL
     """Address of the proxy; by default that of the `turnwise up` that runs in this directory."""
     api_key: SecretStr | None = None
     """Key of the proxy that may read sessions and give rewards; none where the proxy asks for none."""

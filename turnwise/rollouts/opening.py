@@ -65,7 +65,7 @@ async def served_model(settings: RunSettings, client: AsyncClient) -> Model:
 def connected(settings: RunSettings) -> AsyncClient:
     """Return a client of the proxy."""
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
-    return AsyncClient(settings.proxy, key, max_retries=10)
+    return AsyncClient(settings.url, key, max_retries=10)
 
 
 async def play_all(settings: RunSettings, argv: Sequence[str], progress: Progress) -> list[RunResult]:

@@ -18,7 +18,7 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 class RunSettings(Settings):
     """Settings of `turnwise run`."""
 
-    proxy: str = DEFAULT_BASE_URL
+    url: str = DEFAULT_BASE_URL
     """Address of the proxy; by default that of the `turnwise up` that runs in this directory."""
     api_key: SecretStr | None = None
     """Key of the proxy that may create sessions and give rewards; none if the proxy has no keys."""

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import sqlalchemy as sa
 
 from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_session, split_session
@@ -115,7 +116,9 @@ def experiences(
     roles: Collection[Role] = TRAINED_ROLES,
     merge: Literal["turn", "chain"] = "turn",
 ) -> Iterator[Experience]:
-    """Yield the experiences of rewarded sessions, oldest first; without a status only of sessions that are over.
+    """Yield the experiences of rewarded sessions, oldest first.
+
+    Without a status only those of sessions that are over, unless one session is named.
 
     Args:
         conn: A transaction that stays open while the iterator is read.
@@ -131,7 +134,7 @@ def experiences(
         credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge
     )
     clauses = wanted.clauses()
-    if wanted.status is None:
+    if wanted.status is None and wanted.session_id is None:
         clauses.append(sessions.c.status != SessionStatus.OPEN.value)
     return _stream(conn, clauses, shape)
 
@@ -231,7 +234,7 @@ def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Sh
         by_id = {turn.turn_id: turn for turn in in_session}
         for sequence in sequences:
             agent = agent_digest(root_of(sequence.turns[0], by_id).messages)
-            yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()), agent)
+            yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()), agent, shape.credit)
 
 
 def root_of(turn: Turn, by_id: dict[str, Turn]) -> Turn:
@@ -269,6 +272,7 @@ def _experience(
     credit: SessionCredit,
     updates_of: Sequence[tuple[TrainedIn, trained.Advantages]],
     agent: str,
+    other_policy: Credit | None,
 ) -> Experience:
     turn_ids = tuple(turn.turn_id for turn in sequence.turns)
     steps = tuple(turn.seq if turn.step is None else turn.step for turn in sequence.turns)
@@ -290,6 +294,7 @@ def _experience(
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_own_rewards=np.array([credit.own_rewards.get(turn_id, 0.0) for turn_id in turn_ids], np.float64),
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),
+        turn_advantages=_advantages(turn_ids, updates_of),
         reward=credit.reward,
         policy_version_first=min(turn.policy_version_first for turn in sequence.turns),
         policy_version_last=max(turn.policy_version_last for turn in sequence.turns),
@@ -300,7 +305,7 @@ def _experience(
             "status": session.status.value,
             "termination_reason": session.termination_reason,
             "metadata": session.metadata,
-            "credit": session.credit.value,
+            "credit": (other_policy or session.credit).value,
             "single": session.opened_by != IMPORT and (session.group_id is None or session.group_size == 1),
             "agent": agent,
             "roles": [turn.role or Role.MAIN for turn in sequence.turns],
@@ -309,3 +314,13 @@ def _experience(
             "rewards": credit.by_name,
         },
     )
+
+
+def _advantages(
+    turn_ids: Sequence[str], updates_of: Sequence[tuple[TrainedIn, trained.Advantages]]
+) -> npt.NDArray[np.float64] | None:
+    """Return the advantages of turns in the last update that trained all of them; None without one."""
+    for _, advantages in reversed(updates_of):
+        if advantages.keys() >= set(turn_ids):
+            return np.array([advantages[turn_id] for turn_id in turn_ids], np.float64)
+    return None

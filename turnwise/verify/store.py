@@ -16,7 +16,7 @@ from turnwise.store.trained import all_updates
 from turnwise.types import PolicyVersion
 from turnwise.verify.digests import check_record, check_update
 from turnwise.verify.report import Report
-from turnwise.verify.structure import check_structure
+from turnwise.verify.structure import check_turns
 from turnwise.verify.weights import check_weights
 
 
@@ -63,7 +63,8 @@ def verify(
                 check_update(conn, update, report)
             num_sessions = count_sessions(conn, wanted)
             for number, record in enumerate(session_records(conn, wanted), 1):
-                is_sound = check_structure(record, report)
+                session = record.session
+                is_sound = check_turns(session.session_id, session.num_turns, record.turns, report)
                 check_record(record, report)
                 if is_sound and checker is not None:
                     _check_logprobs(record, checker, report, lambda: draw.random() < share)

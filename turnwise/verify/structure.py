@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from turnwise.chains import is_trainable
-from turnwise.store.session_records import SessionRecord
 from turnwise.types import Turn
 from turnwise.verify.report import Report
 
 
-def check_structure(record: SessionRecord, report: Report) -> bool:
-    """Check the turns of a session: order, parents, lengths, logprobs and versions; return whether all is sound."""
+def check_turns(session_id: str, num_turns: int, turns: Sequence[Turn], report: Report) -> bool:
+    """Check the turns of a session: order, parents, lengths, logprobs and versions; return whether all is sound.
+
+    Args:
+        session_id: The session.
+        num_turns: Its number of turns, as recorded with it.
+        turns: Its turns, in order of `seq`.
+        report: Gets what is found.
+    """
     before = report.num_mismatches
     known: dict[str, Turn] = {}
     report.checked["sessions"] += 1
-    for seq, turn in enumerate(record.turns):
+    for seq, turn in enumerate(turns):
         report.checked["turns"] += 1
         report.checked["sampled tokens"] += int(turn.token_ids.size)
-        place = f"session {record.session.session_id!r} turn {turn.turn_id!r}"
+        place = f"session {session_id!r} turn {turn.turn_id!r}"
         for field, problem in _problems(turn, seq, known):
             report.add("structure", f"{place} {field}", problem)
         known[turn.turn_id] = turn
-    if record.session.num_turns != len(record.turns):
-        report.add(
-            "structure",
-            f"session {record.session.session_id!r} num_turns",
-            f"{record.session.num_turns} recorded, {len(record.turns)} turns stored",
-        )
+    if num_turns != len(turns):
+        place = f"session {session_id!r} num_turns"
+        report.add("structure", place, f"{num_turns} recorded, {len(turns)} turns stored")
     return report.num_mismatches == before
 
 

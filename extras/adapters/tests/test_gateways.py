@@ -93,7 +93,7 @@ def test_trinitys_client_rewards_messages_and_commits_them(proxy: RunningProxy) 
         experiences = list(client.experiences(session_id=session["session_id"]))
     assert (session["status"], session["task_id"], session["group_id"]) == ("ended", "adds", "adds")
     assert [turn["turn_id"] for turn in turns] == found["ids"]
-    assert [one["reward"] for one in experiences] == [1.25, 1.25]
+    assert [one["session_reward"] for one in experiences] == [1.25, 1.25]
     assert [one["turn_rewards"] for one in experiences] == [[0.25], [1.0]]
 
 

@@ -38,7 +38,7 @@ def test_an_environments_rewards_are_those_of_the_steps(tmp_path: Path) -> None:
             running_fake_engine(Script.model_validate({"rules": rules})) as engine,
             running_proxy(engine.url, f"sqlite:///{tmp_path}/turnwise.db", tmp_path) as proxy,
         ):
-            command = [sys.executable, "-m", "turnwise", "run", "--proxy", proxy.url, "--tasks", str(tasks)]
+            command = [sys.executable, "-m", "turnwise", "run", "--url", proxy.url, "--tasks", str(tasks)]
             command += [
                 "--group-size",
                 "2",

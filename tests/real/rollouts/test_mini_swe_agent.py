@@ -35,7 +35,7 @@ def test_each_session_is_one_exact_chain_and_commands_get_only_the_variables_tha
     # Each rule answers once; the rule that was inserted last answers first.
     agent = ("--call", "examples.mini_swe_agent.agent:play", "--python", str(PYTHON))
     task_file = ("--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "out"), "--split", "eval", "--json")
-    done = finished_run(ROOT, "--proxy", proxy.url, *task_file, *agent)
+    done = finished_run(ROOT, "--url", proxy.url, *task_file, *agent)
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["reward"], run["num_turns"]) == (1.0, 3)

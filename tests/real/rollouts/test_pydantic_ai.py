@@ -28,7 +28,7 @@ def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_s
     lookup = ToolCall(name="lookup", arguments={"name": next(iter(task["records"]))})
     fake_engine.answer(Rule(contains="Follow each boss", reply=Reply(tool_calls=[lookup])))
     options = ("--tasks", str(write_tasks(tmp_path, task)), "--out", str(tmp_path / "out"), "--split", "eval", "--json")
-    done = finished_run(ROOT, "--proxy", proxy.url, *options, "--call", "examples.pydantic_ai.trail:play")
+    done = finished_run(ROOT, "--url", proxy.url, *options, "--call", "examples.pydantic_ai.trail:play")
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["reward"], run["num_turns"]) == (1.0, 2)
@@ -49,7 +49,7 @@ def test_a_call_that_cannot_be_parsed_ends_the_run_without_a_reward_on_one_chain
     fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="lookup", arguments='{"name": "')])))
     tasks = write_tasks(tmp_path, typed_trail.for_agent(trail.make_task("train", 0, 0)))
     options = ("--tasks", str(tasks), "--out", str(tmp_path / "out"), "--json")
-    done = finished_run(ROOT, "--proxy", proxy.url, *options, "--call", "examples.pydantic_ai.trail:play")
+    done = finished_run(ROOT, "--url", proxy.url, *options, "--call", "examples.pydantic_ai.trail:play")
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["reward"], run["num_turns"], run["termination_reason"]) == (0.0, 1, "exit_status_0")

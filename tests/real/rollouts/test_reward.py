@@ -41,13 +41,13 @@ def play(client: Client, session_id: str, *user_texts: str, **fields: object) ->
 
 
 def start(directory: Path, proxy: RunningProxy, *arguments: str) -> subprocess.Popen[str]:
-    argv = command("reward", "--proxy", proxy.url, *arguments)
+    argv = command("reward", "--url", proxy.url, *arguments)
     return subprocess.Popen(argv, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finished(directory: Path, proxy: RunningProxy, *arguments: str) -> tuple[int, dict[str, object], str]:
     """Run `turnwise reward` to its end; return its exit status, its counts and its output."""
-    done = run_turnwise("reward", "--proxy", proxy.url, "--json", *arguments, cwd=directory, seconds=DEADLINE_SECONDS)
+    done = run_turnwise("reward", "--url", proxy.url, "--json", *arguments, cwd=directory, seconds=DEADLINE_SECONDS)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
@@ -151,7 +151,7 @@ def test_a_kill_between_verdict_post_and_state_file_gives_the_session_one_reward
     )
     play(client, "s0", "a")
     arguments = ("--source", "python", "--function", "mine:grade")
-    argv = [sys.executable, "-c", KILLED_AT, point, "reward", "--proxy", proxy.url, *arguments]
+    argv = [sys.executable, "-c", KILLED_AT, point, "reward", "--url", proxy.url, *arguments]
     killed = subprocess.run(argv, check=False, cwd=tmp_path, capture_output=True, timeout=DEADLINE_SECONDS)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert client.session("s0")["reward"] == (1.0 if point == "after the post" else None)

@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def test_one_command_runs_in_its_own_session_and_its_exit_status_is_returned(url, client, tmp_path):
     agent = write_agent(tmp_path, "print(ask('hello'))\nsys.exit(3)\n")
-    done = finished_run(tmp_path, "--proxy", url, "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, "--url", url, "--", sys.executable, str(agent))
     assert (done.returncode, done.stdout) == (3, "hello\n")
     session_id = done.stderr.split("session ")[1].split(",")[0]
     session = client.session(session_id)
@@ -59,7 +59,7 @@ def test_one_command_runs_in_its_own_session_and_its_exit_status_is_returned(url
 
 def test_a_term_signal_reaches_the_command_and_its_session_is_ended(url, client, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\nopen('asked', 'w').close()\nimport time\ntime.sleep(600)\n")
-    process = start_run(tmp_path, "--proxy", url, "--", sys.executable, str(agent))
+    process = start_run(tmp_path, "--url", url, "--", sys.executable, str(agent))
     wait_for((tmp_path / "asked").exists, "the agent's call")
     os.kill(process.pid, signal.SIGTERM)
     _, output = process.communicate(timeout=DEADLINE_SECONDS)
@@ -72,7 +72,7 @@ def test_one_command_can_be_graded_and_limited(url, client, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\nimport time\ntime.sleep(600)\n")
     grader = write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 1\n")
     options = ("--reward-command", "./grade.sh", "--timeout", "5", "--json")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     assert grader.exists()
     assert done.returncode == 124
     result = json.loads(done.stdout)
@@ -101,7 +101,7 @@ open("run.txt", "w").write(os.environ["TURNWISE_RUN"])
     )
     options = ("--tasks", str(tasks), "--group-size", "2", "--parallel", "3", "--workdir", "template")
     graded = ("--reward-command", "./grade.sh", "--out", "out", "--json")
-    done = finished_run(tmp_path, "--proxy", url, *options, *graded, "--", sys.executable, str(agent), "{question}")
+    done = finished_run(tmp_path, "--url", url, *options, *graded, "--", sys.executable, str(agent), "{question}")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     rewards = {(run["task_id"], run["run"]): run["reward"] for run in report["runs"]}
@@ -131,7 +131,7 @@ def test_a_grader_reads_the_session_and_rewards_its_steps(url, client, tmp_path)
     )
     tasks = write_tasks(tmp_path, {"task_id": "t"})
     options = ("--tasks", str(tasks), "--reward-command", "./grade.py", "--credit", "step_wise", "--out", "out")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     assert done.returncode == 0, done.stderr
     (session,) = sessions_of(client, tmp_path, "out")
     rewards = [[reward["value"] for reward in turn["rewards"]] for turn in client.turns(session["session_id"])]
@@ -149,7 +149,7 @@ time.sleep(600)
     agent = write_agent(tmp_path, body)
     tasks = write_tasks(tmp_path, {"task_id": "t"})
     options = ("--tasks", str(tasks), "--timeout", "6", "--keep-workdirs", "--out", "out", "--json")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["termination_reason"], run["num_turns"]) == ("timeout", 1)
     (pid_file,) = tmp_path.glob("out/runs/*/work/orphan.pid")
@@ -167,7 +167,7 @@ while not os.path.exists("../../../../go"):
     agent = write_agent(tmp_path, body)
     tasks = write_tasks(tmp_path, *({"task_id": name} for name in "abc"))
     options = ("--tasks", str(tasks), "--parallel", "1", "--out", "out", "--json")
-    process = start_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    process = start_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     wait_for((tmp_path / "out/plan.json").exists, "the start")
     wait_for(lambda: any(session["num_turns"] for session in sessions_of(client, tmp_path, "out")), "a call of a run")
     os.kill(process.pid, signal.SIGINT)
@@ -192,7 +192,7 @@ ask('bye')
     write_program(tmp_path / "grade.sh", "#!/bin/sh\necho x >> ../../../../graded\necho 1\n")
     tasks = write_tasks(tmp_path, {"task_id": "quick"}, {"task_id": "slow"}, {"task_id": "later"})
     options = ("--tasks", str(tasks), "--parallel", "2", "--reward-command", "./grade.sh", "--out", "out", "--json")
-    arguments = ("--proxy", url, *options, "--", sys.executable, str(agent))
+    arguments = ("--url", url, *options, "--", sys.executable, str(agent))
     process = start_run(tmp_path, *arguments)
     results = tmp_path / "out/results.jsonl"
     wait_for(lambda: results.exists() and results.read_text().count("\n") == 2, "two finished runs")
@@ -225,7 +225,7 @@ def test_after_a_kill_a_run_that_was_played_but_not_graded_is_only_graded(url, c
     )
     tasks = write_tasks(tmp_path, {"task_id": "t"})
     options = ("--tasks", str(tasks), "--reward-command", "./grade.sh", "--out", "out", "--json")
-    arguments = ("--proxy", url, *options, "--", sys.executable, str(agent))
+    arguments = ("--url", url, *options, "--", sys.executable, str(agent))
     process = start_run(tmp_path, *arguments)
     wait_for((tmp_path / "grading").exists, "the grader")
     process.kill()
@@ -242,7 +242,7 @@ def test_a_run_whose_line_was_lost_is_read_from_its_session(url, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\nopen('../../../../played', 'a').write('x')\n")
     tasks = write_tasks(tmp_path, {"task_id": "t"})
     options = ("--tasks", str(tasks), "--reward-command", "true", "--out", "out", "--json")
-    arguments = ("--proxy", url, *options, "--", sys.executable, str(agent))
+    arguments = ("--url", url, *options, "--", sys.executable, str(agent))
     assert finished_run(tmp_path, *arguments).returncode == 0
     (tmp_path / "out/results.jsonl").write_text("")
     (run,) = json.loads(finished_run(tmp_path, *arguments).stdout)["runs"]
@@ -253,7 +253,7 @@ def test_a_run_whose_line_was_lost_is_read_from_its_session(url, tmp_path):
 async def test_a_library_plays_tasks_and_held_out_tasks_side_by_side(url, tmp_path, monkeypatch):
     (tmp_path / "library_agent.py").write_text(CALLED)
     monkeypatch.chdir(tmp_path)
-    settings = RunSettings(proxy=url, call="library_agent:play", tasks=Path("none"), parallel=4, out=tmp_path / "out")
+    settings = RunSettings(url=url, call="library_agent:play", tasks=Path("none"), parallel=4, out=tmp_path / "out")
     tasks = [Task(str(n), {"question": str(n), "answer": "1"}) for n in range(3)]
     async with opened(settings) as runner:
         trained, held_out = await asyncio.gather(runner.play(tasks, group_size=2), runner.play(tasks, split="eval"))
@@ -265,7 +265,7 @@ def test_watch_plays_pass_after_pass_until_it_is_interrupted(url, client, tmp_pa
     agent = write_agent(tmp_path, "ask('hello')\n")
     tasks = write_tasks(tmp_path, {"task_id": "a"}, {"task_id": "b"})
     options = ("--tasks", str(tasks), "--watch", "--out", "out", "--json")
-    process = start_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    process = start_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     results = tmp_path / "out/results.jsonl"
     wait_for(lambda: results.exists() and results.read_text().count("\n") >= 5, "three passes")
     os.kill(process.pid, signal.SIGINT)
@@ -280,7 +280,7 @@ def test_held_out_tasks_are_played_once_in_eval_sessions_without_a_group(url, cl
     agent = write_agent(tmp_path, "ask('hello')\n")
     tasks = write_tasks(tmp_path, {"task_id": "a", "split": "train"}, {"task_id": "b", "split": "eval"})
     options = ("--tasks", str(tasks), "--split", "eval", "--group-size", "2", "--out", "out")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     assert done.returncode == 0, done.stderr
     played = [(s["task_id"], s["split"], s["group_id"]) for s in sessions_of(client, tmp_path, "out")]
     assert played == [("b", "eval", None)]
@@ -296,12 +296,12 @@ def test_held_out_tasks_are_played_once_in_eval_sessions_without_a_group(url, cl
         (["--tasks", "tasks.jsonl", "--call", "nowhere:play"], [], "No module named 'nowhere'"),
         (["--watch"], ["true"], "--watch needs --tasks"),
         ([], [], "give either a command"),
-        (["--proxy", "http://127.0.0.1:9", "--tasks", "tasks.jsonl"], ["true"], "was not ready within"),
+        (["--url", "http://127.0.0.1:9", "--tasks", "tasks.jsonl"], ["true"], "was not ready within"),
     ],
 )
 def test_a_command_that_cannot_be_started_is_reported_in_one_sentence(url, tmp_path, options, command, sentence):
     write_tasks(tmp_path, {"task_id": "t"})
-    done = finished_run(tmp_path, "--proxy", url, *options, *(["--", *command] if command else []))
+    done = finished_run(tmp_path, "--url", url, *options, *(["--", *command] if command else []))
     assert done.returncode in (1, 2)
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
@@ -311,7 +311,7 @@ def test_an_agent_that_makes_no_call_is_stopped_with_the_end_of_its_log(url, tmp
     agent = write_agent(tmp_path, "print('I looked at port 11434')\nsys.exit(1)\n")
     tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(50)))
     options = ("--tasks", str(tasks), "--parallel", "1", "--out", "out")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     assert done.returncode == 1
     assert "the first 3 runs made no model call (exit_status_1)" in done.stderr
     assert "I looked at port 11434" in done.stderr
@@ -322,7 +322,7 @@ def test_runs_without_a_model_call_are_not_finished_and_the_repaired_agent_plays
     """Two tasks whose agent fails first: exit status 1 with the cause; the same command then plays both."""
     write_agent(tmp_path, "print('my key is missing')\nsys.exit(2)\n")
     tasks = write_tasks(tmp_path, {"task_id": "a"}, {"task_id": "b"})
-    options = ("--proxy", url, "--tasks", str(tasks), "--out", "out", "--", sys.executable, "agent.py")
+    options = ("--url", url, "--tasks", str(tasks), "--out", "out", "--", sys.executable, "agent.py")
     failed = finished_run(tmp_path, *options)
     assert failed.returncode == 1
     assert "no run made a model call (exit_status_2): the agent failed before its first call" in failed.stderr
@@ -338,7 +338,7 @@ def test_runs_without_a_model_call_are_not_finished_and_the_repaired_agent_plays
 def test_a_function_that_makes_no_call_gets_an_error_with_the_clients_settings(url, tmp_path):
     (tmp_path / "idle_agent.py").write_text("def play(task, run):\n    return 1.0\n")
     tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(4)))
-    done = finished_run(tmp_path, "--proxy", url, "--tasks", str(tasks), "--call", "idle_agent:play", "--out", "out")
+    done = finished_run(tmp_path, "--url", url, "--tasks", str(tasks), "--call", "idle_agent:play", "--out", "out")
     assert done.returncode == 1
     assert "its client needs run.base_url and run.api_key" in done.stderr
 
@@ -346,7 +346,7 @@ def test_a_function_that_makes_no_call_gets_an_error_with_the_clients_settings(u
 def test_a_function_that_cannot_be_imported_leaves_no_open_session(url, client, tmp_path):
     (tmp_path / "agent_module.py").write_text("def play(task, run):\n    return 1.0\n")
     tasks = write_tasks(tmp_path, {"task_id": "t"})
-    options = ("--proxy", url, "--tasks", str(tasks), "--group-size", "4", "--out", "out")
+    options = ("--url", url, "--tasks", str(tasks), "--group-size", "4", "--out", "out")
     failed = finished_run(tmp_path, *options, "--call", "agent_module:paly")
     assert (failed.returncode, "has no attribute 'paly'" in failed.stderr) == (2, True)
     assert sessions_of(client, tmp_path, "out") == []
@@ -357,7 +357,7 @@ def test_a_broken_grader_leaves_the_session_without_a_reward_and_is_reported(url
     write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 7\n")
     tasks = write_tasks(tmp_path, {"task_id": "t"})
     options = ("--tasks", str(tasks), "--reward-command", "./grade.sh", "--out", "out")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     assert done.returncode == 1
     assert "exit status 7" in done.stderr
     (session,) = sessions_of(client, tmp_path, "out")
@@ -393,7 +393,7 @@ def test_a_called_agent_is_imported_once_and_returns_its_reward(url, client, tmp
     (tmp_path / "library_agent.py").write_text(CALLED)
     tasks = write_tasks(tmp_path, *({"task_id": str(n), "question": str(n % 3), "answer": "1"} for n in range(12)))
     options = ("--tasks", str(tasks), "--call", f"library_agent:{function}", "--parallel", "6", "--workers", "2")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
+    done = finished_run(tmp_path, "--url", url, *options, "--out", "out", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert {run["task_id"]: run["reward"] for run in report["runs"]} == {str(n): float(n % 3 == 1) for n in range(12)}
@@ -418,7 +418,7 @@ def test_a_program_of_the_agent_reads_no_requests_of_other_runs(url, tmp_path):
     (tmp_path / "reading_agent.py").write_text(READS_INPUT)
     tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(6)))
     options = ("--tasks", str(tasks), "--call", "reading_agent:play", "--parallel", "2", "--timeout", "60")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
+    done = finished_run(tmp_path, "--url", url, *options, "--out", "out", "--json")
     assert done.returncode == 0, done.stderr
     assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0] * 6
 
@@ -428,7 +428,7 @@ def test_a_call_that_hangs_fails_or_ends_its_worker_fails_only_its_own_run(url, 
     questions = ["a", "hang", "fail", "b", "die", "c", "d"]
     tasks = write_tasks(tmp_path, *({"task_id": each, "question": each, "answer": each} for each in questions))
     options = ("--tasks", str(tasks), "--call", "library_agent:play", "--parallel", "1", "--timeout", "6")
-    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
+    done = finished_run(tmp_path, "--url", url, *options, "--out", "out", "--json")
     assert done.returncode == 1
     runs = {run["task_id"]: run for run in json.loads(done.stdout)["runs"]}
     assert [task_id for task_id, run in runs.items() if run["reward"] == 1.0] == ["a", "b", "c", "d"]

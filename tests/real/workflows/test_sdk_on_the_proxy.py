@@ -52,10 +52,10 @@ def test_a_session_gives_experiences_with_the_sampled_tokens_and_the_credit(clie
     turns = {turn["turn_id"]: turn for turn in session.turns()}
     assert [turn["step"] for turn in turns.values()] == [0, 1, 1]
     experiences = list(client.experiences(session_id=session.session_id))
-    assert [(line["reward"], line["turn_rewards"]) for line in experiences] == [
-        (2.5, [0.5]),
-        (2.5, [2.0]),
-        (2.5, [2.0]),
+    assert [(line["reward"], line["turn_rewards"], line["session_reward"]) for line in experiences] == [
+        (0.5, [0.5], 2.5),
+        (2.0, [2.0], 2.5),
+        (2.0, [2.0], 2.5),
     ]
     for line in experiences:
         (turn_id,) = line["turn_ids"]

@@ -1,0 +1,103 @@
+"""What a proxy returns over HTTP, checked by whoever reads it: the structure of sessions, and recomputed logprobs.
+
+The client rebuilds each turn from its JSON and applies the same rules as the check of a database. Digests, updates and
+weights' files are left to that check: a digest covers fields that the API does not return.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from turnwise.chains import is_trainable
+from turnwise.errors import Conflict
+from turnwise.types import Json, Outcome, Turn
+from turnwise.verify.report import Report
+from turnwise.verify.structure import check_turns
+
+if TYPE_CHECKING:
+    from turnwise.client import Client
+
+
+class ServedLogprobs:
+    """Compares logprobs with those that the proxy's engine computes under the served version; needs an admin key.
+
+    Args:
+        client: The proxy.
+        tolerance: Largest difference of logprobs, in nats, that is no mismatch.
+        version_distance: Turns are compared whose policy version is at most this far from the served one.
+    """
+
+    def __init__(self, client: Client, *, tolerance: float, version_distance: int) -> None:
+        self._client = client
+        self._tolerance = tolerance
+        self._version_distance = version_distance
+
+    def check(self, turn: Turn, place: str, report: Report) -> None:
+        """Compare a turn's logprobs."""
+        try:
+            found = self._client.recomputed_logprobs(turn.turn_id)
+        except Conflict as error:
+            report.not_checked[str(error)] += 1
+            return
+        served = found["policy_version"]
+        distance = max(abs(served - version) for version in (turn.policy_version_first, turn.policy_version_last))
+        if distance > self._version_distance:
+            reason = f"sampled under version {turn.policy_version_first}, version {served} is served"
+            report.not_checked[reason] += 1
+            return
+        for index, (stored, now) in enumerate(zip(turn.logprobs, found["after"], strict=False)):
+            value = float("-inf") if now is None else now
+            report.compare_logprobs(
+                float(stored), value, self._tolerance, f"{place} logprobs[{index}]", "the engine gives"
+            )
+        report.checked["turns with logprobs recomputed"] += 1
+
+
+def verify_served(
+    client: Client,
+    sessions: Sequence[Json],
+    *,
+    checker: ServedLogprobs | None,
+    share: float,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> Report:
+    """Check sessions that a proxy returns.
+
+    Args:
+        client: The proxy.
+        sessions: Their JSON.
+        checker: What recomputes logprobs; None leaves them out.
+        share: Share of the trainable turns whose logprobs are recomputed.
+        seed: Chooses them.
+        progress: Called after each session with the number of checked sessions and of all.
+    """
+    report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
+    report.checked["sessions"] = 0
+    for number, session in enumerate(sessions, 1):
+        session_id = session["session_id"]
+        turns = [_turn(each) for each in client.turns(session_id)]
+        if client.session(session_id)["num_turns"] != session["num_turns"]:
+            report.not_checked["sessions that got turns meanwhile"] += 1
+        elif check_turns(session_id, session["num_turns"], turns, report) and checker is not None:
+            for turn in filter(is_trainable, turns):
+                if draw.random() < share:
+                    checker.check(turn, f"session {session_id!r} turn {turn.turn_id!r}", report)
+        progress(number, len(sessions))
+    return report
+
+
+def _turn(found: Json) -> Turn:
+    """Return what the rules read of a turn."""
+    copied = ("turn_id", "session_id", "parent_turn_id", "chain_id", "seq", "prompt_length")
+    return Turn(
+        **{name: found[name] for name in (*copied, "policy_version_first", "policy_version_last")},
+        prompt_delta=np.array(found["prompt_token_ids"], np.int32),
+        token_ids=np.array(found["token_ids"], np.int32),
+        logprobs=np.array(found["logprobs"], np.float32),
+        outcome=Outcome(found["outcome"]),
+    )
