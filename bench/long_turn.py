@@ -30,6 +30,7 @@ import orjson
 from long_dialects import DIALECTS, PATHS, chat_reply
 from long_text import FEW, MANY, Conversation, Shape, tokenizer_directory
 from memory import FULL_SESSIONS, cache_flags, resident_bytes
+from prometheus_client.parser import text_string_to_metric_families
 from servers import START_SECONDS, running
 
 from turnwise.processes.stack import free_port
@@ -314,9 +315,10 @@ def play_live(num_conversations: int, num_tokens: int, num_rounds: int) -> None:
                 f"{spent[1]:.1f} ms of the writing process; {server.database_bytes() / 1e9:.1f} GB are stored",
                 flush=True,
             )
-        for line in server.text("/metrics").splitlines():
-            if line.startswith("turnwise_turns_total{"):
-                print(line)
+        for family in text_string_to_metric_families(server.text("/metrics")):
+            for sample in family.samples:
+                if sample.name == "turnwise_turns_total":
+                    print(f"{sample.value:.0f} turns {sample.labels}")
 
 
 def main() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
@@ -47,10 +49,30 @@ def synchronise(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: after a kill the file is complete or as it was."""
-    staged = path.with_suffix(".tmp")
+    """Write a file atomically: after a kill, or beside other writers, the file is complete or as it was."""
+    staged = _staged(path)
     staged.write_text(text, encoding="utf-8")
     staged.replace(path)
+
+
+def write_once(path: Path, text: str, mode: int) -> None:
+    """Write a file atomically and durably, with its permissions; leave an existing one as it is."""
+    staged = _staged(path)
+    try:
+        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.chmod(mode)
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(staged)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _staged(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def append_lines(path: Path, lines: Iterable[str], *, is_durable: bool = False) -> None:

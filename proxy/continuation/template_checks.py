@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from proxy.continuation.template import ChatTemplate
 from turnwise import template_messages
 from turnwise import tokenizer as tokenizers
+from turnwise.files import write_whole
 from turnwise.template_messages import ContentFormat
 from turnwise.tokenizer import KeptTokenizer, load_tokenizer
 
@@ -60,10 +60,8 @@ def _code_digest() -> str:
 
 
 def _keep(file: Path, shortens_tools: bool | None) -> None:
-    staged = file.with_name(f".{file.name}-{os.getpid()}")
     try:
-        staged.write_text(json.dumps(shortens_tools), encoding="utf-8")
-        staged.replace(file)
+        write_whole(file, json.dumps(shortens_tools))
     except OSError as error:
         log.warning(
             "the checks of a chat template cannot be kept in %s and are repeated at each start: %s", file, error

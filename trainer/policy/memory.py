@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from pathlib import Path
+
+from turnwise.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,7 @@ def read_limits(directory: Path) -> MemoryLimits:
 def note_out_of_memory(directory: Path, error: OutOfMemory, *, is_pairs: bool) -> None:
     """Store what did not fit, for the next start: several processes end together when one runs out of memory."""
     limits = read_limits(directory).after(error, is_pairs=is_pairs)
-    staging = directory / f".{FILE}.{os.getpid()}"  # several processes may run out of memory at the same time
-    staging.write_text(json.dumps(dataclasses.asdict(limits)), encoding="utf-8")
-    staging.replace(directory / FILE)
+    write_whole(directory / FILE, json.dumps(dataclasses.asdict(limits)))
     log.error("the trainer ran out of memory; from the next start on: %s", limits)
 
 

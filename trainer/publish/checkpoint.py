@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from trainer.parallel import World
 from turnwise import version_directory
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.files import lock, synchronise
+from turnwise.files import lock, synchronise, write_whole
 from turnwise.types import Json
 from turnwise.version_directory import LATEST, STATE_FILE
 
@@ -170,9 +170,7 @@ class Checkpoints:
             torch.save(values, staging / STATE_FILE)
             _save_tensors(tensors, staging / TENSORS, group)
             _check_shards(staging / TENSORS)
-        pointer = self.directory / f".{LATEST}"
-        pointer.write_text(self.policy_directory(version).name + "\n", encoding="utf-8")
-        pointer.replace(self.directory / LATEST)
+        write_whole(self.directory / LATEST, self.policy_directory(version).name + "\n")
 
     def read_state(self, version: int) -> dict[str, Any]:
         """Return the values that `write_state` wrote.

@@ -9,7 +9,7 @@ import click
 
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records
-from turnwise.commands.secrets_files import OWNER_MODE, make_database_password, write_once
+from turnwise.commands.secrets_files import OWNER_MODE, make_database_password, write_secret
 from turnwise.errors import SettingsError
 
 
@@ -116,5 +116,5 @@ def _create_first_key(url: str, file: Path) -> str | None:
         _, key = keys.create_key(conn, "default", keys.KeyRole("admin"), "first admin key", key=given)
         # A start that is killed before its commit leaves a file, and the next one creates the key in it.
         if given is None:
-            write_once(file, f"{key}\n", OWNER_MODE)
+            write_secret(file, f"{key}\n", OWNER_MODE)
     return None if given is not None else key

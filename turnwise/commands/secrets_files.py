@@ -6,12 +6,11 @@ half-written one.
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 from pathlib import Path
 
 from turnwise.errors import SettingsError
+from turnwise.files import write_once
 
 PASSWORD_FILE = "database-password"  # noqa: S105  a name
 """Readable to its owner and group: the database's server reads it."""
@@ -29,32 +28,20 @@ def make_database_password(directory: Path, *, host: str, port: int, database: s
     password_file, passfile = directory / PASSWORD_FILE, directory / PASSFILE
     is_new = not password_file.exists()
     if is_new:
-        write_once(password_file, secrets.token_hex(32), SERVER_MODE)
+        write_secret(password_file, secrets.token_hex(32), SERVER_MODE)
     password = password_file.read_text(encoding="utf-8").strip()
     if not passfile.exists():
-        write_once(passfile, f"{host}:{port}:{database}:{user}:{password}\n", OWNER_MODE)
+        write_secret(passfile, f"{host}:{port}:{database}:{user}:{password}\n", OWNER_MODE)
     return is_new
 
 
-def write_once(file: Path, text: str, mode: int) -> None:
-    """Write a file whole and with its permissions; leave an existing one as it is.
+def write_secret(file: Path, text: str, mode: int) -> None:
+    """Write a secret's file with its permissions; leave an existing one as it is.
 
     Raises:
         SettingsError: the directory cannot be written.
     """
     try:
-        descriptor, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as staged:
-            staged.write(text)
-            staged.flush()
-            os.fsync(staged.fileno())
-        staging = Path(name)
-        staging.chmod(mode)
-        try:
-            file.hardlink_to(staging)
-        except FileExistsError:
-            return
-        finally:
-            staging.unlink()
+        write_once(file, text, mode)
     except OSError as error:
         raise SettingsError(f"cannot write {str(file)!r}: {error.strerror}; name a writable directory") from error

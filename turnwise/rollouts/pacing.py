@@ -13,23 +13,27 @@ POLL_SECONDS = 0.25
 
 
 class Pace:
-    """Admits groups for at most `lead` versions more than the trainer has published."""
+    """Admits groups for at most `lead` versions more than the trainer has published.
+
+    A group of equal rewards makes room for another one, because the trainer may learn nothing from it, until a version
+    counts it as a part of its batch. So batches that teach nothing, from which no version comes, stop no rollouts.
+    """
 
     def __init__(self, client: AsyncClient, *, groups_per_version: int, lead: float) -> None:
         self._client = client
         self._groups_per_version = groups_per_version
         self._lead = lead
         self._num_groups = 0
-        self.num_refills = 0
-        """Groups that were admitted in the place of groups whose rewards are all equal."""
-        self._first_version: int | None = None
+        self._num_uniform = 0
+        """Groups of equal rewards that were played and are in no version's batch."""
+        self._num_used = 0
+        """Groups that the trainer has used since the first request."""
+        self._version: int | None = None
         self._polled_at = float("-inf")
-        self.version = 0
-        """The active policy version at the last request; 0 while none was published."""
 
     async def admit(self, stopping: asyncio.Event) -> None:
         """Wait until one more group may start, or until the runner stops."""
-        if self._first_version is None:
+        if self._version is None:
             await self._poll()
         while not stopping.is_set():
             if self._num_groups < self._limit():
@@ -37,22 +41,32 @@ class Pace:
                 return
             await self._poll()
 
-    def refill(self) -> None:
-        """Admit one more group, in the place of one whose rewards are all equal: the trainer does not use that one."""
-        self._num_groups -= 1
-        self.num_refills += 1
+    def note_uniform_group(self) -> None:
+        """Count a group that was played and whose rewards are all equal."""
+        self._num_uniform += 1
 
     def _limit(self) -> float:
-        used = 0 if self._first_version is None else self.version - self._first_version
-        return (used + self._lead) * self._groups_per_version
+        return self._num_used + self._lead * self._groups_per_version + max(0, self._num_uniform)
 
     async def _poll(self) -> None:
         await asyncio.sleep(max(0.0, self._polled_at + POLL_SECONDS - time.monotonic()))
         self._polled_at = time.monotonic()
         active = await active_policy(self._client)
-        self.version = 0 if active is None else int(active["version"])
-        if self._first_version is None:
-            self._first_version = self.version
+        if self._version is None:
+            self._version = 0 if active is None else int(active["version"])
+        if active is None or active["version"] <= self._version:
+            return
+        async for policy in self._client.policies():
+            if policy["version"] <= self._version:
+                break
+            if policy["version"] <= active["version"]:
+                self._use(policy["metrics"] or {})
+        self._version = int(active["version"])
+
+    def _use(self, metrics: Json) -> None:
+        """Count the groups of one version."""
+        self._num_used += self._groups_per_version + int(metrics.get("num_refill_groups", 0))
+        self._num_uniform -= int(metrics.get("num_uniform_groups", 0))
 
 
 async def active_policy(client: AsyncClient) -> Json | None:

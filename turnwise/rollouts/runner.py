@@ -147,17 +147,17 @@ class Runner:
                 raise RolloutFailed(self._no_call(result))
             return
         self._record([*self._without_calls, result])
-        self._refill(planned)
+        self._note_uniform(planned)
 
-    def _refill(self, planned: _Planned) -> None:
-        """Let the pace admit another group if all runs of this one are finished and have equal rewards."""
+    def _note_uniform(self, planned: _Planned) -> None:
+        """Tell the pace if all runs of this group are finished and have equal rewards."""
         if self._pace is None or planned.split != "train" or planned.group_size == 1:
             return
         runs = [dataclasses.replace(planned, run=run).key for run in range(planned.group_size)]
         finished = [self._results.finished[key].reward for key in runs if key in self._results.finished]
         rewards = [reward for reward in finished if reward is not None]
         if len(finished) == planned.group_size and rewards and min(rewards) == max(rewards):
-            self._pace.refill()
+            self._pace.note_uniform_group()
 
     def _record(self, results: list[RunResult]) -> None:
         """Record finished runs; those without a model call are held back until one run has made a call."""
