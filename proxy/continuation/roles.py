@@ -112,7 +112,7 @@ def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None, *, is_n
     """
     parent = plan.parent
     if parent is not None:
-        if COMPACTION.is_in(_last_text(call.messages)):
+        if COMPACTION.is_in(last_text(call.messages)):
             return Found(Role.SIDE, "compaction_prompt")
         return Found(continued_role(parent, forest), "extends")
     if call.agent_id is not None:
@@ -180,7 +180,7 @@ def continued_role(turn: KnownTurn, forest: Forest) -> Role:
 
 def _is_asked_by_call(messages: Sequence[Json], forest: Forest) -> bool:
     """Return whether the last user message is an argument of a tool call that has no result yet: a sub-agent's task."""
-    asked = text_digest(_last_text(messages))
+    asked = text_digest(last_text(messages))
     return any(asked in turn.arguments and not turn.has_child for turn in forest.by_id.values())
 
 
@@ -190,7 +190,7 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
     if isinstance(limit, int) and limit <= PROBE_TOKENS:
         return "probe"
     if any(message.get("role") == "assistant" for message in messages):
-        return "asks_for_summary" if COMPACTION.is_in(_last_text(messages)) else None
+        return "asks_for_summary" if COMPACTION.is_in(last_text(messages)) else None
     if tools:
         return None
     text = _asked_text(messages)
@@ -213,10 +213,10 @@ def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTER
 
 def _asked_text(messages: Sequence[Json]) -> str:
     """Return the texts that say what a call without a history asks for."""
-    return f"{_system_text(messages)}\n{_last_text(messages)}"
+    return f"{_system_text(messages)}\n{last_text(messages)}"
 
 
-def _last_text(messages: Sequence[Json]) -> str:
+def last_text(messages: Sequence[Json]) -> str:
     """Return the last message's text, if the user or the harness wrote it."""
     if not messages or messages[-1].get("role") not in ("user", *SYSTEM_ROLES):
         return ""

@@ -1,7 +1,7 @@
 """`make harnesses`: install pinned agents, play each through the proxy, and write docs/agents.md.
 
-One file holds the verdicts of a table, each with the commit that it was made on. `--resume` keeps those of the present
-commit and plays the others, so that a table may be made in parts and survives a kill.
+One file holds the verdicts of the tables, each with the commit that it was made on. `--resume` keeps those of the
+present commit and plays the others, so that a table may be made in parts and survives a kill; names play those agents.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harnesses import proxy_process
+from harnesses.checks import asks_for_summary, is_taken_for_compaction
 from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
 from harnesses.page import page
 from harnesses.play import Verdict, examine
-from harnesses.registry import HARNESSES
+from harnesses.registry import HARNESSES, SHORTENING
 from harnesses.run import Stage
-from harnesses.verdicts import Verdicts, present_commit
+from harnesses.shortening import ShorteningHarness, examine_shortening
+from harnesses.verdicts import FILE, Verdicts, present_commit
 from turnwise_fake_engine import Script, running_fake_engine
 
 MODEL = "gpt-4.1-mini"
@@ -39,10 +41,10 @@ def main() -> int:
     wanted = _parser().parse_args()
     scratch = wanted.scratch.absolute()
     scratch.mkdir(parents=True, exist_ok=True)
-    chosen = [harness for harness in HARNESSES if not wanted.names or harness.name in wanted.names]
+    chosen = [harness for harness in (*HARNESSES, *SHORTENING) if not wanted.names or harness.name in wanted.names]
     if wanted.install_only:
         return _install(chosen, scratch)
-    verdicts = Verdicts(scratch / "verdicts.json", present_commit())
+    verdicts = Verdicts(wanted.verdicts, present_commit())
     if not (wanted.resume or wanted.names):
         verdicts.clear()
     left = [harness for harness in chosen if not (wanted.resume and verdicts.has(harness))]
@@ -57,6 +59,9 @@ def main() -> int:
             verdict = _examine(harness, scratch, proxy, engine)
             verdicts.add(harness, wanted.engine, verdict)
             sys.stdout.write(f"{harness.name}: {verdict.cells} {' '.join(verdict.notes)}\n")
+            sys.stdout.write(
+                f"  {verdict.num_taken} of {verdict.num_ordinary} ordinary calls are taken for compaction\n"
+            )
             sys.stdout.flush()
     wanted.page.write_text(page(verdicts.read()))
     if left:
@@ -72,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--install-only", action="store_true", help="play nothing")
     parser.add_argument("--resume", action="store_true", help="keep the verdicts that were made on this commit")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further agent after this time")
+    parser.add_argument("--verdicts", type=Path, default=FILE, help="the file of verdicts to read and write")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "agents.md", help="the page to write")
     return parser
 
@@ -101,10 +107,14 @@ def _examine(harness: Harness, scratch: Path, proxy: proxy_process.ProxyProcess,
     except InstallFailed as error:
         return Verdict({"runs": "not installed"}, [str(error)])
     try:
-        return examine(Stage(harness, directory, proxy, engine, time.monotonic() + AGENT_SECONDS))
+        stage = Stage(harness, directory, proxy, engine, time.monotonic() + AGENT_SECONDS)
+        verdict = examine_shortening(stage) if isinstance(harness, ShorteningHarness) else examine(stage)
     except Exception as error:  # noqa: BLE001  one agent must not end the others' checks; its row says what failed
         traceback.print_exc()
         return Verdict({"runs": "no"}, [f"the check failed: {type(error).__name__}: {error}"])
+    ordinary = [call for call in stage.calls if not asks_for_summary(harness, call)]
+    verdict.num_ordinary, verdict.num_taken = len(ordinary), sum(map(is_taken_for_compaction, ordinary))
+    return verdict
 
 
 if __name__ == "__main__":

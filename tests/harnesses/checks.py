@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+from harnesses.entry import Harness
 from turnwise_fake_engine.ledger import SeenCall
 
+from proxy.continuation.roles import COMPACTION, last_text, side_task
 from turnwise.types import Json
 
 BROKEN = frozenset({"faulted", "aborted"})
@@ -31,6 +33,17 @@ def other_roles(turns: Sequence[Json]) -> list[str]:
             if turn["role"] in {"side", "sub_agent"} and turn["role_reason"] != "extends"
         }
     )
+
+
+def asks_for_summary(harness: Harness, call: SeenCall) -> bool:
+    """Return whether a call is a request of the agent for a summary."""
+    return harness.summary_text is not None and harness.summary_text in str(call.body["messages"][-1])
+
+
+def is_taken_for_compaction(call: SeenCall) -> bool:
+    """Return whether the proxy takes a call for a request for a summary, at the start of a chain or later in it."""
+    messages, tools = call.body["messages"], call.body.get("tools")
+    return side_task(messages, tools, call.body) == "asks_for_summary" or COMPACTION.is_in(last_text(messages))
 
 
 def session_source(session_id: str) -> str:

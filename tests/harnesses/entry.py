@@ -75,6 +75,10 @@ class Harness:
     """The same of its sub-agent."""
     offers_tools: bool = True
     """Whether its requests list its tools; otherwise its prompt describes them."""
+    summary_text: str | None = None
+    """Text of the last message of its requests for a summary; None if it makes none."""
+    context_tokens: int | None = None
+    """The context length that it is told; None: the engine's."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     remark: str = ""
     """Why a cell cannot be better, for the page."""

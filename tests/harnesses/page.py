@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping, Sequence
 
+from harnesses import shortening
+from harnesses.entry import Harness
 from harnesses.play import COLUMNS, NONE
-from harnesses.registry import HARNESSES
+from harnesses.registry import HARNESSES, SHORTENING
 from harnesses.verdicts import Stored
 
 HEAD = """\
@@ -27,6 +29,21 @@ A script determines the model's replies. It calls the agent's tool, once or twic
 tool's output. If the agent has a tool for sub-agents, the script gives a sub-agent a task. The conversations are short,
 two or three turns without compaction. For images see [dialects.md](dialects.md).
 """
+SHORTENED = """\
+
+## Agents that compact or trim
+
+These agents shorten their conversation. The script calls the tool eight times, or once for each of several questions,
+and each run contains at least one cut. A cut starts a new chain, and the session's reward applies to all its chains.
+
+Without a session in the base URL, the calls after a cut are found by the ids of the tool calls that they repeat. An
+agent that keeps none of them starts a new session, and so does a request for a summary that is sent without the
+conversation. Give such agents a session in the base URL: then all calls of a run are in it.
+"""
+TAKEN = """\
+
+Of {num_ordinary} calls in these runs that ask for no summary, the proxy takes {num_taken} for a compaction prompt.
+"""
 ENGINES = {
     "vllm": (
         "a real vLLM serves a small random model with a long context. A logits processor "
@@ -41,12 +58,14 @@ ENGINES = {
 
 def page(verdicts: Stored) -> str:
     """Return the whole page."""
-    lines = [HEAD, *_played(verdicts), "", *_table(verdicts, list(COLUMNS)), ""]
-    lines += [f"* **{name}**: {meaning}." for name, meaning in COLUMNS.items()]
-    lines += _notes(verdicts)
+    lines = [HEAD, *_played(verdicts), "", *_table(verdicts, HARNESSES, COLUMNS), *_notes(verdicts, HARNESSES)]
+    lines += [SHORTENED, *_table(verdicts, SHORTENING, shortening.COLUMNS), *_notes(verdicts, SHORTENING)]
+    counted = [verdict for verdict in verdicts.values() if verdict["num_ordinary"]]
+    totals = {name: sum(verdict[name] for verdict in counted) for name in ("num_ordinary", "num_taken")}
+    lines += [TAKEN.format(**totals).rstrip()] if counted else []
     lines += ["", "## Configuration of each agent", ""]
     lines += ["| agent | package | setting of the base URL | `--as` |", "|---|---|---|---|"]
-    for harness in HARNESSES:
+    for harness in (*HARNESSES, *SHORTENING):
         known = f"`{harness.agent}`" if harness.agent != "any" else "not needed"
         lines.append(f"| {harness.name} | `{harness.package}` | {harness.pointing} | {known} |")
     return "\n".join(lines) + "\n"
@@ -62,35 +81,24 @@ def _played(verdicts: Stored) -> list[str]:
     return [*lines, "", f"All rows were played {when}; the last column gives the date and the commit of each."]
 
 
-def stated_cells(text: str) -> dict[str, dict[str, str]]:
-    """Return the cells of the first table of a page, by agent and column."""
-    lines = text[text.index("| agent |") :].splitlines()
-    columns = _split(lines[0])
-    rows = [_split(line) for line in itertools.takewhile(lambda line: line.startswith("|"), lines[2:])]
-    return {row[0]: dict(zip(columns[1:], row[1:], strict=True)) for row in rows}
-
-
-def _split(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def _table(verdicts: Stored, columns: list[str]) -> list[str]:
+def _table(verdicts: Stored, harnesses: Sequence[Harness], columns: Mapping[str, str]) -> list[str]:
+    """Return a table with the meaning of its columns."""
     head = ["agent", "version", "dialect", "engine", *columns, "played on"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for harness in HARNESSES:
+    for harness in harnesses:
         verdict = verdicts.get(harness.name)
         if verdict is not None:
             cells = [verdict["cells"].get(name, NONE) for name in columns]
             played = f"{verdict['date']}, `{verdict['commit']}`"
             row = [harness.name, verdict["version"], harness.dialect, verdict["engine"], *cells, played]
             lines.append(f"| {' | '.join(row)} |")
-    return lines
+    return [*lines, "", *(f"* **{name}**: {meaning}." for name, meaning in columns.items())]
 
 
-def _notes(verdicts: Stored) -> list[str]:
+def _notes(verdicts: Stored, harnesses: Sequence[Harness]) -> list[str]:
     notes = []
-    for harness in HARNESSES:
-        verdict = verdicts.get(harness.name, {"cells": {}, "notes": []})
+    for harness in harnesses:
+        verdict = verdicts.get(harness.name, {"notes": []})
         if verdict["notes"]:
             notes.append(f"* {harness.name}. {harness.remark}".rstrip())
             notes += [f"    * {note}" for note in verdict["notes"]]

@@ -51,6 +51,10 @@ class Verdict:
 
     cells: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
+    num_ordinary: int = 0
+    """Calls that ask for no summary."""
+    num_taken: int = 0
+    """Of these, the ones that the proxy takes for a request for a summary."""
 
     def judge(self, column: str, attempt: Attempt, *, is_good: bool) -> bool:
         """Fill a cell, with a note when something is wrong."""

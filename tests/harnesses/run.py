@@ -28,11 +28,12 @@ STORED_SECONDS = 30.0
 POLL_SECONDS = 0.05
 CHECK = f"""\
 #!/bin/sh
-# Prints the output for a label; waits as long as the file `hold` is there.
+# Prints the output for a label and some lines; waits as long as the file `hold` is there.
 here=$(dirname "$0")
 if [ -e "$here/hold" ]; then : > "$here/reached"; fi
 while [ -e "$here/hold" ]; do sleep 0.1; done
 echo {OUTPUT.rpartition("-")[0]}-$((6*7))-$1
+seq "${{2:-0}}"
 """
 
 
@@ -78,9 +79,9 @@ class Place:
         """Written when the tool starts to wait."""
         return self.check.with_name("reached")
 
-    def command(self, label: str) -> str:
-        """Return the command of the tool that prints the output for this label."""
-        return f"sh {self.check} {label}"
+    def command(self, label: str, num_lines: int = 0) -> str:
+        """Return the command of the tool that prints the output for this label, and some lines."""
+        return f"sh {self.check} {label} {num_lines}"
 
 
 Rules = Callable[[Place], Sequence[Rule]]
@@ -99,6 +100,8 @@ class Stage:
     engine: ScriptedEngine
     deadline: float = math.inf
     """When all runs of the agent must have ended, on the monotonic clock."""
+    calls: list[SeenCall] = dataclasses.field(default_factory=list)
+    """The calls of all runs so far."""
 
     def attempt(
         self,
@@ -125,10 +128,12 @@ class Stage:
             before = {session["session_id"] for session in client.sessions()}
             self.engine.set_script(rules(place), faults)
             base_url = f"{self.proxy.url}/v1" if session_id is None else f"{self.proxy.url}/sessions/{session_id}/v1"
-            address = Address(base_url, "EMPTY", self.engine.model, place.home, self.engine.context_tokens)
+            context_tokens = self.harness.context_tokens or self.engine.context_tokens
+            address = Address(base_url, "EMPTY", self.engine.model, place.home, context_tokens)
             log = Path(scratch, "log")
             ended = asyncio.run(self._run(address, place, log, during))
             calls = list(self.engine.calls)
+            self.calls.extend(calls)
             turns = self._read_turns(client, before, calls)
             return Attempt(ended, log.read_text(errors="replace"), turns, calls)
 

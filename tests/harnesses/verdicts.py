@@ -1,7 +1,11 @@
-"""The file with the verdicts of a table: one for each agent, with engine, version, date and commit."""
+"""The file with the verdicts of the tables: one for each agent, with engine, version, date and commit.
+
+It is part of the repository, so that a part of the agents can be played again without losing the others' rows.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -15,8 +19,9 @@ from harnesses.play import Verdict
 
 Stored = Mapping[str, Mapping[str, Any]]
 """Verdicts by the agent's name."""
-PLAYED = ("proxy", "turnwise", "migrations", "tests/harnesses", "tests/support")
-"""The code that a verdict depends on."""
+FILE = Path(__file__).parent / "verdicts.json"
+PLAYED = ("proxy", "turnwise", "migrations", "tests/harnesses", "tests/support", ":(exclude)tests/harnesses/*.json")
+"""The code that a verdict depends on, as git takes it."""
 
 
 class Verdicts:
@@ -51,9 +56,9 @@ class Verdicts:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             stored = json.loads(file.read() or "{}")
-            stored[harness.name] = {**played, "cells": verdict.cells, "notes": verdict.notes}
+            stored[harness.name] = {**played, **dataclasses.asdict(verdict)}
             file.truncate(0)
-            file.write(json.dumps(stored, indent=2))
+            file.write(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
 
 def present_commit() -> str:

@@ -10,17 +10,19 @@ from harnesses import proxy_process
 from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
-from harnesses.page import page, stated_cells
+from harnesses.page import page
 from harnesses.play import COLUMNS, Verdict, examine, examine_briefly
 from harnesses.proxy_process import ProxyProcess
-from harnesses.registry import HARNESSES
+from harnesses.registry import HARNESSES, SHORTENING
 from harnesses.run import Stage
-from harnesses.verdicts import Verdicts
+from harnesses.shortening import ShorteningHarness, examine_shortening
+from harnesses.verdicts import FILE, Verdicts
 from turnwise_fake_engine import Script, running_fake_engine
 
 CONTEXT_TOKENS = 262_144
 SCRATCH = ROOT / ".harnesses"
-STATED = stated_cells((ROOT / "docs" / "agents.md").read_text())
+ALL = (*HARNESSES, *SHORTENING)
+STATED = Verdicts(FILE, "present").read()
 SDKS = [
     harness
     for harness in HARNESSES
@@ -66,7 +68,14 @@ def forced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_every_agent_has_a_row_with_its_pinned_version():
-    assert {name: row["version"] for name, row in STATED.items()} == {each.name: each.version for each in HARNESSES}
+    assert {name: row["version"] for name, row in STATED.items()} == {each.name: each.version for each in ALL}
+    assert page(STATED) == (ROOT / "docs" / "agents.md").read_text()
+
+
+def test_no_ordinary_call_of_an_agent_was_taken_for_a_compaction_prompt():
+    """The agents' own requests are the corpus; `make harnesses` counts them."""
+    assert sum(row["num_ordinary"] for row in STATED.values()) > 0
+    assert {name: row["num_taken"] for name, row in STATED.items() if row["num_taken"]} == {}
 
 
 @pytest.mark.parametrize("harness", SDKS, ids=by_name)
@@ -93,24 +102,24 @@ def test_the_verdicts_of_another_commit_are_played_again(tmp_path: Path):
     verdicts = Verdicts(file, "present")
     verdicts.add(second, "fake", Verdict({"runs": "yes"}))
     assert [verdicts.has(each) for each in (first, second)] == [False, True]
-    stated = stated_cells(page(verdicts.read()))
-    assert [(stated[each.name]["engine"], stated[each.name]["runs"]) for each in (first, second)] == [
-        ("vllm", "no"),
-        ("fake", "yes"),
+    played = [verdicts.read()[each.name] for each in (first, second)]
+    assert [(row["engine"], row["cells"]["runs"], row["commit"]) for row in played] == [
+        ("vllm", "no", "earlier"),
+        ("fake", "yes", "present"),
     ]
-    assert [stated[each.name]["played on"].split("`")[1] for each in (first, second)] == ["earlier", "present"]
     assert "played on 2 commits" in page(verdicts.read())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harness", HARNESSES, ids=by_name)
+@pytest.mark.parametrize("harness", ALL, ids=by_name)
 def test_an_agent_passes_the_checks_that_its_row_states(fake: Served, harness: Harness):
     """`make harnesses` installs them; what no machine could install says so in its row."""
     engine, proxy = fake
-    stated = STATED[harness.name]
+    stated = STATED[harness.name]["cells"]
     directory = installed(harness)
     if directory is None:
         pytest.skip(f"{harness.name} is not installed on this machine; its row says {stated['runs']!r}")
-    verdict = examine(Stage(harness, directory, proxy, engine))
-    good = {column: cell for column, cell in stated.items() if cell == "yes"}
+    stage = Stage(harness, directory, proxy, engine)
+    verdict = examine_shortening(stage) if isinstance(harness, ShorteningHarness) else examine(stage)
+    good = {column: cell for column, cell in stated.items() if cell == "yes" or column in {"sessions", "summary"}}
     assert {column: verdict.cells.get(column) for column in good} == good, verdict.notes

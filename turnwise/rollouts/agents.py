@@ -132,6 +132,31 @@ alias = "turnwise"
 """
 
 
+def _cline_providers(address: Address) -> str:
+    settings = {
+        "provider": "openai-compatible",
+        "apiKey": address.api_key,
+        "model": address.model,
+        "baseUrl": address.base_url,
+        "contextWindow": address.context_tokens,
+    }
+    provider = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    name = settings["provider"]
+    return _json({"version": 1, "lastUsedProvider": name, "modes": {}, "providers": {name: provider}})
+
+
+def _copilot_variables(address: Address) -> dict[str, str]:
+    return {
+        "COPILOT_HOME": str(address.home / ".copilot"),
+        "COPILOT_MODEL": address.model,
+        "COPILOT_OFFLINE": "true",
+        "COPILOT_PROVIDER_API_KEY": address.api_key,
+        "COPILOT_PROVIDER_BASE_URL": address.base_url,
+        "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(MAX_OUTPUT_TOKENS),
+        "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(address.context_tokens - MAX_OUTPUT_TOKENS),
+    }
+
+
 AGENTS: Mapping[str, Agent] = {
     agent.name: agent
     for agent in (
@@ -191,6 +216,13 @@ AGENTS: Mapping[str, Agent] = {
             ("aider",),
             variables=lambda address: {"AIDER_MODEL": f"openai/{address.model}", "AIDER_ANALYTICS": "false"},
         ),
+        Agent(
+            "cline",
+            ("cline",),
+            files=lambda address: {".cline/data/settings/providers.json": _cline_providers(address)},
+            flags=lambda _: ["-P", "openai-compatible"],
+        ),
+        Agent("copilot", ("copilot",), variables=_copilot_variables),
         Agent("gptme", ("gptme",), variables=lambda address: {"MODEL": f"openai/{address.model}"}),
         Agent(
             "vibe",

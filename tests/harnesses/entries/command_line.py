@@ -14,7 +14,7 @@ def _npm(program: str, *arguments: str) -> Callable[[Path], list[str]]:
     return lambda directory: [str(directory / "node_modules" / ".bin" / program), *arguments]
 
 
-def _platform_binary(package: str, below: str, *arguments: str) -> Callable[[Path], list[str]]:
+def platform_binary(package: str, below: str, *arguments: str) -> Callable[[Path], list[str]]:
     """Return the command of a program in the platform's package: an install script would link it."""
     machine = "arm64" if platform.machine() in {"aarch64", "arm64"} else "x64"
     name = f"{package}-{platform.system().lower()}-{machine}"
@@ -34,7 +34,7 @@ COMMAND_LINE = (
         package="@anthropic-ai/claude-code",
         dialect="messages",
         pointing="`ANTHROPIC_BASE_URL=…` (no `/v1`), `ANTHROPIC_AUTH_TOKEN`, `ANTHROPIC_MODEL`",
-        argv=_platform_binary(
+        argv=platform_binary(
             "@anthropic-ai/claude-code",
             "claude",
             "-p",
@@ -80,7 +80,7 @@ COMMAND_LINE = (
         package="opencode-ai",
         dialect="chat",
         pointing="`opencode.json`: a provider with `@ai-sdk/openai-compatible` and `options.baseURL`",
-        argv=_platform_binary("opencode", "bin/opencode", "run", "--format", "json", PROMPT),
+        argv=platform_binary("opencode", "bin/opencode", "run", "--format", "json", PROMPT),
         agent="opencode",
         tool=Tool("bash", others={"description": "check"}),
         delegate=Tool("task", "prompt", {"description": "a part", "subagent_type": "general"}),
