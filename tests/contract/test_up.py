@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from turnwise.demo import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.gpu_plan import GpuPlan, plan_gpus
+from turnwise.processes.ports import free_port
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rollouts.settings import RunSettings
 
@@ -280,3 +282,20 @@ def test_a_second_up_in_the_same_directory_is_refused(model):
         process.wait()
         assert running_stack.STATE_FILE.exists()  # nothing removed it
         assert find_running_stack() is None
+
+
+def test_up_keeps_none_of_the_memory_of_its_checks(model):
+    """The trainer's settings load torch: a quarter of a gigabyte, which a supervisor needs at no time."""
+    code = """
+        import signal, sys
+        from turnwise.commands import preflight
+        from turnwise.commands.cli import main
+        from turnwise.processes import engine_command
+        engine_command.packages_problem = lambda: None
+        preflight.check_database_model = lambda *_: signal.raise_signal(signal.SIGINT)
+        main(["up", "--model", sys.argv[1], "--port", sys.argv[2]], standalone_mode=False)
+        print("torch" in sys.modules)
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(code), model, str(free_port())]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

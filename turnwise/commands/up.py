@@ -26,12 +26,13 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
     """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
     from turnwise.commands.preflight import check_database_model, check_up
     from turnwise.processes.printer import print_last_line
+    from turnwise.processes.short_lived import call_in_child
     from turnwise.processes.stack import Stack
     from turnwise.processes.supervisor import Supervisor
 
     running_stack.check_none_runs()
     config = config if config is not None and has_sections(config) else None
-    checked = check_up(settings, config)
+    checked = call_in_child(check_up, settings, config)
     with _interrupted_by_signals():
         try:
             model = settings.model or _own_model(settings)
