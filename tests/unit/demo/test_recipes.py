@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +38,9 @@ def tasks_of(name: str, size: str) -> RecipeTasks:
 
 
 class Saying:
-    """An OpenAI client whose model gives these replies, one a call: a text, or name and order of a tool call."""
+    """An OpenAI client whose model gives these replies, one a call: a text, or name and argument of a tool call."""
 
-    def __init__(self, *replies: str | tuple[str, str]) -> None:
+    def __init__(self, *replies: str | tuple[str, dict]) -> None:
         self._replies = iter(replies)
         self.chat = SimpleNamespace(completions=self)
 
@@ -48,14 +49,22 @@ class Saying:
         reply = next(self._replies)
         message = {"role": "assistant", "content": reply}
         if not isinstance(reply, str):
-            function = {"name": reply[0], "arguments": f'{{"order": "{reply[1]}"}}'}
+            function = {"name": reply[0], "arguments": json.dumps(reply[1])}
             message = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
         return SimpleNamespace(choices=[SimpleNamespace(message=ChatCompletionMessage(**message))])
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
-def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(name: str, size: str):
+def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
+    name: str, size: str, tmp_path, monkeypatch
+):
     """The answer stays with the grader."""
+    if (name, size) == ("gsm8k", "recipe"):
+        (tmp_path / "gsm8k").mkdir()
+        for file in ("train", "test"):
+            lines = [json.dumps({"question": f"{file} {each}?", "answer": f"#### {each}"}) for each in range(99)]
+            (tmp_path / "gsm8k" / f"{file}.jsonl").write_text("\n".join(lines))
+        monkeypatch.chdir(tmp_path)
     tasks = tasks_of(name, size)
     train, held_out = tasks.make_task("train", 5, 0), tasks.make_task("eval", 5, 0)
     assert train == tasks.make_task("train", 5, 0) != tasks.make_task("train", 6, 0)
@@ -137,6 +146,7 @@ def test_the_shop_rewards_the_right_change_and_no_other(state: str, replies: lis
     done = module.DONE[state]
     task = {"question": "The mug?", "orders": {"mug": state, "pen": "packed"}, "by_text": False}
     task["answer"] = [[done, "mug"]] if done else []
+    replies = [each if isinstance(each, str) else (each[0], {"order": each[1]}) for each in replies]
     assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
 
 
@@ -151,6 +161,51 @@ def test_the_shops_text_commands_end_with_the_change():
         assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
 
 
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        ([("calculate", {"expression": "48 + 48 / 2"}), "Altogether she sold 1,072 less 1,000 clips, so 72."], 1.0),
+        (["72.0"], 1.0),
+        (["72 or 73"], 0.0),
+        ([("calculate", {"expr": "48"}), "I do not know."], 0.0),
+        ([("calculate", {"expression": "1"})] * 8, 0.0),
+    ],
+)
+def test_the_last_number_of_a_solution_counts(replies: list, expected: float):
+    module = module_of("gsm8k")
+    task = {"question": "How many?", "answer": "72", "by_text": False}
+    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        (['calculate("3*14")', 'answer("42")'], 1.0),
+        (['answer("42")'], 1.0),
+        (['calculate("3*14")', 'calculate("42")', 'calculate("42")'], 0.0),
+        (["42"], 0.0),
+    ],
+)
+def test_a_product_is_answered_by_command(replies: list, expected: float):
+    module = module_of("gsm8k")
+    task = {"question": "How many?", "answer": "42", "by_text": True}
+    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("(48 + 24) * 1", "72"),
+        ("-7 / 2", "-3.5"),
+        ("2 - -2", "4"),
+        ("1 / 0", "error: division by zero"),
+        ("__import__('os').getcwd()", "error: only numbers, + - * / and parentheses are allowed"),
+    ],
+)
+def test_the_calculator_calculates_and_runs_no_code(expression: str, result: str):
+    assert module_of("gsm8k").calculate(expression) == result
+
+
 def test_an_unknown_recipe_is_refused_with_the_names_of_all(tmp_path: Path):
-    with pytest.raises(SettingsError, match="alphabet-sort, reverse-text, shop"):
+    with pytest.raises(SettingsError, match="alphabet-sort, gsm8k, reverse-text, shop"):
         find_recipe(tmp_path.name)
