@@ -44,7 +44,11 @@ SHIPPED_PROMPTS = (
     r"\bcontext-aware state summary\b",  # OpenHands
     r"\bcontinuation summary\b[^.]{0,120}\bresume work\b",  # Inspect AI
     r"\bassistant tasked with summarizing conversations\b",  # Claude Code, Inspect AI
-    r"\bhand off your work to another AI agent\b|\bnext agent has a few questions for you\b",  # Terminus 2
+    r"\bhand off your work to another AI agent\b|\bpicking up work from a previous AI agent\b",  # Terminus 2
+    r"\bnext agent has a few questions for you\b",
+    r"\bcontext summarization assistant\b|\bmessages above are a conversation to summarize\b",  # pi
+    r"\bcompressing tool call results to save context space\b",  # Agno
+    r"\bportion of a Claude Code session transcript\b",
     r"\bstructured checkpoint before history is compacted\b",  # gptme
     r"\bthe history is being compacted\b",  # Copilot CLI
     r"\bsummarize the provided coding session into a concise continuation note\b",  # Cline
@@ -53,13 +57,15 @@ SHIPPED_PROMPTS = (
     r"\bclear and complete summary of the entire conversation\b",  # Microsoft Agent Framework
 )
 """Texts that only the compaction prompts of harnesses contain."""
-_SUMMARY_WORDS = ("compact", "compress", "summar", "context extraction", "hand off", "next agent")
+_SUMMARY_WORDS = ("compact", "compress", "summar", "context extraction", "hand off", "next agent", "session transcript")
 SHIPPED = TextPattern(_SUMMARY_WORDS, re.compile("|".join(SHIPPED_PROMPTS), re.IGNORECASE))
 COMPACTION = TextPattern(
     _SUMMARY_WORDS,
     re.compile(
-        r"\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|chat history|dialog(?:ue)?|context|"
-        r"session)\b"
+        r"\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|chat history|dialog(?:ue)?)\b"
+        # Code has contexts and sessions as well: "summarise the session handling", "a compact context manager".
+        r"|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,40}\b(?:the|this|our|your|current|entire|coding) "
+        r"(?:context|session)\b(?=\s*(?:so far|above|history|window|for continuation|into|[.,:;!?\n]|$))"
         r"|\bsummary of (?:the|this|our) (?:entire |whole |previous )?(?:conversation|dialog(?:ue)?)\b|"
         + SHIPPED.pattern.pattern,
         re.IGNORECASE,
@@ -112,7 +118,7 @@ def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None, *, is_n
     """
     parent = plan.parent
     if parent is not None:
-        if COMPACTION.is_in(last_text(call.messages)):
+        if COMPACTION.is_in(_last_text(call.messages)):
             return Found(Role.SIDE, "compaction_prompt")
         return Found(continued_role(parent, forest), "extends")
     if call.agent_id is not None:
@@ -180,7 +186,7 @@ def continued_role(turn: KnownTurn, forest: Forest) -> Role:
 
 def _is_asked_by_call(messages: Sequence[Json], forest: Forest) -> bool:
     """Return whether the last user message is an argument of a tool call that has no result yet: a sub-agent's task."""
-    asked = text_digest(last_text(messages))
+    asked = text_digest(_last_text(messages))
     return any(asked in turn.arguments and not turn.has_child for turn in forest.by_id.values())
 
 
@@ -190,7 +196,7 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
     if isinstance(limit, int) and limit <= PROBE_TOKENS:
         return "probe"
     if any(message.get("role") == "assistant" for message in messages):
-        return "asks_for_summary" if COMPACTION.is_in(last_text(messages)) else None
+        return "asks_for_summary" if COMPACTION.is_in(_last_text(messages)) else None
     if tools:
         return None
     text = _asked_text(messages)
@@ -213,10 +219,10 @@ def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTER
 
 def _asked_text(messages: Sequence[Json]) -> str:
     """Return the texts that say what a call without a history asks for."""
-    return f"{_system_text(messages)}\n{last_text(messages)}"
+    return f"{_system_text(messages)}\n{_last_text(messages)}"
 
 
-def last_text(messages: Sequence[Json]) -> str:
+def _last_text(messages: Sequence[Json]) -> str:
     """Return the last message's text, if the user or the harness wrote it."""
     if not messages or messages[-1].get("role") not in ("user", *SYSTEM_ROLES):
         return ""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harnesses import proxy_process
-from harnesses.checks import asks_for_summary, is_taken_for_compaction
+from harnesses.checks import COMPACTION_REASONS, asks_for_summary
 from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
@@ -112,8 +112,9 @@ def _examine(harness: Harness, scratch: Path, proxy: proxy_process.ProxyProcess,
     except Exception as error:  # noqa: BLE001  one agent must not end the others' checks; its row says what failed
         traceback.print_exc()
         return Verdict({"runs": "no"}, [f"the check failed: {type(error).__name__}: {error}"])
-    ordinary = [call for call in stage.calls if not asks_for_summary(harness, call)]
-    verdict.num_ordinary, verdict.num_taken = len(ordinary), sum(map(is_taken_for_compaction, ordinary))
+    ordinary = [turn for turn in stage.turns if not asks_for_summary(harness, turn["messages"])]
+    verdict.num_ordinary = len(ordinary)
+    verdict.num_taken = sum(turn["role_reason"] in COMPACTION_REASONS for turn in ordinary)
     return verdict
 
 

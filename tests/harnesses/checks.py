@@ -9,11 +9,13 @@ from itertools import pairwise
 from harnesses.entry import Harness
 from turnwise_fake_engine.ledger import SeenCall
 
-from proxy.continuation.roles import COMPACTION, last_text, side_task
 from turnwise.types import Json
 
 BROKEN = frozenset({"faulted", "aborted"})
 """Outcomes of calls with an incomplete reply."""
+
+COMPACTION_REASONS = frozenset({"asks_for_summary", "compaction_prompt"})
+"""Reasons of the roles of calls that the proxy takes for a request for a summary."""
 
 LONG_TOKENS = 32
 """More than the short replies of side calls have."""
@@ -35,15 +37,9 @@ def other_roles(turns: Sequence[Json]) -> list[str]:
     )
 
 
-def asks_for_summary(harness: Harness, call: SeenCall) -> bool:
+def asks_for_summary(harness: Harness, messages: Sequence[Json]) -> bool:
     """Return whether a call is a request of the agent for a summary."""
-    return harness.summary_text is not None and harness.summary_text in str(call.body["messages"][-1])
-
-
-def is_taken_for_compaction(call: SeenCall) -> bool:
-    """Return whether the proxy takes a call for a request for a summary, at the start of a chain or later in it."""
-    messages, tools = call.body["messages"], call.body.get("tools")
-    return side_task(messages, tools, call.body) == "asks_for_summary" or COMPACTION.is_in(last_text(messages))
+    return harness.summary_text is not None and harness.summary_text in str(messages[-1])
 
 
 def session_source(session_id: str) -> str:

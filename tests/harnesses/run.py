@@ -100,8 +100,8 @@ class Stage:
     engine: ScriptedEngine
     deadline: float = math.inf
     """When all runs of the agent must have ended, on the monotonic clock."""
-    calls: list[SeenCall] = dataclasses.field(default_factory=list)
-    """The calls of all runs so far."""
+    turns: list[Json] = dataclasses.field(default_factory=list)
+    """The turns of all runs so far."""
 
     def attempt(
         self,
@@ -133,8 +133,8 @@ class Stage:
             log = Path(scratch, "log")
             ended = asyncio.run(self._run(address, place, log, during))
             calls = list(self.engine.calls)
-            self.calls.extend(calls)
             turns = self._read_turns(client, before, calls)
+            self.turns.extend(turns)
             return Attempt(ended, log.read_text(errors="replace"), turns, calls)
 
     async def _run(self, address: Address, place: Place, log: Path, during: During | None) -> Ended | None:

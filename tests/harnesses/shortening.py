@@ -74,7 +74,11 @@ def examine_shortening(stage: Stage) -> Verdict:
 
 def _has_shortened(harness: ShorteningHarness, attempt: Attempt) -> bool:
     """Return whether one of its own calls has a shorter prompt than an earlier one."""
-    own = [call for call in attempt.calls if call.body.get("tools") and not asks_for_summary(harness, call)]
+    own = [
+        call
+        for call in attempt.calls
+        if call.body.get("tools") and not asks_for_summary(harness, call.body["messages"])
+    ]
     lengths = [len(call.prompt_token_ids) for call in own]
     return any(later < earlier for earlier, later in pairwise(lengths))
 

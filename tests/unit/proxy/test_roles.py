@@ -151,7 +151,10 @@ SUMMARIES = {
     "Inspect AI": "You have been working on the task described above. Write a continuation summary that will allow you "
     "(or another instance of yourself) to resume work efficiently in a future context window",
     "Terminus 2": "You are about to hand off your work to another AI agent.\n  Please provide a summary",
+    "Terminus 2, questions": "You are picking up work from a previous AI agent on this task:\n\n**Summary from",
     "OpenHands": "You are maintaining a context-aware state summary for an interactive agent.",
+    "pi": "The messages above are a conversation to summarize. Create a structured checkpoint.",
+    "Agno": "You are compressing tool call results to save context space while preserving critical information.",
     "gptme": "Context budget has been reached — produce a structured checkpoint before history is compacted.",
     "Copilot CLI": "Please create a detailed summary of the conversation so far. The history is being compacted so "
     "moving forward, all conversation history will be removed",
@@ -201,6 +204,9 @@ def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
         "Summarise the file README.md.",
         "Hand the parcel off to the courier.",
         "Write a summary of the quarter's results.",
+        "Summarize how session management works in this repository.",
+        "Write a compact context manager for temporary files.",
+        "Compress the session logs older than a week.",
     ],
 )
 def test_an_agents_own_work_is_no_compaction(text: str):
