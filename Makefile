@@ -71,7 +71,7 @@ test: setup lint ## Run the tests that a commit must pass: units, contracts, and
 test-real: setup .conformance/.installed ## Run what `make test` leaves to CI: vLLM, PostgreSQL, kills, training runs
 	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) -m "not slow and (real or postgres)" --ignore $(LOOP)
 
-test-all: setup lint .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
+test-all: setup lint .venv/.real .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile thorough
 
 chaos: setup ## Break every part under load, on SQLite and PostgreSQL: make chaos MINUTES=30 SEED=7

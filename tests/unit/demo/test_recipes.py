@@ -73,7 +73,16 @@ def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
     assert train.task_id != held_out.task_id
 
 
-@pytest.mark.parametrize(("name", "words"), [("reverse-text", "WORDS"), ("alphabet-sort", "NAMES"), ("shop", "ITEMS")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("reverse-text", "WORDS"),
+        ("alphabet-sort", "NAMES"),
+        ("shop", "ITEMS"),
+        ("wordle", "WORDS"),
+        ("wordle", "COLOURS"),
+    ],
+)
 def test_no_word_of_a_held_out_task_is_in_a_training_task(name: str, words: str):
     splits = {split: set(text.split()) for split, text in getattr(module_of(name), words).items()}
     assert splits["train"].isdisjoint(splits["eval"])
@@ -206,6 +215,50 @@ def test_the_calculator_calculates_and_runs_no_code(expression: str, result: str
     assert module_of("gsm8k").calculate(expression) == result
 
 
+@pytest.mark.parametrize(
+    ("guess", "word", "expected"),
+    [
+        ("crane", "crane", "GGGGG"),
+        ("nacre", "crane", "YYYYG"),
+        ("speed", "abide", "XXYXY"),
+        ("eerie", "crane", "XXYXG"),
+    ],
+)
+def test_a_letter_is_marked_as_often_as_the_word_has_it(guess: str, word: str, expected: str):
+    assert module_of("wordle").marks(guess, word) == expected
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        (["<guess>trace</guess>", "I think <guess>crane</guess>."], 1.0),
+        (["<guess>[CRANE]</guess>"], 1.0),
+        (["<guess>trace</guess>"] * 6, 0.2 * 3 / 5),  # r, a and e are in their place
+        (["<guess>trace</guess>", "I do not know."], 0.2 * 3 / 5),
+        (["<guess>cranes</guess>"], 0.0),
+        (["crane"], 0.0),
+    ],
+)
+def test_the_word_is_rewarded_and_letters_in_their_place_a_little(replies: list[str], expected: float):
+    module = module_of("wordle")
+    task = {"choice": False, "question": "?", "max_guesses": 6, "word": "crane", "answer": "crane"}
+    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        (['guess("red")', 'guess("blue")'], 1.0),
+        (['guess("red")'] * 3, 0.0),
+        (["blue"], 0.0),
+    ],
+)
+def test_one_of_four_words_is_right_or_not(replies: list[str], expected: float):
+    module = module_of("wordle")
+    task = {"choice": True, "question": "?", "max_guesses": 3, "word": "blue", "answer": "blue"}
+    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+
+
 def test_an_unknown_recipe_is_refused_with_the_names_of_all(tmp_path: Path):
-    with pytest.raises(SettingsError, match="alphabet-sort, gsm8k, reverse-text, shop"):
+    with pytest.raises(SettingsError, match="alphabet-sort, gsm8k, reverse-text, shop, wordle"):
         find_recipe(tmp_path.name)

