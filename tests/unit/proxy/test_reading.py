@@ -154,3 +154,17 @@ def test_a_stream_gives_the_same_reply_however_it_is_cut(
     assert captured(cut) == captured(plain)
     assert (cut.first_token_at is None) == (plain.first_token_at is None)
     assert buffer.pending == b""
+
+
+def test_the_tokens_of_thoughts_are_counted_apart_in_googles_usage():
+    """4 of the 9 sampled tokens are thoughts."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
+    reply = json.dumps({"id": "chatcmpl-1", "model": MODEL, "choices": [], "usage": usage}).encode()
+    call = Gemini().parse(CALLS[-1][1], max_choices=4, max_messages=10)
+    counts = json.loads(Gemini().encode_reply(reply, call))["usageMetadata"]
+    assert counts == {
+        "promptTokenCount": 3,
+        "candidatesTokenCount": 5,
+        "totalTokenCount": 12,
+        "thoughtsTokenCount": 4,
+    }
