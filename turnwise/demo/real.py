@@ -45,7 +45,7 @@ class RealDemoSettings(DemoSettings):
     max_versions: int = Field(default=24, ge=1)
     control: bool = False
     """Give each training session the reward of another one: nothing can be learnt, and all versions are trained."""
-    unrelated: Path | None = Path("examples/bosses/unrelated.jsonl")
+    unrelated: Path = Path("examples/bosses/unrelated.jsonl")
     """Conversations that have nothing to do with the task, with replies of SmolLM2-135M-Instruct."""
 
 
@@ -95,8 +95,6 @@ class RealDemo(Demo):
 
     async def _complete(self, report: Report) -> None:
         """Measure what was forgotten, now that the engine leaves the processor free."""
-        if self._real.unrelated is None:
-            return
         report.forgetting = await asyncio.to_thread(
             measure_forgetting,
             self._base,

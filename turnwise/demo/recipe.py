@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from turnwise.demo.real import RealDemo, RealDemoSettings
+from turnwise.demo.report import Report
 from turnwise.demo.rollouts import load_module
 from turnwise.errors import SettingsError
 from turnwise.types import Json
@@ -37,7 +38,7 @@ class RecipeSettings(RealDemoSettings):
     """Model directory or id; by default SmolLM2-135M-Instruct."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the recipe's `make_task`."""
-    unrelated: Path | None = EXAMPLES / "bosses" / "unrelated.jsonl"
+    unrelated: Path = EXAMPLES / "bosses" / "unrelated.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +83,11 @@ class RecipeDemo(RealDemo):
 
     def _build_model(self) -> str:
         return self._model or super()._build_model()
+
+    async def _complete(self, report: Report) -> None:
+        """Measure what was forgotten, of the model whose replies are known."""
+        if self._model is None:
+            await super()._complete(report)
 
 
 def recipes() -> dict[str, Path]:

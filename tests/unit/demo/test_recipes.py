@@ -12,7 +12,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from trainer.settings import TrainerSettings
-from turnwise.demo.recipe import RecipeSettings, RecipeTasks, find_recipe, recipes
+from turnwise.demo.recipe import RecipeDemo, RecipeSettings, RecipeTasks, find_recipe, recipes
+from turnwise.demo.report import Report
 from turnwise.demo.rollouts import load_module
 from turnwise.errors import SettingsError
 from turnwise.processes.engine_command import EngineSettings
@@ -26,7 +27,8 @@ def settings_of(name: str, size: str) -> RecipeSettings:
     file = find_recipe(name) / f"{size}.toml"
     load_settings(TrainerSettings, config=file, section="trainer", overrides={"model": "x", "policies_dir": "x"})
     load_settings(EngineSettings, config=file, section="engine", overrides={"model": "x"})
-    return load_settings(RecipeSettings, config=file, section="demo", overrides={})
+    overrides = {"agent": str(file.with_name("recipe.py"))}
+    return load_settings(RecipeSettings, config=file, section="demo", overrides=overrides)
 
 
 def module_of(name: str) -> Any:
@@ -257,6 +259,14 @@ def test_one_of_four_words_is_right_or_not(replies: list[str], expected: float):
     module = module_of("wordle")
     task = {"choice": True, "question": "?", "max_guesses": 3, "word": "blue", "answer": "blue"}
     assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_what_a_model_forgot_is_measured_with_its_own_replies_only(name: str):
+    """The replies are those of SmolLM2-135M-Instruct, which a recipe for a GPU neither serves nor builds."""
+    demo, report = RecipeDemo(settings_of(name, "recipe"), print), Report(title="", seed=0, reward_before=0.0)
+    asyncio.run(demo._complete(report))
+    assert report.forgetting is None
 
 
 def test_an_unknown_recipe_is_refused_with_the_names_of_all(tmp_path: Path):
