@@ -186,6 +186,7 @@ def _turns() -> None:
     _create_index_where_set("request_key", "ix_turns_request", "turns", ["session_pk", "request_key"], unique=True)
     _create_index_where_set("inferred_by", "ix_turns_inferred", "turns", ["inferred_by", "history_digest"])
     _create_index_where_set("inferred_by", "ix_turns_inferred_dialogue", "turns", ["inferred_by", "dialogue_digest"])
+    _create_index_where("outcome = 'error'", "ix_turns_failed", "turns", ["created_at"])
 
 
 def _rewards() -> None:

@@ -70,6 +70,8 @@ class CountsAnswer(Answer):
     """Number of groups by status: `ready` groups wait for the trainer, `claimed` groups are being trained."""
     num_turns: int
     num_rewards: int
+    num_failed_calls: int
+    """Calls of the last hour that ended with an error."""
     num_updates: int
     """Number of updates of the policy, which all tenants share."""
     trainers: list[TrainerReport]

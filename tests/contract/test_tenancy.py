@@ -17,7 +17,15 @@ from turnwise_fake_engine import running_fake_engine
 
 from proxy.auth import CACHE_SECONDS
 
-NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0, "trainers": []}
+NOTHING = {
+    "sessions": {},
+    "groups": {},
+    "num_turns": 0,
+    "num_rewards": 0,
+    "num_failed_calls": 0,
+    "num_updates": 0,
+    "trainers": [],
+}
 MODEL_OF_FIRST = {"TURNWISE_PROXY_POLICY_TENANT": "first"}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 BODIES = {

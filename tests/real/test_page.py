@@ -68,7 +68,7 @@ def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> None:
 
 def test_the_overview_shows_the_served_version_the_rewards_and_the_stored_sessions(window: Visit) -> None:
     text = main_text(page := window.open())
-    for expected in ("version 0", "refund-17", "No trainer has reported.", "0 sessions have a failed call"):
+    for expected in ("version 0", "refund-17", "No trainer has reported.", "0 calls failed"):
         assert expected in text, text
     assert page.locator(".chart canvas").count() == 4
     described = page.get_attribute(".chart .u-wrap", "aria-label")

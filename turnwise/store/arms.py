@@ -134,6 +134,8 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
         .order_by(sessions.c.created_at.desc())
         .limit(MAX_COMPARED)
     ).all()
+    if not finished:
+        return []
     session_of = {row.session_pk: row for row in finished}
     dialect = conn.dialect.name
     played = conn.execute(

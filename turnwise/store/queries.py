@@ -7,6 +7,7 @@ ledger on every read, so late rewards and a changed credit policy take effect im
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -16,13 +17,16 @@ import sqlalchemy as sa
 from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, pages, rows, tables, trained
+from turnwise.store.database import to_micros
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.statements import fetch_at_once, is_among, members, unindexed
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
-from turnwise.types import Credit, GroupStatus, Session, Turn, UpdateRecord
+from turnwise.types import Credit, GroupStatus, Session, Turn, UpdateRecord, utc_now
 
+RECENTLY = datetime.timedelta(hours=1)
+"""How far back failed calls are counted."""
 MOST_UNFINISHED = 10_000
 """Of the unfinished groups that are counted in each state."""
 
@@ -37,6 +41,8 @@ class Counts:
     """By status."""
     num_turns: int
     num_rewards: int
+    num_failed_calls: int
+    """Calls of the last hour that ended with an error."""
     num_updates: int
     trainers: list[TrainerStatus]
     """The last report of each trainer; the same for all tenants."""
@@ -283,9 +289,21 @@ def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
         groups=_by_status(conn, tables.groups, tenant),
         num_turns=int(num_turns),
         num_rewards=int(num_rewards),
+        num_failed_calls=_failed_calls(conn, tenant, utc_now() - RECENTLY),
         num_updates=conn.execute(sa.select(sa.func.count()).select_from(tables.updates)).scalar_one(),
         trainers=trainer_statuses(conn),
     )
+
+
+def _failed_calls(conn: sa.Connection, tenant: str | None, since: datetime.datetime) -> int:
+    """Count the calls that ended with an error since then."""
+    held = tables.turns.c
+    # The index of failed calls serves only a query with its literal condition.
+    failed = sa.and_(held.outcome == sa.literal_column("'error'"), held.created_at >= to_micros(since))
+    counted = sa.select(sa.func.count()).join_from(tables.turns, tables.sessions).where(failed)
+    if tenant is not None:
+        counted = counted.where(tables.sessions.c.tenant == tenant)
+    return int(conn.execute(counted).scalar_one())
 
 
 def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict[str, int]:

@@ -133,6 +133,8 @@ turns = sa.Table(
     _index_where_set("inferred_by", "ix_turns_inferred", "inferred_by", "history_digest"),
     # A handoff changes tools or system message, so its conversation is found by the dialogue alone.
     _index_where_set("inferred_by", "ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest"),
+    # Calls that did not fail are not indexed by time.
+    sa.Index("ix_turns_failed", "created_at", **_where("outcome = 'error'")),
 )
 
 rewards = sa.Table(

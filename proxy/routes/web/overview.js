@@ -3,7 +3,7 @@ import {ago, byId, card, empty, facts, link, make, number, optional, path, reque
 import {learningCharts, learningData, rewardChart} from "./runs.js";
 import {noSessions, sessionList} from "./sessions.js";
 
-const SESSIONS = 8, FAILED = 20, HOUR_MS = 3_600_000, MINUTE_MS = 60_000, SAMPLE_MS = 2000, SEARCH_MS = 20_000;
+const SESSIONS = 8, FAILED = 4, HOUR_MS = 3_600_000, MINUTE_MS = 60_000, SAMPLE_MS = 2000, SEARCH_MS = 20_000;
 
 export async function readiness() {
   const ready = await request("readyz");
@@ -41,7 +41,7 @@ const shortName = (model) => make("span", {title: model ?? ""}, (model ?? "").sp
 
 // What each trainer said last; one that waits for a time counts down to it.
 export function trainerWords(trainers) {
-  if (!trainers.length) return [empty("No trainer has reported.", "turnwise train --config train.toml", " starts one.")];
+  if (!trainers.length) return [empty("No trainer has reported.", "turnwise train --model DIR", " starts one.")];
   return trainers.map((each) => {
     const left = each.starts_at ? Math.max(0, Math.round((new Date(each.starts_at) - Date.now()) / 1000)) : null;
     return make("p", {}, ...(each.state === "running" ? [] : [status(each.state), each.text === each.state ? "" : ": "]), each.text === each.state ? "" : each.text, left === null ? "" : `, starts in ${left} s`, make("span", {className: "quiet"}, " (reported ", ago(each.reported_at), ")"));
@@ -63,11 +63,10 @@ async function failuresOfTheHour() {
   return failures.found.filter((each) => Date.now() - new Date(each.last_active_at) < HOUR_MS);
 }
 
-function errors(found) {
-  const count = found.length === FAILED ? `${FAILED} or more` : number(found.length);
-  const shown = found.slice(0, 4).map((each) => make("li", {}, link(`session/${path(each.session_id)}`, each.summary.first_message ?? each.session_id), " ", ago(each.last_active_at)));
-  return card("Errors of the last hour", make("b", {className: found.length ? "bad" : ""}, count), ` ${found.length === 1 ? "session has" : "sessions have"} a failed call`,
-    make("ul", {className: "plain"}, ...shown), found.length ? link("sessions/outcome=error", "All sessions with a failed call") : null);
+function errors(calls, found) {
+  const shown = found.map((each) => make("li", {}, link(`session/${path(each.session_id)}`, each.summary.first_message ?? each.session_id), " ", ago(each.last_active_at)));
+  return card("Errors of the last hour", make("b", {className: calls ? "bad" : ""}, number(calls)), ` ${calls === 1 ? "call" : "calls"} failed`,
+    make("ul", {className: "plain"}, ...shown), calls ? link("sessions/outcome=error", "All sessions with a failed call") : null);
 }
 
 // Samples of the proxy's counters while the page is open: {at, turns, tokens}. Another view keeps them.
@@ -100,7 +99,7 @@ export async function overview() {
     const [data, counts, exposition, failed, listed, rewards] = await Promise.all([learningData(), request("v1/counts"), request("metrics"), failuresOfTheHour(),
       request(`v1/sessions?summary=true&limit=${SESSIONS}`), rewardChart()]);
     calls = rates(samples(exposition));
-    cards.replaceChildren(serving(ready, data.versions.find((each) => each.isPinned)?.version, lift(data.versions)), learning(counts), errors(failed), calls);
+    cards.replaceChildren(serving(ready, data.versions.find((each) => each.isPinned)?.version, lift(data.versions)), learning(counts), errors(counts.num_failed_calls, failed), calls);
     charts.replaceChildren(data.updates.length ? learningCharts(data, {isWhole: false, more: [rewards]}) : make("div", {className: "charts"}, rewards));
     newest.replaceChildren(listed.data.length ? sessionList(listed.data) : noSessions(), listed.has_more ? link("sessions", `All ${number(Object.values(counts.sessions).reduce((sum, each) => sum + each, 0))} sessions`) : "");
   };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from turnwise.errors import NotFound
 from turnwise.store import experiences, history, ledger, policies, queries, roles, session_records
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Credit, Reward, Role, Session, SessionStatus, Split
+from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus, Split, utc_now
 
 
 @pytest.fixture
@@ -221,8 +222,13 @@ def test_counts_equal_the_content_of_the_store(forest: Database) -> None:
     add_session(forest, "theirs", tenant="b")
     with forest.read() as connection:
         assert queries.counts(connection, "default") == counts
-        assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0, [])
-        assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0, [])
+        assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0, 0, [])
+        assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0, 0, [])
+    long_ago = utc_now() - datetime.timedelta(hours=2)
+    others = {"session_id": "other", "outcome": Outcome.ERROR}
+    with forest.write() as connection:
+        ledger.append_turns(connection, [make_turn("t8", **others), make_turn("t9", **others, created_at=long_ago)])
+        assert [queries.counts(connection, tenant).num_failed_calls for tenant in ("default", "b")] == [1, 0]
 
 
 def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(database: Database) -> None:
