@@ -39,7 +39,7 @@ def other_roles(turns: Sequence[Json]) -> list[str]:
 
 def asks_for_summary(harness: Harness, messages: Sequence[Json]) -> bool:
     """Return whether a call is a request of the agent for a summary."""
-    return harness.summary_text is not None and harness.summary_text in str(messages[-1])
+    return any(text in str(messages[-1]) for text in harness.summary_texts)
 
 
 def session_source(session_id: str) -> str:

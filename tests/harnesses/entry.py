@@ -75,8 +75,8 @@ class Harness:
     """The same of its sub-agent."""
     offers_tools: bool = True
     """Whether its requests list its tools; otherwise its prompt describes them."""
-    summary_text: str | None = None
-    """Text of the last message of its requests for a summary; None if it makes none."""
+    summary_texts: tuple[str, ...] = ()
+    """Texts of the last messages of its requests for a summary."""
     context_tokens: int | None = None
     """The context length that it is told; None: the engine's."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -53,7 +53,7 @@ def examine_shortening(stage: Stage) -> Verdict:
     attempt = stage.attempt(session_id, lambda place: shortening_rules(harness, place))
     summaries = [turn for turn in attempt.turns if _is_summary(turn)]
     is_good = attempt.finished and attempt.has_sent(f"{OUTPUT}-1") and _has_shortened(harness, attempt)
-    if not verdict.judge("runs", attempt, is_good=is_good and bool(summaries) == (harness.summary_text is not None)):
+    if not verdict.judge("runs", attempt, is_good=is_good and bool(summaries) == bool(harness.summary_texts)):
         return verdict
     unnamed = stage.attempt(None, lambda place: shortening_rules(harness, place))
     verdict.cells["sessions"] = str(len({turn["session_id"] for turn in unnamed.turns}))
@@ -77,7 +77,7 @@ def _has_shortened(harness: ShorteningHarness, attempt: Attempt) -> bool:
     own = [
         call
         for call in attempt.calls
-        if call.body.get("tools") and not asks_for_summary(harness, call.body["messages"])
+        if bool(call.body.get("tools")) == harness.offers_tools and not asks_for_summary(harness, call.body["messages"])
     ]
     lengths = [len(call.prompt_token_ids) for call in own]
     return any(later < earlier for earlier, later in pairwise(lengths))
@@ -95,7 +95,7 @@ def shortening_rules(harness: ShorteningHarness, place: Place) -> Sequence[Rule]
 def _title_and_summary(harness: ShorteningHarness) -> list[Rule]:
     """Return the rules for the calls beside the agent's own; a title's prompt may quote that of a summary."""
     title = Rule(contains=" title for this conversation", reply=Reply(text="A check"))
-    return [title, *([Rule(contains=harness.summary_text, reply=Reply(text=SUMMARY))] if harness.summary_text else [])]
+    return [title, *(Rule(contains=text, reply=Reply(text=SUMMARY)) for text in harness.summary_texts)]
 
 
 def _is_summary(turn: Json) -> bool:

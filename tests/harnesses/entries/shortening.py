@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def _cline_call(calls: Sequence[ToolCall]) -> Reply:
     return Reply(text="I look.", tool_calls=[ToolCall(name="run_commands", arguments=arguments)])
 
 
+def _terminus(keystrokes: str, *, is_last: bool) -> Reply:
+    """Return a reply in Terminus 2's format."""
+    commands = [{"keystrokes": f"{keystrokes}\n", "duration": 0.1}]
+    plan = {"analysis": "I see a terminal.", "plan": "I look.", "commands": commands, "task_complete": is_last}
+    return Reply(text=json.dumps(plan))
+
+
+def _terminus_call(calls: Sequence[ToolCall]) -> Reply:
+    assert isinstance(calls[0].arguments, dict)
+    return _terminus(str(calls[0].arguments["command"]), is_last=False)
+
+
 COMPACTING = (
     ShorteningHarness(
         name="LangChain, SummarizationMiddleware",
@@ -40,7 +53,7 @@ COMPACTING = (
         pointing="`ChatOpenAI(base_url=…/v1)`",
         argv=python_program("langchain_summary"),
         shortens="a summary replaces all but the last two messages",
-        summary_text="Context Extraction Assistant",
+        summary_texts=("Context Extraction Assistant",),
     ),
     ShorteningHarness(
         name="Inspect AI, CompactionSummary",
@@ -52,7 +65,7 @@ COMPACTING = (
         argv=python_program("inspect_compaction"),
         delegate=Tool("expert", "input"),
         shortens="a summary replaces everything after the first question",
-        summary_text="tasked with summarizing conversations",
+        summary_texts=("tasked with summarizing conversations",),
     ),
     ShorteningHarness(
         name="AG2, SummarizeCompact",
@@ -63,7 +76,7 @@ COMPACTING = (
         pointing="`OpenAIConfig(NAME, base_url=…/v1)`",
         argv=python_program("ag2_summary"),
         shortens="a summary replaces all but the last four events",
-        summary_text="Summarize the following conversation history",
+        summary_texts=("Summarize the following conversation history",),
         is_asked_again=True,
     ),
     ShorteningHarness(
@@ -75,7 +88,7 @@ COMPACTING = (
         argv=python_program("semantic_kernel_summary"),
         tool=Tool("Shell-bash"),
         shortens="a summary replaces all but the last two messages",
-        summary_text="summarization of the entire dialog",
+        summary_texts=("summarization of the entire dialog",),
         is_asked_again=True,
     ),
     ShorteningHarness(
@@ -93,7 +106,7 @@ COMPACTING = (
         last=lambda text: Reply(text=f"Done.\n\n```complete\n{text}\n```"),
         environment={"GPTME_CONTEXT_BUDGET": "8000"},
         shortens="a summary replaces its conversation at 8,000 tokens",
-        summary_text="produce a structured checkpoint",
+        summary_texts=("produce a structured checkpoint",),
     ),
     ShorteningHarness(
         name="Copilot CLI",
@@ -107,7 +120,7 @@ COMPACTING = (
         delegate=Tool("task", "prompt", {"description": "a part", "agent_type": "general-purpose", "name": "part"}),
         context_tokens=64_000,
         shortens="a summary replaces its conversation at 80 % of 60,000 tokens",
-        summary_text="create a detailed summary of the conversation",
+        summary_texts=("create a detailed summary of the conversation",),
     ),
     ShorteningHarness(
         name="Cline",
@@ -121,7 +134,26 @@ COMPACTING = (
         context_tokens=100_000,
         output_lines=5_000,
         shortens="a summary replaces all but its last messages at 81 % of 100,000 tokens",
-        summary_text="Summar",
+        summary_texts=("Summar",),
+    ),
+    ShorteningHarness(
+        name="Terminus 2",
+        installer="pypi",
+        package="terminal-bench",
+        python=">=3.12",
+        dialect="chat",
+        pointing="`Terminus2(api_base=…/v1)`, model `openai/NAME`",
+        argv=python_program("terminus_2"),
+        ask=_terminus_call,
+        last=lambda text: _terminus(f"echo {text}", is_last=True),
+        offers_tools=False,
+        environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        shortens="a second agent's questions and their answers replace its conversation",
+        summary_texts=(
+            "hand off your work",
+            "picking up work from a previous AI agent",
+            "The next agent has a few questions",
+        ),
     ),
 )
 TRIMMING = (
