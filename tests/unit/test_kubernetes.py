@@ -137,5 +137,5 @@ def test_the_commands_are_commands_of_this_release(name: str, monkeypatch: pytes
 def test_the_probes_request_routes_that_check_no_key() -> None:
     (_, proxy) = containers_of(WORKLOADS["turnwise-proxy"])
     asked = {kind: proxy[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
-    assert asked == {"startupProbe": "/healthz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+    assert asked == {"startupProbe": "/healthz", "readinessProbe": "/healthz", "livenessProbe": "/healthz"}
     assert proxy["ports"][0]["containerPort"] == int(proxy["args"][proxy["args"].index("--port") + 1])
