@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,10 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
             hello = [{"role": "user", "content": "Hello"}]
             plain.chat.completions.create(model="fake", messages=hello, user="lea")
         assert len(json.loads(run("sessions", "--json", "--user-id", "lea", *there).stdout)) == 1
+        with contextlib.closing(sqlite3.connect(tmp_path / "turnwise.db")) as stored_turns, stored_turns:
+            stored_turns.execute("UPDATE turns SET prompt_length = prompt_length + 1")
+        damaged = run("verify", *there)
+        assert (damaged.exit_code, "prompt_length" in damaged.stdout) == (1, True)
         missing, wrong = (
             run("sessions", "--url", proxy.url),
             run("sessions", "--url", proxy.url, "--api-key", "tw-wrong"),

@@ -285,7 +285,7 @@ async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_ze
         stage.pin(None)
         await process.follow()
         assert stage.statuses() == ["active", "canary"]
-    async with stage.process() as process:
+    async with stage.process(holdout_share=0.0) as process:
         await process.follow()
         assert (stage.statuses(), process.pool.trial) == (["active", "published"], None)
         await process.follow()
