@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.control_plane import publish, wait_for_status
+from support.control_plane import wait_for_status
 from support.engines import RunningEngine, load_own_weights
 from support.proxies import RunningProxy, StartProxy
 
 
 @pytest.fixture
 def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningProxy]:
-    """A proxy whose version 0 is the engine's own model; the engine's weights are restored for other tests."""
+    """A proxy, which makes the engine's own model version 0; the engine's weights are restored for other tests."""
     proxy = start_proxy(engine.url)
-    assert publish(proxy, engine.model_dir) == 0
     wait_for_status(proxy, 0)
     try:
         yield proxy
