@@ -47,6 +47,10 @@ def rating(message_id: str, **data: Any) -> dict[str, Any]:
     return {"id": f"f-{message_id}", "type": "rating", "data": data, "meta": {"chat_id": "c", "message_id": message_id}}
 
 
+def snapshot(messages: dict[str, Any]) -> dict[str, Any]:
+    return {"chat": {"chat": {"history": {"messages": json.loads(json.dumps(messages))}}}}
+
+
 def test_thumbs_comments_and_edits_are_posted_once_and_revised(tmp_path: Path) -> None:
     rules = [{"reply": {"text": "In Rome."}, "contains": "Where"}, {"reply": {"text": "Yes."}}]
     with (
@@ -82,6 +86,9 @@ def test_thumbs_comments_and_edits_are_posted_once_and_revised(tmp_path: Path) -
             ratings[1]["data"]["rating"] = -1
             assert pass_on(client, web_ui) == {"boolean": 1, "comment": 0, "demonstration": 1, "without_turn": 1}
             assert pass_on(client, web_ui) == {"boolean": 0, "comment": 0, "demonstration": 0, "without_turn": 1}
+            ratings[1]["snapshot"] = snapshot(messages)  # what Open WebUI 0.12 keeps of a reply that is edited later
+            messages["m3"]["content"] = "No."
+            assert pass_on(client, web_ui)["demonstration"] == 1
         edits = [each for each in client.feedback_of("c") if each["kind"] == "demonstration"]
-        assert [(each["turn_id"], each["value"]) for each in edits] == [(turns[0], "In Oslo.")]
+        assert [(each["turn_id"], each["value"]) for each in edits] == [(turns[0], "In Oslo."), (turns[2], "No.")]
         assert [each["source"] for each in edits] == ["open-webui"]

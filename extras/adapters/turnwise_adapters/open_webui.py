@@ -65,6 +65,21 @@ class WebUI:
         return found
 
 
+def note_originals(feedback: Iterable[Json], messages_of: dict[str, dict[str, Json]]) -> None:
+    """Add to replies that were edited after a rating of their chat what they were: the rating has a copy of the chat.
+
+    Open WebUI 0.12 itself does not keep it. A longer reply that begins with the original was continued, not edited.
+    """
+    for each in feedback:
+        chat = ((each.get("snapshot") or {}).get("chat") or {}).get("chat") or {}
+        messages = messages_of.get((each.get("meta") or {}).get("chat_id") or "", {})
+        for message_id, before in ((chat.get("history") or {}).get("messages") or {}).items():
+            original, message = before.get("content"), messages.get(message_id, {})
+            is_edited = bool(original) and not str(message.get("content") or original).startswith(original)
+            if is_edited and before.get("role") == "assistant" and not message.get("originalContent"):
+                message["originalContent"] = original
+
+
 def said_in(feedback: Iterable[Json], messages_of: dict[str, dict[str, Json]]) -> Iterator[Said]:
     """Yield the thumbs and comments, and the edits of messages.
 
@@ -146,9 +161,11 @@ def pass_on(client: Client, web_ui: WebUI) -> Json:
     """Post what people have said since the last pass; return how much, and how much is of no stored turn."""
     chats = web_ui.chats()
     messages_of = {each["id"]: ((each.get("chat") or {}).get("history") or {}).get("messages") or {} for each in chats}
+    feedback = web_ui.feedback()
+    note_originals(feedback, messages_of)
     known: dict[str, Chat] = {}
     counts = {"boolean": 0, "comment": 0, "demonstration": 0, "without_turn": 0}
-    for said in said_in(web_ui.feedback(), messages_of):
+    for said in said_in(feedback, messages_of):
         if said.chat_id not in known:
             known[said.chat_id] = Chat(client, said.chat_id, messages_of.get(said.chat_id, {}))
         turn_id = known[said.chat_id].turn_of(said.message_id)
