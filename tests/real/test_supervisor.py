@@ -83,11 +83,14 @@ def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
     with Supervisor(
         [_sleeper(path)], log_directory=tmp_path, say=lambda *line: output.append(line), first_delay_seconds=0.05
     ) as stack:
+        with (tmp_path / "sleeper.log").open("a") as log:
+            log.write("OSError: a warning that it survived\n")
         os.kill(_pids(path)[0], signal.SIGKILL)
         wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
         wait_until(lambda: stack.state("sleeper") is State.READY, "it is ready again")
         stack.check()
     assert any(text.startswith("died with signal SIGKILL") for _, text in output)
+    assert not any("last error" in text for _, text in output)  # a killed process wrote none
 
 
 def test_a_child_is_restarted_and_stopped_while_nobody_reads_the_output(tmp_path):

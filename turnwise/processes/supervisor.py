@@ -301,7 +301,9 @@ class Supervisor:
         if code == PERMANENT_STATUS:
             self._give_up(run, "cannot start")
             return
-        before, run.error = run.error, last_error(run.log_path, start=run.log_start)
+        before = run.error
+        # A process that was killed wrote no error: what its log has is a warning or an older one.
+        run.error = None if code == -signal.SIGKILL else last_error(run.log_path, start=run.log_start)
         is_alike = lived < self._alike_seconds and _is_same_error(run.error, before)
         is_quick = is_alike or lived < self._quick_seconds or run.state is State.STARTING
         run.num_quick_deaths = run.num_quick_deaths + 1 if is_quick else 1
