@@ -25,7 +25,7 @@ from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.demo import trail
-from turnwise.demo.rollouts import load_agent
+from turnwise.demo.plain_agent import load_agent
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.store import ledger, policies
 from turnwise.store.database import Database
@@ -95,7 +95,7 @@ class Run:
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.proxy = InProcessProxy(self.db, load_chat_template(str(model), "string"), tokenizer.decode, seed)
         self.proxy.follow()
-        self._play = load_agent(AGENT)
+        self._play = load_agent(str(AGENT))
         self._coin = random.Random(f"coin/{seed}")
         self._num_tasks = {Split.TRAIN: 0, Split.EVAL: 0}
         self.num_sessions = self.num_tokens = 0

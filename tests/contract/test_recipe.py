@@ -13,8 +13,8 @@ from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
+from turnwise.demo.plain_agent import load_module
 from turnwise.demo.recipe import find_recipe
-from turnwise.demo.rollouts import load_module
 from turnwise.settings import load_settings
 
 RECIPE = find_recipe("gsm8k")
@@ -23,7 +23,7 @@ QUESTION = "Natalia sold 48 clips in April and half as many in May. How many alt
 
 def test_the_agent_of_a_recipe_plays_a_group_with_its_tool_and_the_recipe_trains_on_it(tmp_path):
     """A right answer and a wrong one: rewards 1 and 0, one batch, one version."""
-    recipe, task = load_module(RECIPE / "recipe.py"), {"question": QUESTION, "answer": "72", "by_text": False}
+    recipe, task = load_module(str(RECIPE / "recipe.py")), {"question": QUESTION, "answer": "72", "by_text": False}
     url = f"sqlite:///{tmp_path}/turnwise.db"
 
     async def played(base_url: str, api_key: str) -> str:

@@ -53,8 +53,7 @@ def _run(settings: RecipeSettings) -> None:
     """Run the recipe with output on the terminal."""
     import sys
 
-    from turnwise.demo.__main__ import terminal
-    from turnwise.demo.driver import main
+    from turnwise.demo.driver import main, terminal
     from turnwise.demo.recipe import RecipeDemo
 
     say = terminal()

@@ -1,37 +1,52 @@
 """The whole demo: build a small model, start the stack, let the agent play and learn, and write a report.
 
-Engine, proxy and trainer are the separate processes that `turnwise up` starts. This driver is only a client, which
-plays rollouts no faster than the trainer claims them.
+The stack is one `turnwise up`, and all sessions are played by `turnwise run`. This driver starts these commands,
+follows the policy versions over HTTP, and reads the results that `turnwise run` records.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import click
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from turnwise.client import AsyncClient
-from turnwise.commands.preflight import load_trainer, needs_of
-from turnwise.demo import trail
+from turnwise.commands.flags import SettingsCommand
+from turnwise.demo import plain_agent, trail
+from turnwise.demo.plain_agent import Split, Tasks
 from turnwise.demo.report import Point, Report
-from turnwise.demo.rollouts import CONCURRENT_SESSIONS, Playing, Rollouts, Tasks, load_agent
-from turnwise.errors import TurnwiseError
-from turnwise.processes.engine_command import num_gpus
+from turnwise.errors import RolloutFailed, TurnwiseError
+from turnwise.processes.limited import run_limited
 from turnwise.processes.ports import free_port
-from turnwise.processes.stack import Stack, UpSettings
-from turnwise.processes.supervisor import Supervisor
-from turnwise.rollouts.pacing import active_policy
+from turnwise.processes.printer import Say
+from turnwise.processes.stack import ENGINE_START_SECONDS, command
+from turnwise.processes.supervisor import Child, Supervisor, tail_of
+from turnwise.rewards import transcript
+from turnwise.rollouts.pacing import POLL_SECONDS, active_policy
+from turnwise.rollouts.report import is_failed
+from turnwise.rollouts.results import RunResult, read_results
 from turnwise.settings import Settings, has_sections
+from turnwise.types import Json
 
-POLL_SECONDS = 0.25
-"""Interval between checks for a new policy version."""
+MAX_FAILED_SESSIONS = 5
+"""Number of failed sessions after which the demo ends with the last session's error."""
+SPARE_TASKS = 4
+"""Training tasks to each that is expected: further groups take the place of groups with equal rewards."""
+UP_SECONDS = 45.0
+"""How long `turnwise up` may take to end its processes."""
+RUN_SECONDS = 60.0
+"""How long running sessions may take to end; a cancelled call would count as failed."""
 
 
 class DemoSettings(Settings):
@@ -57,6 +72,9 @@ class DemoSettings(Settings):
     """Maximum number of versions; the demo then stops and reports the reward reached."""
 
 
+AnySettings = TypeVar("AnySettings", bound=DemoSettings)
+
+
 class Demo:
     """One run of the demo."""
 
@@ -64,39 +82,45 @@ class Demo:
     """The format of the model's warm-up, a key of `small_model.WORLDS`."""
     tasks: Tasks = trail
     """Makes the tasks and grades the answers."""
+    call = f"{plain_agent.__name__}:play"
+    """The function that `turnwise run` calls for each run."""
+    python = sys.executable
+    """Interpreter of the agent's environment."""
+    num_parallel = 64
+    """Sessions that are played at once. More do not increase the small engine's load."""
     title = "An agent learns to follow a trail"
     """Title of the picture."""
 
-    def __init__(self, settings: DemoSettings, say: Any) -> None:
+    def __init__(self, settings: DemoSettings, say: Say) -> None:
         self._settings = settings
         self._say = say
-        self._num_groups = 0
-        self._num_evaluations = 0
+        self._proxy = f"http://127.0.0.1:{free_port()}"
+        self._logs = settings.out / "logs"
         self._version = 0
         self._new_version = asyncio.Event()
 
     async def run(self) -> Report:
         """Run the demo, write the report and return it."""
-        settings = self._settings
-        settings.out.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
+        fresh(self._settings.out, ("turnwise.db", "turnwise.db-wal", "turnwise.db-shm", "policies", "rollouts"))
         model = await asyncio.to_thread(self._build_model)
+        self._write_tasks()
         warm_up_seconds = time.monotonic() - started
+        started = time.monotonic()
         with contextlib.ExitStack() as stack:
-            client = await asyncio.to_thread(self._start, stack, model)
-            started = time.monotonic()
-            async with client:
-                report = await self._learn(client)
+            up = await asyncio.to_thread(stack.enter_context, self._stack(model))
+            async with AsyncClient(self._proxy) as client:
+                report = await self._learn(client, up)
                 await self._count(client, report)
-            report.seconds = round(time.monotonic() - started, 1)
+        report.seconds = round(time.monotonic() - started, 1)
         report.warm_up_seconds = round(warm_up_seconds, 1)
         report.load_average = os.getloadavg()[1]
-        await asyncio.to_thread(report.write, settings.out)
         await self._complete(report)
+        await asyncio.to_thread(report.write, self._settings.out)
         return report
 
     async def _complete(self, report: Report) -> None:
-        """Measure what is measured after the stack has ended, and write the report again."""
+        """Measure what is measured after the stack has ended."""
 
     def _build_model(self) -> str:
         """Build the model unless it exists; return its directory."""
@@ -105,110 +129,152 @@ class Demo:
         directory = self._settings.out / f"model-{self._settings.seed}"
         return str(ensure_small_model(directory, self._say, self._settings.seed, world=self.world))
 
-    @contextlib.asynccontextmanager
-    async def _rollouts(self, client: AsyncClient) -> AsyncIterator[Playing]:
-        """Yield the object that plays the agent's sessions."""
-        model = (await client.models())[0]["id"]
-        agent = load_agent(self._settings.agent)
-        yield Rollouts(
-            client, agent, model, tasks=self.tasks, seed=self._settings.seed, num_parallel=CONCURRENT_SESSIONS
+    def _stack(self, model: str) -> Supervisor:
+        """Return `turnwise up` with its files under `out`."""
+        out, port = self._settings.out, self._proxy.rpartition(":")[2]
+        places = ["--database", f"sqlite:///{out / 'turnwise.db'}", "--runs-dir", str(out), "--port", port]
+        file = self._settings.trainer_config
+        trainer = ["--config" if has_sections(file) else "--trainer-config", str(file)]
+        up = Child(
+            name="up",
+            argv=command("up", "--model", model, *places, *trainer),
+            ready=f"{self._proxy}/readyz",
+            shown_lines=re.compile(r"\s*(?P<text>.*)"),
+            start_seconds=2 * ENGINE_START_SECONDS,
+            grace_seconds=UP_SECONDS,
         )
+        return Supervisor([up], log_directory=self._logs, say=self._say, max_quick_deaths=1)
 
-    def _start(self, stack: contextlib.ExitStack, model: str) -> AsyncClient:
-        """Start engine, proxy and trainer on a fresh database; return a client of the proxy."""
-        out = self._settings.out
-        for name in ("turnwise.db", "turnwise.db-wal", "turnwise.db-shm", "train.jsonl"):
-            (out / name).unlink(missing_ok=True)
-        up = UpSettings(
-            model=model,
-            database=SecretStr(f"sqlite:///{out / 'turnwise.db'}"),
-            port=free_port(),
-            runs_dir=out,
-            policies_dir=fresh_directory(out / "policies"),
-            trainer_config=self._settings.trainer_config,
+    def task(self, split: Split, index: int) -> Json:
+        """Return a line of a tasks file."""
+        tasks = getattr(self.tasks, "__name__", "")
+        return plain_agent.task_line(str(self._settings.agent), tasks, split, index, self._settings.seed)
+
+    def _write_tasks(self) -> None:
+        """Write more training tasks than will be played, and the held-out tasks, as files for `turnwise run`."""
+        settings = self._settings
+        num_tasks = SPARE_TASKS * settings.max_versions * self._groups_per_version()
+        self._write_tasks_file("train", "train", range(num_tasks))
+        self._write_tasks_file("eval", "eval", range(settings.num_eval_tasks))
+
+    def _write_tasks_file(self, name: str, split: Split, indices: range) -> None:
+        lines = (json.dumps(self.task(split, index)) for index in indices)
+        self._tasks_file(name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def _tasks_file(self, name: str) -> Path:
+        return self._settings.out / f"{name}-tasks.jsonl"
+
+    def _groups_per_version(self) -> int:
+        settings = self._settings
+        return settings.groups_per_batch * (settings.group_size if settings.single_sessions else 1)
+
+    async def _play(self, name: str, split: Split, *flags: str, tasks: str | None = None) -> list[RunResult]:
+        """Play the tasks of a file, by default those of the split, by `turnwise run`; return the results.
+
+        Raises:
+            RolloutFailed: some were not played, or too many failed.
+        """
+        log = self._logs / f"{name}.log"
+        places = ["--url", self._proxy, "--tasks", str(self._tasks_file(tasks or split))]
+        places += ["--out", str(self._results(name)), "--split", split]
+        agent = ["--call", self.call, "--python", self.python, "--parallel", str(self.num_parallel), "--timeout", "120"]
+        ended = await run_limited(
+            command("run", *places, *agent, *flags),
+            cwd=Path.cwd(),
+            environment=os.environ,
+            log=log,
+            timeout_seconds=None,
+            grace_seconds=RUN_SECONDS,
         )
-        needs = needs_of(load_trainer(up, None))
-        config = up.trainer_config if has_sections(self._settings.trainer_config) else None
-        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus()), needs=needs, config=config).children()
-        stack.enter_context(Supervisor(children, log_directory=out / "logs", say=self._say))
-        return AsyncClient(f"http://127.0.0.1:{up.port}")
+        results = read_results(self._results(name) / "results.jsonl")
+        self._check_failed(results)
+        if not results or ended.exit_status not in (0, 1):
+            raise RolloutFailed(f"`turnwise run` ended with {ended.exit_status}; its log {log}:\n{tail_of(log)}")
+        return results
 
-    async def _learn(self, client: AsyncClient) -> Report:
-        """Play until a held-out evaluation reaches the wanted reward."""
-        async with self._rollouts(client) as rollouts:
-            return await self._play_until_learnt(client, rollouts)
+    def _results(self, name: str) -> Path:
+        return self._settings.out / "rollouts" / name
 
-    async def _play_until_learnt(self, client: AsyncClient, rollouts: Playing) -> Report:
+    def _check_failed(self, results: Sequence[RunResult]) -> int:
+        """Return how many sessions failed.
+
+        Raises:
+            RolloutFailed: too many.
+        """
+        failed = [result for result in results if is_failed(result) or result.termination_reason == "timeout"]
+        if len(failed) >= MAX_FAILED_SESSIONS:
+            problem = failed[-1].error or failed[-1].termination_reason
+            raise RolloutFailed(f"{len(failed)} sessions failed, the last with {problem}")
+        return len(failed)
+
+    async def _learn(self, client: AsyncClient, up: Supervisor) -> Report:
+        """Play until the reward of the held-out tasks is high enough."""
         settings = self._settings
         self._say("demo", f"playing {settings.num_eval_tasks} held-out tasks before any training")
-        before = await self._evaluate(rollouts)
-        self._say("demo", f"held-out reward before: {before:.2f}")
+        before = await self._play("before", "eval")
         report = Report(
-            title=self.title, seed=settings.seed, reward_before=before, num_eval_tasks=settings.num_eval_tasks
+            title=self.title, seed=settings.seed, reward_before=mean_reward(before), num_eval_tasks=len(before)
         )
-        async with self._playing(client, rollouts, report):
+        self._say("demo", f"held-out reward before: {report.reward_before:.2f}")
+        async with self._training(client, up, report):
             while self._version < settings.max_versions:
-                await self._next_version()
-                if rollouts.tally.mean_reward(settings.groups_per_batch * settings.group_size) < settings.target_reward:
+                await self._new_version.wait()
+                if report.curve[-1].reward < settings.target_reward:
                     continue
-                report.reward_after = await self._evaluate(rollouts)
+                after = await self._play(f"version-{self._version}", "eval")
+                report.reward_after = mean_reward(after)
                 self._say("demo", f"held-out reward of version {self._version}: {report.reward_after:.2f}")
+                await self._write_transcript(client, before, after)
                 if report.reward_after >= settings.enough_reward:
                     break
-        report.num_sessions, report.failed_requests = rollouts.tally.num_sessions, rollouts.tally.num_failed
         report.num_policy_versions = self._version
         return report
 
-    async def _evaluate(self, rollouts: Playing) -> float:
-        """Play new held-out tasks."""
-        count = self._settings.num_eval_tasks
-        self._num_evaluations += 1
-        return await rollouts.evaluate((self._num_evaluations - 1) * count, count)
-
     @contextlib.asynccontextmanager
-    async def _playing(self, client: AsyncClient, rollouts: Playing, report: Report) -> AsyncIterator[None]:
-        """Play training groups and watch the versions in the background; fail as soon as one of them fails.
+    async def _training(self, client: AsyncClient, up: Supervisor, report: Report) -> AsyncIterator[None]:
+        """Play training tasks and follow the versions in the background; fail as soon as one of them fails.
 
-        Running sessions are completed, because a cancelled call would count as failed.
+        Running sessions are completed at the end.
         """
         async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(self._play_groups(rollouts, tasks)),
-                tasks.create_task(self._watch(client, rollouts, report)),
-            ]
+            background = [tasks.create_task(self._train()), tasks.create_task(self._follow(client, up, report))]
             yield
-            rollouts.is_training = False
             for task in background:
                 task.cancel()
 
-    async def _play_groups(self, rollouts: Playing, groups: asyncio.TaskGroup) -> None:
-        """Start groups, never more than `lead` batches ahead of the trainer."""
+    async def _train(self) -> None:
+        """Play training tasks, never more than `lead` batches ahead of the trainer.
+
+        Raises:
+            RolloutFailed: all tasks have been played.
+        """
+        settings = self._settings
+        size = 1 if settings.single_sessions else settings.group_size
+        pace = ["--groups-per-version", str(self._groups_per_version()), "--lead", str(settings.lead)]
+        results = await self._play("training", "train", "--group-size", str(size), *pace)
+        raise RolloutFailed(f"the target is not reached after all training tasks, in {len(results)} sessions")
+
+    async def _follow(self, client: AsyncClient, up: Supervisor, report: Report) -> None:
+        """Follow the policy versions and print a line for each.
+
+        Raises:
+            ChildFailed: `turnwise up` has ended.
+            RolloutFailed: too many sessions failed.
+        """
         settings = self._settings
         while True:
-            while self._num_groups >= (self._version + settings.lead) * settings.groups_per_batch:
-                await self._next_version()
-            play = rollouts.train_singles if settings.single_sessions else rollouts.train_group
-            groups.create_task(play(self._num_groups, settings.group_size))
-            self._num_groups += 1
-
-    async def _next_version(self) -> None:
-        await self._new_version.wait()
-
-    async def _watch(self, client: AsyncClient, rollouts: Playing, report: Report) -> None:
-        """Follow the policy versions and print a line for each."""
-        settings = self._settings
-        batch = settings.groups_per_batch * settings.group_size
-        while True:
+            up.check()
             active = await active_policy(client)
             if active is not None and active["version"] > self._version:
                 self._version = active["version"]
-                staleness = (active["metrics"] or {}).get("staleness_mean")
+                played = read_results(self._results("training") / "results.jsonl")
+                self._check_failed(played)
                 point = Point(
                     self._version,
-                    rollouts.tally.num_sessions,
-                    rollouts.tally.mean_reward(batch),
+                    len(played),
+                    mean_reward(played[-settings.groups_per_batch * settings.group_size :]),
                     active["reload_seconds"],
-                    staleness,
+                    (active["metrics"] or {}).get("staleness_mean"),
                 )
                 report.curve.append(point)
                 self._say("learn", describe(point))
@@ -216,8 +282,21 @@ class Demo:
                 self._new_version = asyncio.Event()
             await asyncio.sleep(POLL_SECONDS)
 
+    async def _write_transcript(
+        self, client: AsyncClient, before: Sequence[RunResult], after: Sequence[RunResult]
+    ) -> None:
+        """Write one task's conversation before and after training, if possible a task that is solved only after it."""
+        first = {result.task_id: result for result in before}
+        pairs = [(first[result.task_id], result) for result in after if result.task_id in first]
+        pair = min(pairs, key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
+        parts = [f"# Task {pair[0].task_id}"]
+        for title, result in zip(("Before", "After"), pair, strict=True):
+            parts.append(f"## {title}: reward {result.reward:g}, {result.num_turns} turns")
+            parts.append(await conversation(client, result.session_id))
+        (self._settings.out / "transcript.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
     async def _count(self, client: AsyncClient, report: Report) -> None:
-        """Copy the proxy's own counts to the report."""
+        """Copy the counts of the proxy and of `turnwise run` to the report."""
         families = text_string_to_metric_families(await client.metrics())
         for sample in (each for family in families for each in family.samples):
             match sample.name:
@@ -228,10 +307,30 @@ class Demo:
                     report.refused[sample.labels["code"]] = int(sample.value)
                 case "turnwise_tokens_total" if sample.labels["kind"] == "sampled":
                     report.num_sampled_tokens = int(sample.value)
+        played = [
+            result
+            for path in (self._settings.out / "rollouts").glob("*/results.jsonl")
+            for result in read_results(path)
+        ]
+        report.num_sessions = len(played)
         report.num_turns = sum(report.outcomes.values())
-        report.failed_requests += report.outcomes.get("error", 0) + report.outcomes.get("aborted", 0)
-        report.failed_requests += sum(report.refused.values())
+        report.num_chains_max = max([session["num_chains"] async for session in client.sessions()])
+        report.failed_requests = report.outcomes.get("error", 0) + report.outcomes.get("aborted", 0)
+        report.failed_requests += self._check_failed(played) + sum(report.refused.values())
         report.reload_pause_seconds_max = max((point.reload_seconds or 0.0 for point in report.curve), default=0.0)
+
+
+def mean_reward(results: Sequence[RunResult]) -> float:
+    """Return the mean reward; sessions without one count as 0."""
+    return sum(result.reward or 0.0 for result in results) / max(1, len(results))
+
+
+async def conversation(client: AsyncClient, session_id: str) -> str:
+    """Return a session's conversation as text."""
+    turns = [turn async for turn in client.turns(session_id)]
+    messages = transcript.conversation(turns, turns[-1]["turn_id"])["messages"]
+    texts = [(each["role"], each.get("content") or json.dumps(each.get("tool_calls"), indent=2)) for each in messages]
+    return "\n\n".join(f"**{role}**\n\n~~~\n{text}\n~~~" for role, text in texts)
 
 
 def describe(point: Point) -> str:
@@ -245,17 +344,19 @@ def describe(point: Point) -> str:
     )
 
 
-def fresh_directory(directory: Path) -> Path:
-    """Return an empty directory, so that a new database is not used with an old run's policies."""
+def fresh(directory: Path, names: Sequence[str]) -> None:
+    """Create a directory, and delete what an earlier run left in it under these names."""
     import shutil
 
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-    return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in (directory / name for name in names):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
+def conclude(report: Report, settings: DemoSettings, say: Say) -> int:
     """Print the result and the paths of the output; return the exit status."""
     out = settings.out
     say(
@@ -273,6 +374,7 @@ def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
         f"{report.warm_up_seconds:.0f} s to build the model, {report.seconds:.0f} s from the start of the engine on",
     )
     say("demo", f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}")
+    say("demo", f"one task before and after: {out / 'transcript.md'}")
     say("demo", f"look inside: turnwise sessions --database sqlite:///{out / 'turnwise.db'}")
     if report.reward_after < settings.enough_reward or report.failed_requests:
         say("demo", f"target missed: at least {settings.enough_reward} held-out reward and no failed request")
@@ -280,7 +382,7 @@ def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
     return 0
 
 
-def main(demo: Demo, settings: DemoSettings, say: Any) -> int:
+def main(demo: Demo, settings: DemoSettings, say: Say) -> int:
     """Run a demo and return the exit status."""
     report = None
     try:
@@ -289,3 +391,25 @@ def main(demo: Demo, settings: DemoSettings, say: Any) -> int:
         for failure in failures.exceptions:
             say("demo", f"failed: {failure}")
     return 1 if report is None else conclude(report, settings, say)
+
+
+def terminal() -> Say:
+    """Return a function that prints lines to the terminal with the elapsed seconds."""
+    started = time.monotonic()
+
+    def say(who: str, text: str) -> None:
+        click.echo(f"{time.monotonic() - started:6.1f} s  {who:8s} {text}")
+
+    return say
+
+
+def demo_command(
+    name: str, settings: type[AnySettings], demo: Callable[[AnySettings, Say], Demo], summary: str
+) -> SettingsCommand:
+    """Return the command that runs a demo with output on the terminal."""
+
+    def run(given: AnySettings) -> None:
+        say = terminal()
+        sys.exit(main(demo(given, say), given, say))
+
+    return SettingsCommand(name, section="demo", settings=lambda: settings, run=run, help=summary)

@@ -7,27 +7,24 @@ on unrelated conversations. `--control` gives each session the reward of another
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from turnwise.client import AsyncClient
-from turnwise.commands.flags import SettingsCommand
 from turnwise.demo import bosses
-from turnwise.demo.__main__ import terminal
-from turnwise.demo.driver import Demo, DemoSettings, main
+from turnwise.demo.driver import Demo, DemoSettings, demo_command, mean_reward
 from turnwise.demo.forgetting import measure_forgetting
+from turnwise.demo.plain_agent import Split, Tasks
 from turnwise.demo.pretrained import write_pretrained
 from turnwise.demo.report import Report
-from turnwise.demo.rollouts import Rollouts, ShuffledRewards, Tasks, load_agent
+from turnwise.processes.printer import Say
+from turnwise.processes.supervisor import Supervisor
 from turnwise.rollouts.pacing import active_policy
-from turnwise.types import PolicyKind
+from turnwise.types import Json, PolicyKind
 
-GREEDY = {"temperature": 0.0}
+GREEDY = ("--sampling", '{"temperature": 0}')
 FIRST_FINAL_TASK = 1_000_000
 """Index of the first task of the last evaluation; those before it decided when the training ended."""
 
@@ -54,8 +51,9 @@ class RealDemo(Demo):
 
     tasks: Tasks = bosses
     title = "SmolLM2-135M-Instruct learns a task of three turns"
+    num_parallel = 16
 
-    def __init__(self, settings: RealDemoSettings, say: Any) -> None:
+    def __init__(self, settings: RealDemoSettings, say: Say) -> None:
         super().__init__(settings, say)
         self._real = settings
         self._base = settings.out / "SmolLM2-135M-Instruct"
@@ -66,44 +64,36 @@ class RealDemo(Demo):
         self._say("model", f"SmolLM2-135M-Instruct (quantised to 4 bits before) in {self._base}")
         return str(write_pretrained(self._base))
 
-    @contextlib.asynccontextmanager
-    async def _rollouts(self, client: AsyncClient) -> AsyncIterator[Rollouts]:
-        settings = self._real
-        yield Rollouts(
-            client,
-            load_agent(settings.agent),
-            (await client.models())[0]["id"],
-            tasks=self.tasks,
-            seed=settings.seed,
-            num_parallel=16,
-            shuffled=ShuffledRewards(settings.seed) if settings.control else None,
-        )
+    def task(self, split: Split, index: int) -> Json:
+        """Return a line of a tasks file."""
+        return super().task(split, index) | {"shuffled": self._real.control and split == "train"}
 
-    async def _learn(self, client: AsyncClient) -> Report:
+    def _write_tasks(self) -> None:
+        super()._write_tasks()
+        final = range(FIRST_FINAL_TASK, FIRST_FINAL_TASK + self._settings.num_eval_tasks)
+        self._write_tasks_file("final", "eval", final)
+
+    async def _learn(self, client: AsyncClient, up: Supervisor) -> Report:
         """Play until it has learnt, then evaluate the served version on held-out tasks that nothing was decided by."""
-        count = self._settings.num_eval_tasks
-        async with self._rollouts(client) as rollouts:
-            greedy_before = await rollouts.evaluate(FIRST_FINAL_TASK, count, GREEDY)
-            report = await self._play_until_learnt(client, rollouts)
-            self._learnt = await active_policy(client) or {}
-            await client.activate(self._learnt["version"])  # the trainer may still publish another one
-            report.reward_after = await rollouts.evaluate(FIRST_FINAL_TASK, count)
-            greedy_after = await rollouts.evaluate(FIRST_FINAL_TASK, count, GREEDY)
-            report.greedy = (greedy_before, greedy_after)
-        self._say("demo", f"greedily: {greedy_before:.2f} → {greedy_after:.2f}")
+        before = await self._play("greedy-before", "eval", *GREEDY, tasks="final")
+        report = await super()._learn(client, up)
+        self._learnt = await active_policy(client) or {}
+        await client.activate(self._learnt["version"])  # the trainer may still publish another one
+        report.reward_after = mean_reward(await self._play("final", "eval", tasks="final"))
+        after = await self._play("greedy-after", "eval", *GREEDY, tasks="final")
+        report.greedy = (mean_reward(before), mean_reward(after))
+        self._say("demo", f"greedily: {report.greedy[0]:.2f} → {report.greedy[1]:.2f}")
         return report
 
     async def _complete(self, report: Report) -> None:
         """Measure what was forgotten, now that the engine leaves the processor free."""
-        report.forgetting = await asyncio.to_thread(
+        found = report.forgetting = await asyncio.to_thread(
             measure_forgetting,
             self._base,
             Path(self._learnt["path"]),
             PolicyKind(self._learnt["kind"]),
             self._real.unrelated,
         )
-        await asyncio.to_thread(report.write, self._settings.out)
-        found = report.forgetting
         self._say(
             "demo",
             f"{found.num_conversations} unrelated conversations: loss {found.loss_before:.3f} → "
@@ -111,18 +101,11 @@ class RealDemo(Demo):
         )
 
 
-def run(settings: RealDemoSettings) -> None:
-    """Run the demo with output on the terminal."""
-    say = terminal()
-    sys.exit(main(RealDemo(settings, say), settings, say))
-
-
-command = SettingsCommand(
+command = demo_command(
     "demo-real",
-    section="demo",
-    settings=lambda: RealDemoSettings,
-    run=run,
-    help="Let a pretrained model learn a task from its rewards, everything real.",
+    RealDemoSettings,
+    RealDemo,
+    "Let a pretrained model learn a task from its rewards, everything real.",
 )
 
 if __name__ == "__main__":

@@ -11,15 +11,19 @@ import dataclasses
 import random
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from turnwise.demo.plain_agent import Split, load_module, play_task
 from turnwise.demo.real import RealDemo, RealDemoSettings
 from turnwise.demo.report import Report
-from turnwise.demo.rollouts import load_module
 from turnwise.errors import SettingsError
+from turnwise.processes.printer import Say
 from turnwise.types import Json
+
+if TYPE_CHECKING:
+    from turnwise.rollouts.worker import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 """The recipes and examples of a checkout."""
@@ -74,11 +78,14 @@ class RecipeTasks:
 class RecipeDemo(RealDemo):
     """The run of a recipe."""
 
-    def __init__(self, settings: RecipeSettings, say: Any) -> None:
+    call = f"{__name__}:play"
+
+    def __init__(self, settings: RecipeSettings, say: Say) -> None:
         super().__init__(settings, say)
         self._model = settings.model
         name = settings.agent.resolve().parent.name
-        self.tasks = RecipeTasks(name, load_module(settings.agent), settings.options)
+        self.tasks = RecipeTasks(name, load_module(str(settings.agent)), settings.options)
+        self._recipe = {"recipe": name, "options": settings.options}
         self.title = f"{Path(settings.model or self._base).name}: {name}"
 
     def _build_model(self) -> str:
@@ -88,6 +95,16 @@ class RecipeDemo(RealDemo):
         """Measure what was forgotten, of the model whose replies are known."""
         if self._model is None:
             await super()._complete(report)
+
+    def task(self, split: Split, index: int) -> Json:
+        """Return a line of a tasks file."""
+        return super().task(split, index) | self._recipe
+
+
+async def play(line: Json, run: Run) -> float:
+    """Play the task that a line names; return its reward."""
+    tasks = RecipeTasks(line["recipe"], load_module(line["agent"]), line["options"])
+    return await play_task(tasks, line, run)
 
 
 def recipes() -> dict[str, Path]:

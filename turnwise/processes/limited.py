@@ -43,6 +43,7 @@ async def run_limited(
     timeout_seconds: float | None,
     stdin: bytes | None = None,
     capture: bool = False,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> Ended:
     """Run a command and return how it ended.
 
@@ -54,11 +55,12 @@ async def run_limited(
         timeout_seconds: The process tree is ended after this time; None waits without a limit.
         stdin: What it reads; None gives it an empty standard input.
         capture: Return standard output.
+        grace_seconds: Time from the term signal to the kill, where this call is cancelled or takes too long.
     """
     started = time.monotonic()
     with log.open("ab") as written:
         process = await asyncio.create_subprocess_exec(
-            *guard.guarded(argv, GRACE_SECONDS),
+            *guard.guarded(argv, grace_seconds),
             cwd=cwd,
             env=dict(environment),
             stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,

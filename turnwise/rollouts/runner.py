@@ -258,6 +258,7 @@ def _fields(settings: RunSettings, planned: _Planned, session_id: str, results: 
         split=planned.split,
         credit=settings.credit,
         gamma=settings.gamma,
+        sampling=settings.sampling,
         metadata={"rollouts": results.name, "pass": planned.pass_index},
     )
     if planned.split == "train" and planned.group_size > 1:

@@ -43,6 +43,7 @@ async def run_once(settings: RunSettings, argv: Sequence[str], say: Callable[[st
                 split=settings.split,
                 credit=settings.credit,
                 gamma=settings.gamma,
+                sampling=settings.sampling,
                 metadata={"agent": agent.name},
             )
         )

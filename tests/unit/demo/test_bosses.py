@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.demo import bosses
 from turnwise.demo.forgetting import measure_forgetting
-from turnwise.demo.rollouts import NUM_SHUFFLED, ShuffledRewards
+from turnwise.demo.plain_agent import NUM_SHUFFLED, ShuffledRewards
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.types import PolicyKind
 

@@ -12,9 +12,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from trainer.settings import TrainerSettings
+from turnwise.demo.plain_agent import load_module
 from turnwise.demo.recipe import RecipeDemo, RecipeSettings, RecipeTasks, find_recipe, recipes
 from turnwise.demo.report import Report
-from turnwise.demo.rollouts import load_module
 from turnwise.errors import SettingsError
 from turnwise.processes.engine_command import EngineSettings
 from turnwise.settings import load_settings
@@ -32,7 +32,7 @@ def settings_of(name: str, size: str) -> RecipeSettings:
 
 
 def module_of(name: str) -> Any:
-    return load_module(find_recipe(name) / "recipe.py")
+    return load_module(str(find_recipe(name) / "recipe.py"))
 
 
 def tasks_of(name: str, size: str) -> RecipeTasks:

@@ -1,0 +1,121 @@
+"""Lets `turnwise run --call` play an agent that does not use Turnwise, and grades its last reply.
+
+The agent is a file with `async def play(client, task, model)`. It gets a plain OpenAI client.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from turnwise.errors import SettingsError
+from turnwise.types import Json
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from turnwise.rollouts.worker import Run
+
+Split = Literal["train", "eval"]
+Play = Callable[[Any, Json, str], Awaitable[str]]
+MAX_RETRIES = 8
+NUM_SHUFFLED = 64
+"""Rewards among which a control exchanges."""
+
+
+class DemoTask(Protocol):
+    """A task of a demo."""
+
+    def for_agent(self) -> Json:
+        """Return the task as JSON for an agent, without the answer."""
+
+
+class Tasks(Protocol):
+    """Makes tasks and grades answers; a module such as `trail`."""
+
+    def make_task(self, split: Split, index: int, seed: int, /) -> Any:
+        """Return a task; the same arguments give the same `DemoTask`."""
+
+    def reward(self, task: Any, final_text: str, /) -> float:
+        """Return the reward of the agent's last reply."""
+
+
+def task_line(agent: str, tasks: str, split: Split, index: int, seed: int) -> Json:
+    """Return a line of a tasks file that names a task of a module."""
+    named = {"agent": agent, "tasks": tasks, "split": split, "index": index, "seed": seed}
+    return {"task_id": f"{split}-{seed}-{index}", **named}
+
+
+async def play(line: Json, run: Run) -> float:
+    """Play the task that a line names; return its reward."""
+    return await play_task(cast("Tasks", importlib.import_module(line["tasks"])), line, run)
+
+
+async def play_task(tasks: Tasks, line: Json, run: Run) -> float:
+    """Play one of the tasks; return its reward."""
+    task: DemoTask = tasks.make_task(line["split"], line["index"], line["seed"])
+    client = _client().with_options(base_url=run.base_url, api_key=run.api_key)
+    reward = tasks.reward(task, await load_agent(line["agent"])(client, task.for_agent(), run.model))
+    return _shuffled(line["seed"]).exchange(reward) if line.get("shuffled") else reward
+
+
+class ShuffledRewards:
+    """Gives each training session the reward of another one: a control that has nothing to learn.
+
+    Rewards keep their mean and their spread.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - a control of an experiment, no secret
+        self._held: list[float] = []
+
+    def exchange(self, reward: float) -> float:
+        """Keep a reward, and return one of the latest ones; so few at the beginning that some are given twice."""
+        self._held.append(reward)
+        if len(self._held) <= NUM_SHUFFLED:
+            return self._random.choice(self._held)
+        return self._held.pop(self._random.randrange(len(self._held)))
+
+
+@functools.cache
+def _shuffled(seed: int) -> ShuffledRewards:
+    """Return what all runs of this process exchange their rewards in."""
+    return ShuffledRewards(seed)
+
+
+@functools.cache
+def load_module(path: str) -> ModuleType:
+    """Return the module of an agent's file.
+
+    Raises:
+        SettingsError: the file does not exist, or has no `play`.
+    """
+    spec = importlib.util.spec_from_file_location("agent", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise SettingsError(
+            f"there is no agent at {path!r}; give a Python file with `async def play(client, task, model)`"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "play"):
+        raise SettingsError(f"{path!r} has no `async def play(client, task, model)`")
+    return module
+
+
+def load_agent(path: str) -> Play:
+    """Return the agent's `play`."""
+    return cast("Play", load_module(path).play)
+
+
+@functools.cache
+def _client() -> AsyncOpenAI:
+    """Return the client whose connections all runs share."""
+    import openai
+
+    return openai.AsyncOpenAI(base_url="http://127.0.0.1:8100/v1", api_key="none", max_retries=MAX_RETRIES)
