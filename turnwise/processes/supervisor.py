@@ -35,6 +35,8 @@ _TICK_SECONDS = 0.05
 _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Refused|Failed)\b: .*|^turnwise: .*")
 """The last line of a traceback, or an error of one of our commands."""
 _NUMBER = re.compile(r"\d+")
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""The status of a killed process, and as the guard reports it."""
 MAX_ERROR_CHARACTERS = 400
 _PROBE_SECONDS = 1.0
 """Time limit of one request to a readiness URL."""
@@ -303,7 +305,7 @@ class Supervisor:
             return
         before = run.error
         # A process that was killed wrote no error: what its log has is a warning or an older one.
-        run.error = None if code == -signal.SIGKILL else last_error(run.log_path, start=run.log_start)
+        run.error = None if code in KILLED else last_error(run.log_path, start=run.log_start)
         is_alike = lived < self._alike_seconds and _is_same_error(run.error, before)
         is_quick = is_alike or lived < self._quick_seconds or run.state is State.STARTING
         run.num_quick_deaths = run.num_quick_deaths + 1 if is_quick else 1
