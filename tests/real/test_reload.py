@@ -16,6 +16,7 @@ import statistics
 import time
 import urllib.error
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,18 +44,24 @@ MOST_RELOADS = 60
 SIZES = [pytest.param(2, 8), pytest.param(60, 32, marks=pytest.mark.slow)]
 
 
+GREEDY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Which city?"}],
+    "temperature": 0,
+    "logprobs": True,
+    "extra_body": {"return_token_ids": True, "ignore_eos": True},
+}
+
+
 def greedy_gap(proxy: RunningProxy, forward: Forward) -> float:
     """Sample greedily and return the largest |logprob difference| from the forward."""
     with OpenAI(base_url=proxy.v1, api_key="none") as client:
-        reply = client.chat.completions.create(
-            model="small",
-            messages=[{"role": "user", "content": "Which city?"}],
-            temperature=0,
-            max_completion_tokens=16,
-            logprobs=True,
-            extra_body={"return_token_ids": True, "ignore_eos": True},
-        )
+        reply = client.chat.completions.create(model="small", max_completion_tokens=16, **GREEDY)
     assert reply.model == "small"
+    return gap(reply, forward)
+
+
+def gap(reply: Any, forward: Forward) -> float:
+    """Return the largest |logprob difference| of a reply's tokens from the forward."""
     prompt, sampled = reply.prompt_token_ids, reply.choices[0].token_ids
     theirs = torch.tensor([entry.logprob for entry in reply.choices[0].logprobs.content])
     return float((forward(prompt + sampled, len(prompt)) - theirs).abs().max())
@@ -420,6 +427,29 @@ def test_adapters_are_swapped_between_calls_without_a_pause_and_unloaded_when_un
     ask(served.url, "/v1/policies/0/activate", {})
     wait_for_status(served, 0)
     assert greedy_gap(served, forwards[0]) < TOLERANCE
+
+
+def test_calls_in_one_batch_are_each_computed_with_their_own_adapter_or_with_none(
+    served: RunningProxy, engine: RunningEngine, tmp_path: Path
+):
+    """The engine's slots are full, and every step computes tokens of both adapters and of the model without one."""
+    forwards = {"small": forward_of(engine.model_dir)}
+    for number in (1, 2):
+        path = write_adapter(engine.model_dir, tmp_path / f"a{number}", number)
+        assert publish(served, path, kind="lora") == number
+        wait_for_status(served, number)
+        forwards[f"policy-v{number}"] = forward_of(engine.model_dir, path)
+
+    async def sample_together() -> list[tuple[str, Any]]:
+        async with AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none") as client:
+            models = [*forwards] * 3
+            calls = [client.chat.completions.create(model=each, max_completion_tokens=64, **GREEDY) for each in models]
+            return list(zip(models, await asyncio.gather(*calls), strict=True))
+
+    replies = asyncio.run(sample_together())
+    assert [
+        (model, gap(reply, forwards[model])) for model, reply in replies if gap(reply, forwards[model]) > TOLERANCE
+    ] == []
 
 
 def test_a_bad_adapter_is_refused_and_the_last_good_one_is_served(

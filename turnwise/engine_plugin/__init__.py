@@ -3,7 +3,8 @@
 vLLM loads this package in each of its processes by the entry point `vllm.general_plugins`. It registers a backend for
 vLLM's weight transfer: `weight_engine` is the part inside vLLM, `receiver` receives and checks a version, `channel`
 carries bytes over a process group of torch's, `layout` defines what the bytes mean. The trainer uses the last two to
-send. `tied_head` mends loads of models whose output head is tied to the embeddings.
+send. `tied_head` mends loads of models whose output head is tied to the embeddings, and `no_adapter` batches in which
+only some calls have an adapter.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 
 def register() -> None:
-    """Register the backend, and mend loads; vLLM calls this in each of its processes, sometimes more than once."""
+    """Register the backend, and mend what vLLM's CPU kernels get wrong.
+
+    vLLM calls this in each of its processes, sometimes more than once.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
     from vllm.model_executor.model_loader.reload import layerwise
 
+    from turnwise.engine_plugin.no_adapter import leave_out_tokens_without_adapter
     from turnwise.engine_plugin.tied_head import follow_loads
 
     follow_loads(layerwise)
+    leave_out_tokens_without_adapter(lora_ops, punica_cpu)
 
     try:
         WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
