@@ -189,7 +189,7 @@ def evaluation_environment(proxy_url: str, key: str, version: int) -> dict[str, 
         "TURNWISE_POLICY_VERSION": str(version),
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": key,
-        variable_name("run", "proxy"): proxy_url,
+        variable_name("run", "url"): proxy_url,
         variable_name("run", "api_key"): key,
     }
 

@@ -41,6 +41,11 @@ def test_a_session_gives_an_openai_client_that_samples_in_it(proxy, client):
     assert proxy.sessions[session.session_id]["run"] == 2
 
 
+def test_a_key_that_was_not_copied_whole_is_refused_before_it_is_sent(proxy):
+    with pytest.raises(errors.InvalidRequest, match="ASCII"):
+        Client(proxy.base_url, "tw-12ab…")
+
+
 def test_creating_a_session_again_after_a_lost_answer_returns_the_existing_one(proxy, client):
     """A retried creation must not create a second, empty session."""
     proxy.lose_answers = 1

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from click.testing import CliRunner
 from openai import OpenAI
 from support.checkpoints import write_perturbed
-from support.control_plane import publish
+from support.control_plane import wait_for_status
 from support.engines import RunningEngine
 from support.proxies import running_proxy
 
@@ -33,7 +33,7 @@ def captured(engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) ->
     """A database with a conversation of three turns for each way of sampling."""
     place = tmp_path_factory.mktemp("captured") / "turnwise.db"
     with running_proxy(engine.url, f"sqlite:///{place}", place.parent) as proxy:
-        publish(proxy, engine.model_dir)
+        wait_for_status(proxy, 0)
         for number, sampling in enumerate(SAMPLINGS):
             client = OpenAI(base_url=f"{proxy.url}/sessions/s{number}/v1", api_key="none")
             messages: list = [{"role": "user", "content": "Follow each boss from Kim."}]

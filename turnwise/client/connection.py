@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from turnwise.client.wire import API_KEY_WHEN_NONE, Call
+from turnwise.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import openai
@@ -122,7 +123,12 @@ class Connection:
             max_retries: number of retries after a broken connection, 429 or 503.
             openai_timeout: seconds for each model call of the sessions' OpenAI clients.
             transport: connections of another client to share; by default the client opens its own.
+
+        Raises:
+            InvalidRequest: the API key cannot be sent.
         """
+        if not (api_key or "").isascii():
+            raise InvalidRequest("an API key has ASCII characters alone; copy it again, whole", param="api_key")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.api_key = api_key or API_KEY_WHEN_NONE
         self.max_retries = max_retries

@@ -112,8 +112,11 @@ class Runner:
                     await self._start(group, running)
                     if self.stopping.is_set():
                         break
-        except* (TurnwiseError, OSError) as failures:
-            raise _first(failures) from None
+        except BaseExceptionGroup as failures:  # Python 3.11.2 puts what `except*` raises into a group again
+            expected, others = failures.split((TurnwiseError, OSError))
+            if expected is None or others is not None:
+                raise
+            raise _first(expected) from None
         finished = self._results.finished | {result.key: result for result in self._without_calls}
         return [finished[each.key] for each in planned if each.key in finished]
 

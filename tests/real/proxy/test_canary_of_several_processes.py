@@ -146,7 +146,9 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
 async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(stage: Stage, monkeypatch):
     """Before it no session outside the trial samples with the new version, also not at the driver."""
     monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
-    async with stage.process(canary_share=0.5, canary_min_sessions=2, canary_max_sessions=2) as driver:
+    async with stage.process(
+        canary_share=0.5, canary_min_sessions=2, canary_max_sessions=2, holdout_share=0.0
+    ) as driver:
         stage.publish(1, PolicyKind.LORA)
         await driver.follow()
         stage.publish(2, PolicyKind.LORA)

@@ -17,6 +17,7 @@ from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger,
 from trainer.learning.selection import SelectionRule
 from trainer.learning.singles import MOST_ROWS, WINDOW, Row, baseline, moved_on
 from turnwise.store import ledger, queries
+from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter, agent_digest
 from turnwise.types import Reward
 
@@ -180,7 +181,7 @@ def played(tmp_path):
     database = new_ledger(tmp_path / "ledger.db")
     players = Rollouts(database, load_model(model), has_groups=False)
     players.play("a", num_groups=3, group_size=4)
-    yield SimpleNamespace(model=model, database=database, directory=tmp_path)
+    yield SimpleNamespace(model=model, database=database, directory=tmp_path, players=players)
     database.close()
 
 
@@ -201,15 +202,24 @@ def test_a_run_that_is_resumed_has_the_weights_and_the_window_of_one_that_was_no
 
 
 def test_the_window_of_batches_that_train_nothing_is_resumed_from_the_ledger(played):
-    """With rewards that are all equal no version is made, so that no checkpoint holds what the batches added."""
-    with played.database.write() as connection:
+    """With rewards that are all equal no version is made, so that no checkpoint holds what the batches added.
+
+    A batch that teaches nothing takes the other sessions that are ready, too.
+    """
+    make_rewards_equal(played.database)
+    before = train(settings_for(played.directory, played.model, total_batches=1, **BATCHES))
+    assert (before.progress.policy_version, len(before.singles)) == (0, 12)
+    played.players.play("b", num_groups=1, group_size=4)
+    make_rewards_equal(played.database)
+    after = train(settings_for(played.directory, played.model, total_batches=2, **BATCHES))
+    assert len(after.singles) == 16
+    assert after.singles[:12] == before.singles
+    with played.database.read() as connection:
+        assert queries.counts(connection).groups == {"dropped": 16}
+
+
+def make_rewards_equal(database: Database) -> None:
+    with database.write() as connection:
         sessions, _ = queries.sessions(connection, SessionFilter(), limit=100)
         lines = [Reward(session_id=one.session_id, step=step, value=0.5) for one in sessions for step in (0, 1)]
         ledger.add_rewards(connection, lines)
-    before = train(settings_for(played.directory, played.model, total_batches=2, **BATCHES))
-    assert (before.progress.policy_version, len(before.singles)) == (0, 8)
-    after = train(settings_for(played.directory, played.model, total_batches=3, **BATCHES))
-    assert len(after.singles) == 12
-    assert after.singles[:8] == before.singles
-    with played.database.read() as connection:
-        assert queries.counts(connection).groups == {"dropped": 12}
