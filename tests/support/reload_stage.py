@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from turnwise_fake_engine import RunningFakeEngine
+from support.migrated import migrated
+from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
@@ -138,3 +139,14 @@ class Stage:
     def loads(self) -> list[list[str]]:
         """The names of the directories that each engine loaded."""
         return [[Path(path).name for path in engine.state.reloads] for engine in self.engines]
+
+
+@contextlib.contextmanager
+def running_stage(directory: Path, *scripts: Script) -> Iterator[Stage]:
+    """Run an engine for each script over a new store until the block ends."""
+    url = f"sqlite:///{directory}/turnwise.db"
+    database = Database(migrated(url))
+    with contextlib.ExitStack() as engines:
+        running = [engines.enter_context(running_fake_engine(script)) for script in scripts]
+        yield Stage(database, url, running, directory)
+    database.close()

@@ -11,24 +11,19 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from support.reload_stage import Process, Stage
-from turnwise_fake_engine import Script, running_fake_engine
+from support.reload_stage import Process, Stage, running_stage
+from turnwise_fake_engine import Script
 
 from proxy.engines.state import EngineState
 from turnwise.store import policies
 from turnwise.store.arms import Arm
-from turnwise.store.database import Database
 from turnwise.types import PolicyKind, Session
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
-    with running_fake_engine(Script(lora=True)) as first, running_fake_engine(Script(lora=True)) as second:
-        yield Stage(database, url, [first, second], tmp_path)
-    database.close()
+    with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
+        yield stage
 
 
 @contextlib.asynccontextmanager

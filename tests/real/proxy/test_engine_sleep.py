@@ -9,22 +9,17 @@ from datetime import UTC, datetime
 
 import pytest
 import pytest_asyncio
-from support.migrated import migrated
-from support.reload_stage import Process, Stage
-from turnwise_fake_engine import Script, running_fake_engine
+from support.reload_stage import Process, Stage, running_stage
+from turnwise_fake_engine import Script
 
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.store import weight_servers
-from turnwise.store.database import Database
 
 
 @pytest.fixture
 def stage(tmp_path) -> Iterator[Stage]:
-    url = f"sqlite:///{tmp_path / 'store.db'}"
-    database = Database(migrated(url))
-    with running_fake_engine(Script()) as engine:
-        yield Stage(database, url, [engine], tmp_path)
-    database.close()
+    with running_stage(tmp_path, Script()) as stage:
+        yield stage
 
 
 @pytest_asyncio.fixture

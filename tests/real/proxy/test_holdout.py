@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.ledger_samples import make_turn
-from support.reload_stage import Process, Stage
-from turnwise_fake_engine import Script, running_fake_engine
+from support.reload_stage import Process, Stage, running_stage
+from turnwise_fake_engine import Script
 
 from turnwise.store import ledger, policies, queries
 from turnwise.store.arms import Arm, lift
-from turnwise.store.database import Database
 from turnwise.types import PolicyKind, Reward, Session, Split, Turn
 
 SHARE = 0.5
@@ -22,12 +21,8 @@ SHARE = 0.5
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
-    with running_fake_engine(Script(lora=True)) as first, running_fake_engine(Script(lora=True)) as second:
-        yield Stage(database, url, [first, second], tmp_path)
-    database.close()
+    with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
+        yield stage
 
 
 async def opened(process: Process, prefix: str) -> tuple[list[Session], list[Session]]:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.migrated import migrated
 from support.ports import free_port
-from support.reload_stage import Process, Stage
+from support.reload_stage import Process, Stage, running_stage
 from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.engine import LOADING
@@ -21,17 +20,13 @@ from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
 from turnwise.store import leases, policies
-from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, Session
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(migrated(url))
-    with running_fake_engine(Script(lora=True)) as first, running_fake_engine(Script(lora=True)) as second:
-        yield Stage(database, url, [first, second], tmp_path)
-    database.close()
+    with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
+        yield stage
 
 
 async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):

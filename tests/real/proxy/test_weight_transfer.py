@@ -14,9 +14,8 @@ import pytest
 import torch
 from support import dying_weights
 from support.dying_weights import weights
-from support.migrated import migrated
-from support.reload_stage import Stage
-from turnwise_fake_engine import Script, running_fake_engine
+from support.reload_stage import Stage, running_stage
+from turnwise_fake_engine import Script
 
 from proxy.engines.state import EngineState
 from proxy.reload import transfer
@@ -24,7 +23,6 @@ from trainer.publish.held_versions import HeldVersions
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin import channel
 from turnwise.store import policies, weight_servers
-from turnwise.store.database import Database
 from turnwise.types import PolicyVersion
 
 NO_PROBE = {"token_ids": [1], "logprobs": []}
@@ -33,12 +31,9 @@ NO_PROBE = {"token_ids": [1], "logprobs": []}
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """Two engines that take transfers."""
-    url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(migrated(url))
     script = Script(weight_transfer=True)
-    with running_fake_engine(script) as first, running_fake_engine(script) as second:
-        yield Stage(database, url, [first, second], tmp_path)
-    database.close()
+    with running_stage(tmp_path, script, script) as stage:
+        yield stage
 
 
 @pytest.fixture
