@@ -9,16 +9,19 @@ only some calls have an adapter.
 
 from __future__ import annotations
 
+import functools
+
 BACKEND = "turnwise"
 """Name of the backend: `--weight-transfer-config '{"backend": "turnwise"}'`."""
 PLUGIN_GROUP = "vllm.general_plugins"
 """vLLM's entry point group for plugins that every process loads."""
 
 
+@functools.cache
 def register() -> None:
     """Register the backend, and mend what vLLM's CPU kernels get wrong.
 
-    vLLM calls this in each of its processes, sometimes more than once.
+    vLLM calls this in each of its processes, sometimes more than once; the first call counts.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.lora.ops.torch_ops import lora_ops
@@ -30,8 +33,4 @@ def register() -> None:
 
     follow_loads(layerwise)
     leave_out_tokens_without_adapter(lora_ops, punica_cpu)
-
-    try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
-    except ValueError:  # vLLM's answer when the name is registered already
-        return
+    WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")

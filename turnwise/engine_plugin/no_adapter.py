@@ -25,14 +25,11 @@ def leave_out_tokens_without_adapter(kernels: ModuleType, wrapper: ModuleType) -
         wrapper: `vllm.lora.punica_wrapper.punica_cpu`, which calls the function too.
     """
     shrink: Callable[..., Any] = getattr(kernels, SHRINK)
-    if hasattr(shrink, "leaves_out_tokens"):
-        return  # vLLM registers plugins several times in one process
 
     @functools.wraps(shrink)
     def shrink_and_leave_out(inputs: Any, factors: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
         shrink(inputs, factors, output, indices, scaling)
         output.masked_fill_((indices < 0).unsqueeze(1), 0)
 
-    shrink_and_leave_out.leaves_out_tokens = True  # type: ignore[attr-defined]
     for module in (kernels, wrapper):
         setattr(module, SHRINK, shrink_and_leave_out)

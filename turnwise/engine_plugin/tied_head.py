@@ -26,8 +26,6 @@ def follow_loads(layerwise: ModuleType) -> None:
         layerwise: `vllm.model_executor.model_loader.reload.layerwise`.
     """
     finish: Callable[..., Any] = getattr(layerwise, FINISH)
-    if hasattr(finish, "packs_tied_heads"):
-        return  # vLLM registers plugins several times in one process
 
     @functools.wraps(finish)
     def finish_and_pack(model: Any, *arguments: Any, **options: Any) -> Any:
@@ -37,7 +35,6 @@ def follow_loads(layerwise: ModuleType) -> None:
             layer.quant_method.process_weights_after_loading(layer)
         return result
 
-    finish_and_pack.packs_tied_heads = True  # type: ignore[attr-defined]
     setattr(layerwise, FINISH, finish_and_pack)
 
 
