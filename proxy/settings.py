@@ -147,8 +147,9 @@ class ProxySettings(Settings):
     """A client that reads nothing of its reply for this long is disconnected, and its call ends."""
     engine_timeout_seconds: float = Field(default=600.0, gt=0)
     """The longest silence of an engine within one call."""
-    engine_wait_seconds: float = Field(default=30.0, ge=0)
-    """How long a call waits while no engine is ready but one is expected back, before it is answered 503."""
+    engine_wait_seconds: float = Field(default=180.0, ge=0)
+    """How long a call waits while no engine is ready but one is expected back, before it is answered 503; under
+    `turnwise up` by default as long as an engine may take to start, 600 s."""
     engine_gone_seconds: float = Field(default=30.0, gt=0)
     """An engine that has answered no health check for this long is gone: the calls on it are ended."""
     drain_seconds: float = Field(default=30.0, gt=0)

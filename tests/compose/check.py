@@ -2,8 +2,8 @@
 
     cd tests && python -m compose.check [--install] [--directory DIR]
 
-The file is brought up twice, each time from an empty state: with nothing filled in, on the demo's model that a service
-builds, and with MODEL_DIR. With a Docker engine it runs on the images that it names; without one, on podman and on
+The file is brought up twice, each time from an empty state: with nothing filled in, on the model of the image, and
+with MODEL_DIR. With a Docker engine it runs on the images that it names; without one, on podman and on
 stand-ins that are built here. The check prints the mean reward, the versions before and after, and the state of each
 container; the exit status is 0 only if everything held.
 """
@@ -26,6 +26,11 @@ TRAIN_CONFIG = Path(__file__).parent / "train.toml"
 PROFILE = "cpu"
 OUR_IMAGE = "localhost/turnwise-check"
 BUILD_SECONDS = 1800.0
+BUILD_MODEL = """
+import pathlib, shutil
+from turnwise.demo.small_model import build_small_model
+shutil.copytree(build_small_model(pathlib.Path("/tmp/model")), "/models/policy", dirs_exist_ok=True)
+"""
 ADMIN_KEY_FILE = "/operator/admin-key"
 
 
@@ -103,9 +108,8 @@ def _build_model(engine: ContainerEngine, model: Path) -> None:
         "--entrypoint",
         "python3",
     ]
-    engine.run(
-        "run", *options, OUR_IMAGE, "-m", "turnwise.demo.model_directory", "/models/policy", seconds=BUILD_SECONDS
-    )
+    if not (model / "config.json").exists():
+        engine.run("run", *options, OUR_IMAGE, "-c", BUILD_MODEL, seconds=BUILD_SECONDS)
     for path in (model, *model.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 

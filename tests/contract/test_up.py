@@ -132,6 +132,13 @@ def test_a_lora_trainer_enables_adapters_in_the_engine():
     assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
 
 
+@pytest.mark.parametrize(("settings", "flags"), [("", ["600"]), ("[proxy]\nengine_wait_seconds = 7\n", [])])
+def test_calls_wait_as_long_as_an_engine_may_take_to_start_unless_a_setting_says_otherwise(settings, flags):
+    Path("turnwise.toml").write_text(settings)
+    argv = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]["proxy"]
+    assert argv[argv.index("--engine-wait-seconds") + 1 :] == flags if flags else "--engine-wait-seconds" not in argv
+
+
 def test_engines_that_sleep_are_started_with_sleep_mode_before_the_users_flags_and_the_proxy_brings_them_to_sleep():
     Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nengine_sleep_level = 1\n')
     flags = ("--", "--block-size", "16")

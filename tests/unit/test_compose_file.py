@@ -87,6 +87,30 @@ def test_every_container_is_locked_down(profile: str, name: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["logging"]["options"].keys() == {"max-size", "max-file"}, "a log that grows fills the disk"
     assert not service.keys() & {"privileged", "cap_add", "network_mode", "pid", "ipc", "devices", "userns_mode"}
+    assert re.fullmatch(r"\d+g", service["mem_limit"]), "a service that leaks takes the memory of all others"
+
+
+def test_engine_and_trainer_see_their_own_gpus_alone() -> None:
+    """Docker joins the indexes with commas. Inside the container they start from 0, so no variable may choose again."""
+    services = compose_file.services("gpu", FILLED_IN | {"ENGINE_GPU": "0,1", "TRAINER_GPU": "2"})
+    reserved = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in services.items()
+        if "deploy" in service
+    }
+    assert reserved == {
+        name: [{"driver": "nvidia", "device_ids": [indexes], "capabilities": ["gpu"]}]
+        for name, indexes in (("engine", "0,1"), ("trainer", "2"))
+    }
+    assert not any("CUDA_VISIBLE_DEVICES" in service.get("environment", {}) for service in services.values())
+
+
+@each_profile
+def test_limits_of_memory_have_defaults_and_can_be_set(profile: str) -> None:
+    variables = {f"{name}_MEMORY": f"{at}g" for at, name in enumerate(("PROXY", "ENGINE", "TRAINER", "POSTGRES"))}
+    for given, limits in (({}, {"4g", "32g", "64g"}), (variables, {"0g", "1g", "2g", "3g"})):
+        services = compose_file.services(profile, FILLED_IN | given)
+        assert {service["mem_limit"] for service in services.values() if service["restart"] != "no"} == limits
 
 
 def test_the_engines_are_vllms_own_images_of_one_release() -> None:
@@ -104,7 +128,12 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
     name = "engine" if profile == "gpu" else "engine-cpu"
     service = service_of(profile, name)
     settings = EngineSettings(
-        model="/models/policy", served_model_name="policy", host="0.0.0.0", allow_remote=True, weight_transfer=False
+        model="/models/policy",
+        served_model_name="policy",
+        host="0.0.0.0",
+        allow_remote=True,
+        weight_transfer=False,
+        kv_cache_bytes=512 * 2**20,  # 11 calls of the longest kind of the model that is served by default
     )
     wanted = build_command(settings, gpu=profile == "gpu")
     flags = list(wanted.argv[wanted.argv.index("/models/policy") + 1 :])

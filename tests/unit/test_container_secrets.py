@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner, Result
 
 from turnwise.commands.cli import main
-from turnwise.demo import model_directory
+from turnwise.demo import pretrained
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -75,18 +74,7 @@ def test_a_file_with_something_else_than_a_key_is_refused(tmp_path: Path) -> Non
     assert "openssl rand" in refused.output
 
 
-def test_a_directory_with_a_model_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[Path] = []
-
-    def build(directory: Path) -> Path:
-        directory.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (directory / name).write_text("{}")
-        built.append(directory)
-        return directory
-
-    monkeypatch.setattr(model_directory, "build_small_model", build)
-    assert model_directory.fill(tmp_path)
-    assert {file.name: _mode(file) for file in tmp_path.iterdir()} == {"config.json": 0o644, "model.safetensors": 0o644}
-    assert not model_directory.fill(tmp_path)
-    assert len(built) == 1
+def test_a_directory_with_a_model_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert pretrained.write_pretrained(tmp_path) == tmp_path
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

@@ -18,6 +18,7 @@ from turnwise.types import PolicyKind
 from turnwise.version_directory import base_version
 
 if TYPE_CHECKING:
+    from proxy.settings import ProxySettings
     from trainer.settings import TrainerSettings
     from turnwise.processes.gpu_plan import GpuPlan
     from turnwise.processes.stack import UpSettings
@@ -43,16 +44,9 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
         EngineError: vLLM cannot run here.
         StoreError: the database cannot be reached, or has a newer release's tables.
     """
-    from proxy.settings import ProxySettings
-
     gpus = settings.gpu_plan(engine_command.num_gpus())
     needs = needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds()
-    proxy = load_settings(
-        ProxySettings,
-        config=config,
-        section="proxy",
-        overrides={"host": settings.host, "port": settings.port},
-    )
+    proxy = load_proxy(settings, config)
     check_port_is_free("the proxy", proxy.host, proxy.port)
     engine = load_settings(
         engine_command.EngineSettings,
@@ -75,6 +69,18 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
         store.upgrade()
     check_keys(database, settings.host)
     return CheckedStack(gpus, needs)
+
+
+def load_proxy(settings: UpSettings, config: Path | None) -> ProxySettings:
+    """Return the settings of the proxy under `turnwise up`.
+
+    Raises:
+        SettingsError: a wrong setting.
+    """
+    from proxy.settings import ProxySettings
+
+    overrides = {"host": settings.host, "port": settings.port}
+    return load_settings(ProxySettings, config=config, section="proxy", overrides=overrides)
 
 
 def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:

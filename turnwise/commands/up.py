@@ -17,6 +17,7 @@ from turnwise.commands.output import print_process_line
 from turnwise.settings import has_sections
 
 if TYPE_CHECKING:
+    from proxy.settings import ProxySettings
     from turnwise.processes.stack import Stack, UpSettings
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -24,7 +25,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> None:
     """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
-    from turnwise.commands.preflight import check_database_model, check_up
+    from turnwise.commands.preflight import check_database_model, check_up, load_proxy
     from turnwise.processes.printer import print_last_line
     from turnwise.processes.short_lived import call_in_child
     from turnwise.processes.stack import Stack
@@ -43,6 +44,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
                 gpus=checked.gpus,
                 needs=checked.needs,
                 config=config,
+                engine_wait_seconds=_engine_wait_seconds(load_proxy(settings, config)),
                 vllm_flags=vllm_flags,
             )
             logs = settings.runs_dir / "logs"
@@ -60,7 +62,7 @@ def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None
 
     The plan may be for another machine: GPUs that the settings name need not exist here.
     """
-    from turnwise.commands.preflight import load_trainer, needs_of
+    from turnwise.commands.preflight import load_proxy, load_trainer, needs_of
     from turnwise.processes.engine_command import num_gpus
     from turnwise.processes.stack import Stack, TrainerNeeds
 
@@ -72,10 +74,18 @@ def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None
         gpus=settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named)))),
         needs=needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds(),
         config=config,
+        engine_wait_seconds=_engine_wait_seconds(load_proxy(settings, config)),
         vllm_flags=vllm_flags,
     )
     gpus = {child.name: child.env[DEVICES] for child in stack.children() if DEVICES in child.env}
     return {"commands": {child.name: list(child.argv) for child in stack.children()}, "gpus": gpus}
+
+
+def _engine_wait_seconds(proxy: ProxySettings) -> float | None:
+    """Return how long calls wait while an engine restarts: as long as it may take, unless a setting says otherwise."""
+    from turnwise.processes.stack import ENGINE_START_SECONDS
+
+    return None if "engine_wait_seconds" in proxy.model_fields_set else ENGINE_START_SECONDS
 
 
 def _state_of(stack: Stack, settings: UpSettings) -> running_stack.RunningStack:

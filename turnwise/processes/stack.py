@@ -98,6 +98,7 @@ class Stack:
         gpus: GpuPlan,
         needs: TrainerNeeds,
         config: Path | None = None,
+        engine_wait_seconds: float | None = None,
         vllm_flags: Sequence[str] = (),
     ) -> None:
         """Choose the ports.
@@ -108,6 +109,7 @@ class Stack:
             gpus: Which process gets which GPUs.
             needs: What the trainer's settings ask of the other processes.
             config: Settings file that the children read too; None: each reads `turnwise.toml` where there is one.
+            engine_wait_seconds: How long calls wait for an engine that starts; None: as the proxy's settings say.
             vllm_flags: Further flags of each engine's vLLM.
         """
         self._settings = settings
@@ -115,6 +117,7 @@ class Stack:
         self._gpus = gpus
         self._config = ["--config", str(config)] if config is not None else []
         self._needs = needs
+        self._engine_wait_seconds = engine_wait_seconds
         self._vllm_flags = [*(["--enable-sleep-mode"] if needs.engines_sleep else []), *vllm_flags]
         first = settings.engine_port
         self.engine_ports = [
@@ -155,6 +158,8 @@ class Stack:
         """Return the flags of the proxy."""
         engines = [word for url in self.engine_urls for word in ("--engine", url)]
         flags = [*engines, "--host", self._settings.host, "--port", str(self._settings.port)]
+        if self._engine_wait_seconds is not None:
+            flags += ["--engine-wait-seconds", f"{self._engine_wait_seconds:g}"]
         return [*flags, "--engine-sleep"] if self._needs.engines_sleep else flags
 
     def trainer_flags(self) -> list[str]:
