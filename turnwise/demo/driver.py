@@ -54,7 +54,7 @@ class DemoSettings(Settings):
 
     agent: Path = Path("examples/trail/agent.py")
     trainer_config: Path = Path("examples/trail/train.toml")
-    out: Path = Path("runs/demo")
+    out: Path = Path("runs/demo-small")
     seed: int = 0
     groups_per_batch: int = Field(default=32, ge=1)
     """Groups per policy version, as in the trainer's settings."""

@@ -30,11 +30,11 @@ FIRST_FINAL_TASK = 1_000_000
 
 
 class RealDemoSettings(DemoSettings):
-    """Settings of `make demo-real`."""
+    """Settings of `make demo`."""
 
     agent: Path = Path("examples/bosses/agent.py")
     trainer_config: Path = Path("examples/bosses/train.toml")
-    out: Path = Path("runs/demo-real")
+    out: Path = Path("runs/demo")
     groups_per_batch: int = Field(default=8, ge=1)
     target_reward: float = Field(default=0.92, gt=0, le=1)
     enough_reward: float = Field(default=0.9, gt=0, le=1)
@@ -102,7 +102,7 @@ class RealDemo(Demo):
 
 
 command = demo_command(
-    "demo-real",
+    "demo",
     RealDemoSettings,
     RealDemo,
     "Let a pretrained model learn a task from its rewards, everything real.",
