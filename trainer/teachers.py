@@ -82,14 +82,12 @@ class Teachers:
     def __init__(
         self,
         teachers: Sequence[Teacher],
-        max_tokens: int | None = None,
         *,
         concurrency: int = CONCURRENCY,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """Send chains of at most `max_tokens`, `concurrency` at once; wait `retry_seconds` for a teacher in a batch."""
+        """Send `concurrency` chains at once; wait `retry_seconds` for a teacher in a batch."""
         self._teachers = teachers
-        self._max_tokens = max_tokens
         self._concurrency = concurrency
         self._retry_seconds = retry_seconds
         self._http = httpx2.Client(timeout=TIMEOUT_SECONDS)
@@ -139,9 +137,6 @@ class Teachers:
         """Return a teacher's logprobs of a chain's trained tokens, or why there are none."""
         places = batch.table.place[batch.tokens_of[member]]
         tokens = batch.experiences[member].tokens[: places[-1] + 1]
-        limit = self._max_tokens
-        if limit is not None and len(tokens) > limit:
-            return Unscored("too_long", f"{len(tokens)} tokens are more than max_tokens={limit}")
         try:
             return read_logprobs(self._ask(teacher, tokens), tokens, places)
         except Unscored as error:

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
-from pydantic import Field
 from torch import Tensor
 
 from trainer.learning import selection
@@ -136,14 +135,15 @@ class Weighed(Algorithm):
 
         aggregation: Aggregation = "token_mean"
         """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
-        session_tokens: int = Field(default=1024, ge=1)
-        """The constant that `session_sum` divides by."""
 
     settings: Settings
 
+    session_tokens: int = 1024
+    """The constant that `session_sum` divides by."""
+
     def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Weigh tokens by `aggregation`."""
-        return batch.weights(members, self.settings.aggregation, self.settings.session_tokens)
+        return batch.weights(members, self.settings.aggregation, self.session_tokens)
 
 
 def select(

@@ -19,6 +19,11 @@ from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.sft import SFT
 from trainer.learning.ratios import TrainedTokens
 
+IMPORTED_GROUPS = 8
+"""Imported groups of a batch, drawn again for each batch. Without groups in the import, a session is one."""
+MU_END = 0.05
+"""μ after `decay_batches`, as in the paper."""
+
 
 class Chord(GRPO):
     """GRPO on sampled sessions, imitation of imported ones."""
@@ -32,14 +37,10 @@ class Chord(GRPO):
         """Loss of imported sessions: `sft` imitates those with a reward of at least 1; `phi` also weighs each token by
         φ = p (1 − p), p its probability: certain and unlikely tokens count less; `dpo` trains pairs of a better and a
         worse one."""
-        imported_groups: int = Field(default=8, ge=1)
-        """Imported groups of a batch, drawn again for each batch. Without groups in the import, a session is one."""
         mu: float = Field(default=0.1, ge=0, le=1)
         """CHORD's μ at its peak: the weight of the imported sessions' loss; that of the policy loss is 1 − μ."""
-        mu_end: float = Field(default=0.05, ge=0, le=1)
-        """μ after `decay_batches`."""
         decay_batches: int = Field(default=0, ge=0)
-        """Batches over which μ falls to `mu_end`, as half a cosine; 0 leaves it at `mu`."""
+        """Batches over which μ falls to 0.05, as half a cosine; 0 leaves it at `mu`."""
 
     settings: Settings
 
@@ -49,7 +50,7 @@ class Chord(GRPO):
         if settings.imitation != "dpo":
             own = (PhiSFT if settings.imitation == "phi" else SFT)(SFT.Settings())
         self.needs_reference = self.needs_reference or own.needs_reference
-        self.imitation = Imitation(own, settings.imported_groups, functools.partial(mu_of, settings=settings))
+        self.imitation = Imitation(own, IMPORTED_GROUPS, functools.partial(mu_of, settings=settings))
 
 
 class PhiSFT(SFT):
@@ -67,7 +68,7 @@ def mu_of(num_batches: int, settings: Chord.Settings) -> float:
     if not settings.decay_batches:
         return settings.mu
     decayed = min(num_batches / settings.decay_batches, 1.0)
-    return settings.mu_end + (settings.mu - settings.mu_end) * (1 + math.cos(math.pi * decayed)) / 2
+    return MU_END + (settings.mu - MU_END) * (1 + math.cos(math.pi * decayed)) / 2
 
 
 def phi(logprobs: Tensor) -> Tensor:

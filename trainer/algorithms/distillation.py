@@ -45,8 +45,6 @@ class Distillation(GRPO):
         """Weight of the teachers' advantages."""
         with_rewards: bool = False
         """Add them to the advantages of rewards, which are GRPO's."""
-        max_tokens: int | None = Field(default=None, ge=2)
-        """Longer chains are not sent to teachers; None sends all."""
 
         @field_validator("teachers", mode="before")
         @classmethod
@@ -85,7 +83,7 @@ class Distillation(GRPO):
 
     def _teachers(self) -> Teachers:
         if self._asked is None:
-            self._asked = Teachers(self.settings.teachers, self.settings.max_tokens)
+            self._asked = Teachers(self.settings.teachers)
         return self._asked
 
 

@@ -76,6 +76,14 @@ class DrGRPO(GRPO):
 
         aggregation: Aggregation = "session_sum"
         """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
+        session_tokens: int = Field(default=1024, ge=1)
+        """The constant that `session_sum` divides by."""
+
+    settings: Settings
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.session_tokens = settings.session_tokens
 
     def centre(self, values: Floats) -> Floats:
         """Subtract the mean."""
@@ -90,7 +98,7 @@ class ReinforcePlusPlus(GRPO):
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:  # noqa: ARG002  it has no single sessions
         """Normalise all values together."""
-        those = compared(offer.experiences, self.settings.group_by)
+        those = compared(offer.experiences)
         return those.of_turns(whiten(those.values))
 
 
@@ -102,7 +110,7 @@ class ReinforcePlusPlusBaseline(GRPO):
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
         """Normalise what is left after the baseline."""
-        those = compared(offer.experiences, self.settings.group_by)
+        those = compared(offer.experiences)
         centred = np.zeros(len(those.values))
         for place, advantages in zip(those.places, super().assign(offer, past), strict=True):
             centred[place] = advantages

@@ -17,7 +17,6 @@ from torch import Tensor
 from trainer.algorithms.algorithm import Weighed, needed
 from trainer.algorithms.group import Chain, Group
 from trainer.learning.advantages import (
-    GroupBy,
     by_bucket,
     compared,
     groups_of,
@@ -44,10 +43,6 @@ class PolicyGradient(Weighed):
     class Settings(Weighed.Settings, CorrectionRule):
         """The settings that all policy gradients have."""
 
-        group_by: GroupBy = "auto"
-        """`session`: one value a session, its reward, centred over the group. `step`: one value a turn, its return,
-        centred over the turns of the group at the same step. `auto`: by step where the session's credit is
-        step-wise."""
         entropy_coef: float = 0.0
         """Weight of the entropy bonus."""
         kl_coef: float = Field(default=0.0, ge=0)
@@ -68,7 +63,7 @@ class PolicyGradient(Weighed):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.needs_reference = settings.kl_coef > 0
-        self.needs_proximal = self.has_ratio and (settings.tis_cap is not None or settings.mis_cap is not None)
+        self.needs_proximal = self.has_ratio and settings.correction is not None
 
     def choose(self, offer: Offer) -> Selection:
         """Choose the groups with an advantage. Turns that are left out still count in their group's baseline."""
@@ -102,7 +97,7 @@ class PolicyGradient(Weighed):
             for member, advantages in zip(members, self.advantages(group), strict=True):
                 found[member] = np.asarray(advantages, np.float64)
                 check_advantages(offer.experiences[member], found[member])
-        those = compared([offer.experiences[n] for n in singles], self.settings.group_by, offer.kind_pattern)
+        those = compared([offer.experiences[n] for n in singles], offer.kind_pattern)
         of_singles = by_bucket(those.values, those.buckets, self.centre, past, is_scaled=self.scales_singles)
         for member, advantages in zip(singles, those.of_turns(of_singles), strict=True):
             found[member] = advantages
@@ -110,7 +105,7 @@ class PolicyGradient(Weighed):
 
     def advantages(self, group: Group) -> Sequence[Floats]:
         """Return the advantages of each chain of a group, of each of its turns [K] or of each of its tokens [L]."""
-        those = compared(group.experiences, self.settings.group_by)
+        those = compared(group.experiences)
         return those.of_turns(by_bucket(those.values, those.buckets, self.centre))
 
     def centre(self, values: Floats) -> Floats:
@@ -121,7 +116,7 @@ class PolicyGradient(Weighed):
         """Return the values of the single sessions, which later ones of their kind are compared with."""
         if not self.compares_singles:
             return []
-        return single_rows(offer.experiences, self.settings.group_by, offer.kind_pattern)
+        return single_rows(offer.experiences, offer.kind_pattern)
 
     @abc.abstractmethod
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:

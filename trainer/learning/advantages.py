@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from trainer.learning.singles import WHOLE, Bucket, Row, baseline, bucket_of, is
 from turnwise.comparison import STD_EPSILON, Floats, is_uniform
 from turnwise.experience import Experience
 from turnwise.types import Credit, GroupKey, SessionKey
-
-GroupBy = Literal["auto", "session", "step"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,14 +36,14 @@ class Compared:
         return [advantages[place] for place in self.places]
 
 
-def compared(experiences: Sequence[Experience], group_by: GroupBy, kind_pattern: str | None = None) -> Compared:
-    """Return the values of experiences: of each session its reward, or of each turn its return."""
+def compared(experiences: Sequence[Experience], kind_pattern: str | None = None) -> Compared:
+    """Return the values of experiences: rewards of sessions, or returns of turns with step-wise credit."""
     values: list[float] = []
     buckets: list[Hashable] = []
     sessions: dict[tuple[SessionKey, Hashable], int] = {}
     places: list[list[int]] = []
     for experience in experiences:
-        if _by_step(experience, group_by):
+        if _by_step(experience):
             places.append(list(range(len(values), len(values) + len(experience.turn_ids))))
             values.extend(experience.turn_returns)
             buckets.extend(bucket_for(experience, step, kind_pattern) for step in experience.turn_steps)
@@ -116,12 +113,12 @@ def groups_of(experiences: Sequence[Experience], without: Collection[int]) -> li
     return list(members.values())
 
 
-def single_rows(experiences: Sequence[Experience], group_by: GroupBy, kind_pattern: str | None) -> list[Row]:
+def single_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> list[Row]:
     """Return the values of the single sessions, which later ones of their kind are compared with."""
     rows: dict[Row, None] = {}  # a session with several chains of a kind has one value
     by_turn: list[Row] = []
     for experience in filter(is_single, experiences):
-        if _by_step(experience, group_by):
+        if _by_step(experience):
             steps = zip(experience.turn_steps, experience.turn_returns, strict=True)
             by_turn += [_row(experience, step, value, kind_pattern) for step, value in steps]
         else:
@@ -148,7 +145,5 @@ def _row(experience: Experience, part: int | str, value: float, kind_pattern: st
     return row_of(bucket_of(experience, str(part), kind_pattern), experience.session_key, value)
 
 
-def _by_step(experience: Experience, group_by: GroupBy) -> bool:
-    if group_by == "auto":
-        return experience.info.get("credit") == Credit.STEP_WISE
-    return group_by == "step"
+def _by_step(experience: Experience) -> bool:
+    return experience.info.get("credit") == Credit.STEP_WISE

@@ -98,14 +98,13 @@ def to_go(values: Tensor, sequence: Tensor) -> Tensor:
 class CorrectionRule(Settings):
     """Which corrections apply, and their bounds."""
 
-    tis_cap: float | None = Field(default=None, gt=0)
-    """Cap of truncated importance sampling between the trainer's weights at the start of a batch and the policy that
-    sampled. Ratios of the loss are then taken to the weights at the start of the batch, with one more forward pass.
-    None turns it off."""
-    mis_cap: float | None = Field(default=None, gt=0)
-    """Masked importance sampling: leave out what has a ratio above this; None turns it off."""
-    importance_level: Literal["token", "sequence"] = "token"
-    """Whether `tis_cap` and `mis_cap` apply to the ratio of each token or to that of its whole chain."""
+    correction: Literal["tis", "mis", "sequence_tis", "sequence_mis"] | None = None
+    """Weigh each token by the ratio between the trainer's weights at the start of a batch and the policy that sampled:
+    `tis` truncates the ratio at `correction_cap`, `mis` leaves out what is above it; with `sequence_` it is the ratio
+    of the token's whole chain. Ratios of the loss are then taken to the weights at the start of the batch, with one
+    more forward pass. None turns it off."""
+    correction_cap: float = Field(default=2.0, gt=0)
+    """Bound of that ratio."""
     off_policy_mask: float | None = Field(default=None, gt=0)
     """Leave out chains with a negative advantage whose tokens became this much less probable on average, in nats,
     since they were sampled; None turns it off."""
@@ -151,15 +150,15 @@ def importance_gate(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | flo
 
 def correction(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
     """Return the truncated or masked ratio of the proximal policy to the behaviour policy."""
-    if rule.tis_cap is None and rule.mis_cap is None:
+    if rule.correction is None:
         return 1.0
     proximal = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
-    if rule.importance_level == "sequence":
+    if rule.correction.startswith("sequence_"):
         ratio = sequence_log_ratio(proximal, tokens.behaviour, tokens.sequence).exp()
     else:
         ratio = ratio_of(proximal, tokens.behaviour)
-    kept = ratio if rule.mis_cap is None else masked_importance_sampling(ratio, rule.mis_cap)
-    return kept if rule.tis_cap is None else truncated_importance(kept, rule.tis_cap)
+    bounded = truncated_importance if rule.correction.endswith("tis") else masked_importance_sampling
+    return bounded(ratio, rule.correction_cap)
 
 
 def _sums(values: Tensor, sequence: Tensor) -> Tensor:

@@ -88,11 +88,11 @@ def test_the_advantage_is_the_teachers_logprob_minus_the_students_by_hand():
     scores = TeacherScores(
         logprobs=np.array([-0.5, -5.0, 0, 0], np.float32),
         is_scored=np.array([True, True, False, False]),
-        unscored={"too_long": 1},
+        unscored={"unreadable": 1},
     )
     taught, gauges = with_teachers(batch, scores, 2.0)
     close(taught.table.advantages, [1.5, -5.5, 0.5, 0.5])
-    assert gauges == {"teacher_tokens": 2, "teacher_kl": 1.25, "num_teacher_unscored": 1, "num_teacher_too_long": 1}
+    assert gauges == {"teacher_tokens": 2, "teacher_kl": 1.25, "num_teacher_unscored": 1, "num_teacher_unreadable": 1}
 
 
 def test_several_teachers_are_chosen_by_task_and_averaged_by_weight(serve, teachers):
@@ -139,12 +139,12 @@ def test_tokens_that_a_teacher_cannot_score_are_counted_and_get_no_advantage(nam
     assert not scores.is_scored.any()
 
 
-def test_chains_over_the_limit_and_tasks_without_a_teacher_are_not_sent(serve, teachers):
+def test_tasks_without_a_teacher_are_not_sent(serve, teachers):
     teacher = Teacher(url=serve(prompt_logprobs), model="m", tasks="maths-*")
-    long = experience(turns=2)
-    object.__setattr__(long.eid, "task", "maths-1")
-    scores = teachers(teacher, max_tokens=5).score(batch_of(long, experience(session_id="b")), [0, 1])
-    assert scores.unscored == {"too_long": 1, "without_teacher": 1}
+    rated = experience(turns=2)
+    object.__setattr__(rated.eid, "task", "maths-1")
+    scores = teachers(teacher).score(batch_of(rated, experience(session_id="b")), [0, 1])
+    assert scores.unscored == {"without_teacher": 1}
 
 
 def test_a_teacher_that_nobody_serves_counts_as_unreachable(teachers):

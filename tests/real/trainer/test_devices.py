@@ -95,9 +95,9 @@ def test_a_trainer_that_would_leave_out_nearly_all_groups_for_memory_ends_with_a
     assert status.state.needs_attention
 
 
-@pytest.mark.parametrize("tis_cap", [None, 2.0])
+@pytest.mark.parametrize("correction", [None, "tis"])
 def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same(
-    tmp_path, model, ledger, monkeypatch, caplog, tis_cap
+    tmp_path, model, ledger, monkeypatch, caplog, correction
 ):
     Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=3)
     other = tmp_path / "other"
@@ -105,7 +105,7 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     twin = new_ledger(other / "ledger.db")
     Rollouts(twin, trainer_ledger.load_model(model)).play("a", num_groups=3)
     twin.close()
-    changes = {"total_batches": 1, "row_tokens": 200, "algorithm": {} if tis_cap is None else {"tis_cap": tis_cap}}
+    changes = {"total_batches": 1, "row_tokens": 200, "algorithm": {"correction": correction}}
     states = []
     for directory, most_tokens in ((other, 1000), (tmp_path, 40)):
         small_memory(monkeypatch, most_tokens)

@@ -14,6 +14,7 @@ from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, settings_for, store_imported, train
 from torch import tensor
 
+from trainer.algorithms import chord
 from trainer.algorithms.algorithm import loss_of, parts, step_weights
 from trainer.algorithms.chord import phi
 from trainer.learning.batch import build, minibatches
@@ -32,9 +33,9 @@ def close(actual, expected):
 
 
 def test_mu_falls_as_half_a_cosine_by_hand():
-    """Two batches from 0.8 down to 0.2: 0.8, 0.2 + 0.6 · (1 + cos π/2) / 2 = 0.5, then 0.2."""
-    share = algorithm("chord", mu=0.8, mu_end=0.2, decay_batches=2).imitation.share
-    close([share(number) for number in range(4)], [0.8, 0.5, 0.2, 0.2])
+    """Two batches from 0.85 down to 0.05: 0.85, 0.05 + 0.8 · (1 + cos π/2) / 2 = 0.45, then 0.05."""
+    share = algorithm("chord", mu=0.85, decay_batches=2).imitation.share
+    close([share(number) for number in range(4)], [0.85, 0.45, 0.05, 0.05])
     constant = algorithm("chord", mu=0.3).imitation.share
     close([constant(number) for number in (0, 1000)], [0.3, 0.3])
 
@@ -151,9 +152,10 @@ def test_imported_sessions_are_trained_while_no_reward_differs(tmp_path, model):
     assert logprob(tmp_path / "policies" / "v000001", WANTED) > logprob(model, WANTED)
 
 
-def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model):
+def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model, monkeypatch):
     """Two batches at once, or one and then one after a restart; one imported group of two is drawn for each."""
-    changes = {"algorithm": {"name": "chord", "imported_groups": 1}, "groups_per_batch": 1}
+    monkeypatch.setattr(chord, "IMPORTED_GROUPS", 1)
+    changes = {"algorithm": "chord", "groups_per_batch": 1}
     database, settings = played(tmp_path / "whole", model, total_batches=2, **changes)
     database.close()
     whole = train(settings)

@@ -74,18 +74,8 @@ def test_a_session_is_one_member_however_many_chains_it_has():
         experience(session_id="s", reward=1.0),
         experience(session_id="t", reward=0.0),
     ]
-    advantages = assigned(batch, "dr_grpo", group_by="session")
+    advantages = assigned(batch, "dr_grpo")
     assert [turns.tolist() for turns in advantages] == [[0.5], [0.5], [-0.5]]
-
-
-def test_grouped_by_step_each_turn_is_compared_with_the_others_at_its_step():
-    """Returns (1, 4) and (3, 0): step 0 has mean 2, step 1 mean 2."""
-    batch = [
-        experience(session_id="s", turns=2, turn_returns=(1.0, 4.0)),
-        experience(session_id="t", turns=2, turn_returns=(3.0, 0.0)),
-    ]
-    advantages = assigned(batch, "dr_grpo", group_by="step")
-    assert [turns.tolist() for turns in advantages] == [[-1.0, 2.0], [1.0, -2.0]]
 
 
 def test_auto_follows_each_sessions_own_credit():

@@ -214,7 +214,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
         found = list(experiences.experiences(conn, experiences.SessionFilter(), merge="chain"))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
-    agent = PolicyAgent(policy, AgentRule(algorithm={"tis_cap": 2.0}, row_tokens=90))
+    agent = PolicyAgent(policy, AgentRule(algorithm={"correction": "tis"}, row_tokens=90))
     logprobs = agent.proximal_logprobs(batch, range(len(batch.experiences)))
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
 

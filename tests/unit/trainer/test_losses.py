@@ -117,10 +117,10 @@ def of_chains(**columns):
 def test_a_sequences_correction_is_the_product_over_its_chain_by_hand():
     """Chain 0 has ratios 2 and 2, together 4, cut to 3; chain 1 has ratio 2. By token all three are 2."""
     tokens = of_chains(proximal=tensor([-1.0, -1.0, -1.0]), behaviour=tensor([-1.0 - LN2] * 3))
-    rule = CorrectionRule(tis_cap=3.0, importance_level="sequence")
+    rule = CorrectionRule(correction="sequence_tis", correction_cap=3.0)
     close(ratios.correction(tokens, rule), [3.0, 3.0, 2.0])
-    close(ratios.correction(tokens, CorrectionRule(tis_cap=3.0)), [2.0, 2.0, 2.0])
-    close(ratios.correction(tokens, CorrectionRule(mis_cap=3.0, importance_level="sequence")), [0.0, 0.0, 2.0])
+    close(ratios.correction(tokens, CorrectionRule(correction="tis", correction_cap=3.0)), [2.0, 2.0, 2.0])
+    close(ratios.correction(tokens, CorrectionRule(correction="sequence_mis", correction_cap=3.0)), [0.0, 0.0, 2.0])
 
 
 def test_the_off_policy_mask_excludes_bad_old_chains_by_hand():
@@ -142,11 +142,13 @@ def test_dpo_needs_the_policy_that_it_compares_with():
 
 
 def test_a_ratio_is_not_counted_twice():
-    """Without proximal logprobs PPO's ratio is the whole importance weight: tis_cap changes nothing."""
+    """Without proximal logprobs PPO's ratio is the whole importance weight: the correction changes nothing."""
     tokens = of_chains(behaviour=tensor([-1.2] * 3))
-    assert float(loss_of(tokens, algorithm(tis_cap=1.1))) == float(loss_of(tokens, algorithm()))
-    assert algorithm(tis_cap=1.1).needs_proximal
-    assert not algorithm("reinforce", tis_cap=1.1).needs_proximal
+    assert float(loss_of(tokens, algorithm(correction="tis", correction_cap=1.1))) == float(
+        loss_of(tokens, algorithm())
+    )
+    assert algorithm(correction="tis", correction_cap=1.1).needs_proximal
+    assert not algorithm("reinforce", correction="tis", correction_cap=1.1).needs_proximal
 
 
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens_by_hand():
@@ -240,8 +242,8 @@ def numpy_loss(name, rule, c, sequence):
             loss = 0.0 if blocked else -r * a
         else:
             loss = -lp
-        if name == "reinforce" and rule.tis_cap is not None:
-            loss *= min(math.exp(lp - old), rule.tis_cap)
+        if name == "reinforce" and rule.correction is not None:
+            loss *= min(math.exp(lp - old), rule.correction_cap)
         if name == "sft":
             total += c["weights"][i] * loss
             continue
@@ -252,7 +254,9 @@ def numpy_loss(name, rule, c, sequence):
 
 
 @pytest.mark.parametrize("name", ["reinforce", "grpo", "gspo", "cispo", "masked_is", "dppo", "sft"])
-@pytest.mark.parametrize("extra", [{}, {"tis_cap": 1.1}, {"entropy_coef": 0.1, "kl_coef": 0.3}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"correction": "tis", "correction_cap": 1.1}, {"entropy_coef": 0.1, "kl_coef": 0.3}]
+)
 def test_each_loss_equals_an_independent_float64_version(name, extra):
     columns, sequence = random_tokens()
     chosen = algorithm(name, **(extra if name != "sft" else {}))
@@ -292,4 +296,4 @@ def test_one_broken_token_cannot_make_a_ratio_infinite():
 def test_stale_tokens_weigh_what_the_trainer_would_sample_of_them_by_hand():
     """At the first step the PPO ratio to the start of the batch is 1: the weight is min(π_prox / μ, 3) = 2 alone."""
     tokens = of_chains(proximal=tensor([-1.0] * 3), behaviour=tensor([-1.0 - LN2] * 3))
-    close(loss_of(tokens, algorithm(tis_cap=3.0)), -2.0)
+    close(loss_of(tokens, algorithm(correction="tis", correction_cap=3.0)), -2.0)
