@@ -31,10 +31,13 @@ def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
     return TrainerSettings(**{str(key): value for key, value in plain.items()})
 
 
-def make_agent(settings: TrainerSettings) -> PolicyAgent:
-    """Return the policy with its loss; nothing is loaded yet."""
+def make_agent(settings: TrainerSettings, shared: Policy | None = None) -> PolicyAgent:
+    """Return the policy with its loss; nothing is loaded yet.
+
+    `shared` is the model of other policies, which are trained as adapters of it.
+    """
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
-    policy, reference = Policy(settings), Policy(settings) if needs_reference else None
+    policy, reference = shared or Policy(settings), Policy(settings) if needs_reference else None
     return PolicyAgent(policy, settings, reference, Critic(policy) if settings.algorithm.needs_values else None)
 
 

@@ -129,6 +129,12 @@ class Commits:
         version: int = world.share(newest + 1)
         return version
 
+    def _next_update(self) -> int:
+        """Return the id of the update that follows, in all processes."""
+        world = self._agent.world
+        update_id: int = world.share(self._env.next_update_id() if world.is_first else None)
+        return update_id
+
     def commit(
         self,
         state: State,
@@ -146,6 +152,7 @@ class Commits:
         after = dataclasses.replace(
             state.with_progress(
                 num_batches=progress.num_batches + 1,
+                update_id=self._next_update(),
                 num_optimizer_steps=progress.num_optimizer_steps + num_steps,
                 policy_version=version,
                 recent_versions=(*progress.recent_versions, version)[-MOST_RECENT_VERSIONS:],
@@ -183,6 +190,7 @@ class Commits:
         dropped = self._dropped(claimed, reasons)
         after = state.with_progress(
             num_batches=state.progress.num_batches + 1,
+            update_id=self._next_update(),
             num_refused_groups=state.progress.num_refused_groups + len(dropped),
         )
         metrics = metrics | {"policy_version": state.progress.policy_version, "num_refused_groups": len(reasons)}
@@ -233,7 +241,7 @@ class Commits:
             version=made.version,
             path=str(self._checkpoints.policy_directory(made.version).resolve()),
             kind=self._config.kind,
-            update_id=after.progress.num_batches,
+            update_id=after.progress.update_id,
             metrics=after.metrics,
             error=None if made.refusal is None else f"{REFUSED_BY_GATE}: {made.refusal}",
         )
@@ -312,14 +320,14 @@ class Commits:
         return {group: reason for group, reason in reasons.items() if group in keys}
 
     def _record_of(self, after: State, chosen: Selection | None) -> UpdateRecord:
-        """Return the ledger's line for a batch; its id is the count of batches."""
+        """Return the ledger's line for a batch."""
         metrics, progress = after.metrics, after.progress
         learnt = (0, 0, 0)
         if chosen is not None:
             learnt = metrics["num_groups"] - len(chosen.refused), metrics["num_sessions"], metrics["tokens"]
         num_groups, num_sessions, num_tokens = learnt
         return UpdateRecord(
-            update_id=progress.num_batches,
+            update_id=progress.update_id,
             trainer_id=self._config.trainer_id,
             policy_version=progress.policy_version,
             num_groups=num_groups,

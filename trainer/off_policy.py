@@ -19,6 +19,7 @@ from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.outages import StopFlag, outlast
 from trainer.pacing import SourceRule
 from trainer.policy.agent import PolicyAgent
+from trainer.policy.model import Policy
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source
 from trainer.state import State
@@ -144,7 +145,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         self.replay_buffer = replay_buffer
 
     @classmethod
-    def _build(cls, settings: TrainerSettings) -> Self:
+    def _build(cls, settings: TrainerSettings, model: Policy | None) -> Self:
         db = Database(settings.database.get_secret_value())
         buffer = ReplayBuffer(
             db,
@@ -154,7 +155,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         )
         return cls(
             LedgerSource(db, settings),
-            make_agent(settings),
+            make_agent(settings, model),
             optimizer_factory(settings),
             LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url),
             buffer,

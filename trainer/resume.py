@@ -83,14 +83,19 @@ class States:
         set_position(older.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
 
-    def with_missed_singles(self, state: State, env: Source) -> State:
-        """Return the state with the values of single sessions in batches that made no version after it."""
+    def with_missed(self, state: State, env: Source) -> State:
+        """Return the state with the batches after it that made no version: their count, and their single sessions.
+
+        They leave no checkpoint, so the ledger has them.
+        """
         world = self._agent.world
         missed: list[UpdateRecord]
-        missed = world.share(env.updates_after(state.progress.num_batches) if world.is_first else None)
+        missed = world.share(env.updates_after(state.progress.update_id) if world.is_first else None)
         for update in missed:
             rows = [Row(*row) for row in update.metrics.get("singles", ())]
-            state = dataclasses.replace(state, singles=moved_on(state.singles, rows))
+            state = dataclasses.replace(state, singles=moved_on(state.singles, rows)).with_progress(
+                num_batches=state.progress.num_batches + 1, update_id=update.update_id
+            )
         return state
 
     def moments_bytes(self) -> int:
@@ -112,6 +117,7 @@ class States:
             optimizer=optimizer,
             scheduler=make_scheduler(optimizer, self._config),
             critic=critic,
+            adapter=self._agent.policy.adapter,
         )
 
     def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:

@@ -104,6 +104,9 @@ class Source(Protocol):
     def updates_after(self, update_id: int) -> list[UpdateRecord]:
         """Return the updates that were committed after this one, oldest first."""
 
+    def next_update_id(self) -> int:
+        """Return an id for an update that no other update has, also of those that are not acknowledged yet."""
+
     def newest_version(self) -> int:
         """Return the highest version that was ever published."""
 
@@ -132,13 +135,35 @@ class Source(Protocol):
         """Stop waiting and release what is held."""
 
 
+class UpdateIds:
+    """The ids of updates, one after the other for all policies of a process: batches are acknowledged later."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def after(self, stored: int) -> int:
+        """Return the id after those that the ledger has and those that were returned before."""
+        self._last = max(self._last, stored) + 1
+        return self._last
+
+
 class LedgerSource:
     """Claims groups from the store."""
 
-    def __init__(self, db: Database, rule: SourceRule, *, with_imported: bool = False) -> None:
-        """`with_imported` claims groups of imported sessions too: the loss must read no behaviour logprobs."""
+    def __init__(
+        self, db: Database, rule: SourceRule, *, with_imported: bool = False, update_ids: UpdateIds | None = None
+    ) -> None:
+        """Claim for one policy.
+
+        Args:
+            db: The store.
+            rule: When a batch is claimed.
+            with_imported: Claim groups of imported sessions too: the loss must read no behaviour logprobs.
+            update_ids: Of all policies of this process.
+        """
         self._db = db
         self._rule = rule
+        self._update_ids = update_ids or UpdateIds()
         self._with_imported = with_imported
         self._closed = StopFlag()
         self._leases: dict[claims.Claim, Lease] = {}
@@ -296,6 +321,11 @@ class LedgerSource:
     def updates_after(self, update_id: int) -> list[UpdateRecord]:
         """Return the updates that were committed after this one, oldest first."""
         return self._found(lambda conn: queries.updates_after(conn, update_id))
+
+    def next_update_id(self) -> int:
+        """Return the id after those of the ledger and those that this process has given to any policy."""
+        last = self._found(queries.last_update)
+        return self._update_ids.after(last.update_id if last else 0)
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published, failed ones included."""

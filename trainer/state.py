@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from trainer.learning.optimizer import set_position
 from trainer.learning.singles import Row
+from trainer.policy.adapters import Adapter
 from trainer.policy.critic import Critic
 from trainer.policy.model import Policy
 from turnwise.types import Json
@@ -35,7 +36,9 @@ class Progress:
 
     seed: int
     num_batches: int = 0
-    """Claims acked, the refused ones included; the last `update_id` in the ledger."""
+    """Claims acked, the refused ones included."""
+    update_id: int = 0
+    """Of the last of them in the ledger, where ids are unique over all policies."""
     num_optimizer_steps: int = 0
     """A batch, which the ledger calls an update, takes one or more."""
     policy_version: int = 0
@@ -83,6 +86,13 @@ class State:
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
     critic: Critic | None = None
     """The critic of GAE, updated in place like the policy."""
+    adapter: Adapter | None = None
+    """What this state trains of a model that states of other policies train too; None for whole weights."""
+
+    def enter(self) -> None:
+        """Let the model compute with this state's adapter; before a step where several policies share a model."""
+        if self.adapter is not None:
+            self.adapter.put()
 
     def with_progress(self, **changes: Any) -> State:
         """Return this state with other counts."""

@@ -36,6 +36,7 @@ from trainer.policy.memory import (
     note_out_of_memory,
     read_limits,
 )
+from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
@@ -95,10 +96,14 @@ class RLWorkflow(abc.ABC):
         config: TrainerSettings | Mapping[str, Any],
         enable_multi_devices: bool = False,
         enable_jit: bool = True,
+        model: Policy | None = None,
     ) -> Self:
-        """Return a workflow over the ledger that the config names."""
+        """Return a workflow over the ledger that the config names.
+
+        `model` is that of another workflow: both train adapters of it, in turns (`State.enter`).
+        """
         settings = as_settings(config)
-        workflow = cls._build(settings)
+        workflow = cls._build(settings, model)
         workflow.add_recorders([JsonLines(settings.policies_dir / "trainer.jsonl")])
         if enable_multi_devices:
             workflow.enable_multi_devices()
@@ -108,7 +113,7 @@ class RLWorkflow(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _build(cls, settings: TrainerSettings) -> Self:
+    def _build(cls, settings: TrainerSettings, model: Policy | None) -> Self:
         """Return a workflow from its resolved settings."""
 
     def add_recorders(self, recorders: Sequence[Recorder]) -> None:
@@ -153,14 +158,12 @@ class RLWorkflow(abc.ABC):
         self.agent.find_row_tokens(0 if last else self.states.moments_bytes())
         if last is None:
             return self._post_setup(state)
-        log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
+        log.info("resuming after update %d at policy version %d", last.update_id, last.policy_version)
         if last.policy_version and self._sends_weights:
             self._hold(last.policy_version, self.agent.export(), probe)
         if "buffer" in last.metrics:
             state = dataclasses.replace(state, buffer=last.metrics["buffer"])
-        state = self.states.with_missed_singles(state, self.env)
-        # Refused batches leave no checkpoint; the ledger's count includes them.
-        return self._post_setup(state.with_progress(num_batches=last.update_id))
+        return self._post_setup(self.states.with_missed(state, self.env))
 
     @abc.abstractmethod
     def step(self, state: State) -> tuple[Json, State]:
@@ -263,11 +266,11 @@ class OnPolicyWorkflow(RLWorkflow):
     """Claims rewarded groups, trains on them, publishes a version, and acknowledges them."""
 
     @classmethod
-    def _build(cls, settings: TrainerSettings) -> Self:
+    def _build(cls, settings: TrainerSettings, model: Policy | None) -> Self:
         db = Database(settings.database.get_secret_value())
         evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url)
         source = LedgerSource(db, settings, with_imported=not settings.algorithm.needs_behaviour)
-        return cls(source, make_agent(settings), optimizer_factory(settings), evaluator, settings)
+        return cls(source, make_agent(settings, model), optimizer_factory(settings), evaluator, settings)
 
     def step(self, state: State) -> tuple[Json, State]:
         """Train on one claimed batch: claim, advantages, optimizer steps, gate, publish, acknowledge."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trainer.learning.batch import Row
 from trainer.learning.logprobs import linear_logprobs, selected_logprobs
+from trainer.policy.adapters import Adapter
 from trainer.policy.context_parallel import ContextGroup, part_of, register_attention, spread
 from trainer.policy.head import OutputLayer
 from trainer.policy.inputs import RowInputs, part_inputs, row_inputs
@@ -98,9 +99,15 @@ class Policy:
         """Where `load` puts the model. It is resolved there, since `torchrun`'s processes get theirs as they join."""
         self.compute_dtype = torch.float32
         self.attention = "sdpa"
+        self.adapter: Adapter | None = None
+        """The adapter of the last `load`; None for whole weights, and for a sharded model."""
+        self._fresh: tuple[int, Adapter] | None = None
+        """The seed of the base model's load, and the adapter as it was then."""
 
     def load(self, seed: int, *, with_weights: bool = True) -> None:
         """Load the base model, with a fresh adapter for LoRA, compiled and sharded as was asked for.
+
+        Where the model is in memory already, it gets another fresh adapter, beside those of earlier calls.
 
         Args:
             seed: Of the adapter's first weights.
@@ -109,6 +116,10 @@ class Policy:
         Raises:
             BadCheckpoint: There is no such model.
         """
+        if self._fresh is not None and self._fresh[0] == seed:
+            self.adapter = self._fresh[1].copied()
+            self.adapter.put()
+            return
         torch.manual_seed(seed)
         self.device = resolve_device(self.spec.device)
         wanted = self.spec.dtype if self.spec.weights_dtype == "float32" else self.spec.weights_dtype
@@ -125,6 +136,9 @@ class Policy:
         self._head = OutputLayer.of(base_of(self.model)) if self.mesh_axis is None else None
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(base_of(self.model).forward).parameters
+        if self.spec.kind is PolicyKind.LORA and self.mesh_axis is None:
+            self.adapter = Adapter.in_place(self.model)
+            self._fresh = seed, self.adapter.copied()
 
     @property
     def attends_to_all(self) -> bool:

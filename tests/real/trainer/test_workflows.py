@@ -150,6 +150,46 @@ def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, m
     assert (tmp_path / "policies" / "latest").read_text() == "v000001\n"
 
 
+def adapter(directory, version):
+    return load_file(directory / "policies" / f"v{version:06d}" / "adapter_model.safetensors")
+
+
+def test_two_policies_over_one_model_get_the_weights_of_two_runs_of_their_own(tmp_path, model):
+    """Bit for bit, with batches in turns: nothing of one policy's tensors, moments or random numbers reaches another's.
+
+    The second run's model is the first one's.
+    """
+    changes = {"kind": "lora", "lora_rank": 4, "learning_rate": 1e-2}
+    runs, shared = [], None
+    for number, name in enumerate("ab"):
+        for directory in (tmp_path / name, tmp_path / f"{name} alone"):
+            directory.mkdir()
+            ledger = new_ledger(directory / "ledger.db")
+            Rollouts(ledger, load_model(model)).play(name, num_groups=6, seed=number)
+            ledger.close()
+        train(settings_for(tmp_path / f"{name} alone", model, **changes))
+        workflow = OnPolicyWorkflow.build_from_config(
+            settings_for(tmp_path / name, model, **changes), enable_jit=False, model=shared
+        )
+        shared = workflow.agent.policy
+        runs.append([workflow, workflow.setup(0)])
+    assert runs[0][1].policy is runs[1][1].policy
+    for _ in range(2):
+        for run_of_policy in runs:
+            workflow, state = run_of_policy
+            state.enter()
+            _, run_of_policy[1] = workflow.step(state)
+    for workflow, state in runs:
+        state.enter()
+        workflow.commits.flush(state)
+        workflow.close()
+    for name in "ab":
+        for version in (1, 2):
+            alone, beside = adapter(tmp_path / f"{name} alone", version), adapter(tmp_path / name, version)
+            assert all(torch.equal(alone[key], beside[key]) for key in alone)
+    assert any(not torch.equal(alone[key], adapter(tmp_path / "a", 2)[key]) for key in alone)
+
+
 def test_a_changed_weight_file_is_detected_by_its_digest(tmp_path, model, ledger):
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     train(settings_for(tmp_path, model, total_batches=1))
