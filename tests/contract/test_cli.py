@@ -143,36 +143,12 @@ def test_a_key_is_shown_once_and_revoked_by_its_id(database):
     assert revoked["revoked_at"] is not None
 
 
-def test_revoking_an_unknown_key_is_a_usage_error(database):
-    result = _run("keys", "revoke", "nothing", "--database", database)
-    assert result.exit_code == 2
-    assert "'nothing'" in result.stderr
-
-
 def test_an_empty_store_has_no_sessions_and_no_experiences(database):
     assert json.loads(_run("sessions", "--database", database, "--json").output) == []
     empty = _run("sessions", "--database", database)
     assert f"no matching sessions in {database}" in empty.stderr, "the user may have meant another database"
     exported = _run("export", "--database", database, "--split", "train")
     assert (exported.exit_code, exported.output) == (0, "")
-
-
-def test_the_fake_engines_dry_run_prints_its_script(tmp_path):
-    script = tmp_path / "script.json"
-    script.write_text('{"rules": [{"contains": "hi", "reply": {"text": "ho"}}]}')
-    output = json.loads(
-        _run("fake-engine", "--port", "1", "--script", str(script), "--pace-ms", "5", "--dry-run").output
-    )
-    assert output["rules"][0]["reply"]["text"] == "ho"
-    assert output["pace_seconds"] == 0.005
-
-
-def test_a_script_with_an_unknown_key_is_refused(tmp_path):
-    script = tmp_path / "script.json"
-    script.write_text('{"rulez": []}')
-    result = _run("fake-engine", "--port", "1", "--script", str(script), "--dry-run")
-    assert result.exit_code == 2
-    assert "rulez" in result.stderr
 
 
 def _verdicts(engine: RunningFakeEngine, database: str) -> dict[str, str]:

@@ -157,19 +157,6 @@ def test_a_base_url_with_or_without_v1_is_the_same_proxy():
         assert client.base_url == "http://host:1"
 
 
-def test_sessions_share_one_connection_pool(proxy):
-    """Seven thousand sessions must not open seven thousand pools."""
-
-    async def go():
-        async with AsyncClient(proxy.base_url) as client:
-            sessions = [await client.create_session() for _ in range(3)]
-            made = [session.openai_async() for session in sessions]
-            assert len({id(one._client) for one in made}) == 1
-            assert len({str(one.base_url) for one in made}) == 3
-
-    asyncio.run(go())
-
-
 def test_an_asynchronous_client_serves_several_event_loops(proxy):
     """A connection belongs to the loop that opened it; a client created outside any loop may be used in each."""
     with Client(proxy.base_url) as client:

@@ -141,11 +141,6 @@ def test_vendored_files_are_those_of_the_pinned_release_and_include_their_licenc
     assert "MIT" in http.get("/web/vendor/uPlot.LICENSE.txt").text
 
 
-def test_an_unknown_file_of_the_page_is_404(http: httpx2.Client):
-    for name in ("other.js", "__init__.py", "..%2fauth.py", "vendor/README.md", "vendor"):
-        assert http.get(f"/web/{name}").status_code == 404
-
-
 @pytest.fixture
 def played(proxy: RunningProxy) -> tuple[RunningProxy, str]:
     """A group of two sessions that edit a reply, with odd text; the id of the turn that lost its chain in the first."""

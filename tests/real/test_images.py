@@ -66,26 +66,6 @@ SERVED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "gemini, base64": (gemini({"inlineData": {"mimeType": "image/png", "data": GEMINI_DATA}}), INLINE_URL),
     "gemini, url": (gemini({"fileData": {"mimeType": "image/png", "fileUri": LINK}}), LINK),
 }
-UNSERVED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
-    "responses, a file's id": (
-        responses({"type": "input_image", "file_id": "file_1"}),
-        "send input_text, or input_image with `image_url`",
-    ),
-    "responses, a document": (responses({"type": "input_file", "file_id": "file_1"}), "'input_file' cannot be served"),
-    "messages, a file's id": (
-        messages({"type": "image", "source": {"type": "file", "file_id": "file_1"}}),
-        "send its source as `base64` or `url`",
-    ),
-    "messages, a document": (
-        messages({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": DATA}}),
-        "'document' cannot be served; send text or images",
-    ),
-    "gemini, a sound": (
-        gemini({"inlineData": {"mimeType": "audio/wav", "data": DATA}}),
-        "inlineData of type 'audio/wav' cannot be served; send text, images,",
-    ),
-    "gemini, a part without a type": (gemini({"fileData": {"fileUri": LINK}}), "fileData cannot be served"),
-}
 
 
 @pytest.fixture
@@ -106,18 +86,6 @@ def test_an_image_reaches_the_engine_and_its_turn_is_untrainable(
     assert "Look." in str(contents)
     (view,) = proxy.turns(session_id)
     assert (view.turn.outcome, view.turn.reason) == (Outcome.UNTRAINABLE, "media")
-
-
-@pytest.mark.parametrize("case", UNSERVED)
-def test_the_refusal_of_other_media_names_the_supported_ones(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, case: str
-) -> None:
-    (route, body), sentence = UNSERVED[case]
-    num_calls = len(shared_engine.calls)
-    refused = httpx2.post(f"{proxy.url}/sessions/{session_id}/{route}", json=body)
-    assert refused.status_code == 400, refused.text
-    assert sentence in refused.json()["error"]["message"]
-    assert len(shared_engine.calls) == num_calls
 
 
 @pytest.mark.engine

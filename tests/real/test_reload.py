@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 import time
-import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -342,18 +341,6 @@ def publish_in_store(proxy: RunningProxy, version: int, path: Path, kind: Policy
     with database.write() as connection:
         policies.publish_policy(connection, PolicyVersion(version=version, path=str(path), kind=kind))
     database.close()
-
-
-def test_the_route_refuses_a_bad_directory_at_once(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
-    """The answer names the defect, for a person who publishes by hand; nothing is stored."""
-    for spoil in (nowhere, cut_off, without_config, other_shapes):
-        place = tmp_path / spoil.__name__
-        spoil(engine.model_dir, place)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            publish(served, place)
-        assert refused.value.code == 422
-        assert re.search(BAD[spoil], json.loads(refused.value.read())["error"]["message"])
-    assert [each["version"] for each in ask(served.url, "/v1/policies")["data"]] == [0]
 
 
 def test_a_version_is_pinned_rolled_back_to_and_unpinned(served: RunningProxy, engine: RunningEngine, tmp_path: Path):

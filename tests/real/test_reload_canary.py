@@ -199,16 +199,3 @@ def test_a_version_too_far_from_the_served_one_is_never_tried(
     near = publish(proxy, probed(WRITE[kind](tmp_path / "near"), -0.5), kind=kind)
     wait_for_status(proxy, near, "canary")
     assert policy(proxy, good)["status"] == "active"
-
-
-def test_a_pin_cancels_a_canary(engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path):
-    """A pinned version gets no trial: it is served to all sessions, and the other one returns to published."""
-    proxy = start_proxy(engines[0].url, *FLAGS)
-    for version in (0, 1):
-        publish(proxy, write_adapter(tmp_path / f"v{version}"), kind="lora")
-        wait_for_status(proxy, version, "active" if version == 0 else "canary")
-    ask(proxy.url, "/v1/policies/0/activate", {})
-    wait_for_status(proxy, 1, "published")
-    assert policy(proxy, 0)["status"] == "active"
-    ask(proxy.url, "/v1/policies/1/activate", {})
-    wait_for_status(proxy, 1, "active")

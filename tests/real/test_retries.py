@@ -17,13 +17,10 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 from turnwise_fake_engine.script import Fault, FaultKind, Reply, Rule
 
-from turnwise.store import keys
-from turnwise.store.database import Database
 from turnwise.types import Outcome
 
 DEADLINE_SECONDS = 60.0
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
-RETRY = {"x-stainless-retry-count": "1"}
 
 
 def post(
@@ -32,24 +29,6 @@ def post(
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     address = f"{url or proxy.v1}/chat/completions"
     return httpx2.post(address, json=body, headers=given, timeout=DEADLINE_SECONDS)
-
-
-def test_a_retry_never_crosses_tenants(database_url: str, fake_engine: RunningFakeEngine, start_proxy: StartProxy):
-    """Equally named sessions: neither an idempotency key nor a retried body gets the other tenant's reply."""
-    database = Database(database_url)
-    with database.write() as connection:
-        made = [keys.create_key(connection, tenant, keys.KeyRole.AGENT, tenant)[1] for tenant in ("a", "b")]
-    database.close()
-    proxy = start_proxy(fake_engine.url, database_url=database_url)
-    ids = []
-    for key in made:
-        headers = {"authorization": f"Bearer {key}"}
-        session = httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "kim"}, headers=headers).json()
-        authorization = f"Bearer {session['api_key']}"
-        for marks in ({"idempotency_key": "k"}, RETRY):
-            reply = post(proxy, authorization=authorization, **{name.replace("-", "_"): v for name, v in marks.items()})
-            ids.append(reply.raise_for_status().json()["id"])
-    assert len(set(ids)) == 4
 
 
 def test_parallel_rollouts_that_are_retried_each_get_their_own_sample(
@@ -110,26 +89,6 @@ def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(
         retried = [post(proxy, url=url, x_stainless_retry_count="1") for _ in range(2)]
     assert [reply.status_code for reply in retried] == [200, 429]
     assert retried[0].json()["id"] == proxy.turns("s")[1].turn.turn_id
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_used_key_replays_only_its_own_request_in_the_requested_form(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, restarts: bool
-):
-    proxy = start_proxy(fake_engine.url)
-    first = post(proxy, idempotency_key="k").json()
-    if restarts:
-        proxy.kill()
-        proxy = start_proxy(fake_engine.url, database_url=proxy.database_url)
-    fake_engine.calls.clear()
-    other = post(proxy, {**CHAT, "messages": [{"role": "user", "content": "Bye."}]}, idempotency_key="k")
-    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
-    stream = post(proxy, {**CHAT, "stream": True}, idempotency_key="k")
-    assert stream.headers["content-type"].startswith("text/event-stream")
-    assert first["id"] in stream.text
-    assert stream.text.endswith("data: [DONE]\n\n")
-    assert post(proxy, idempotency_key="k").json()["id"] == first["id"]
-    assert fake_engine.calls == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

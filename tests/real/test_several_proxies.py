@@ -44,10 +44,3 @@ def test_a_call_in_a_session_of_a_path_that_another_proxy_ended_is_refused(proxi
     httpx2.post(url, json=CHAT).raise_for_status()
     httpx2.post(f"{one.v1}/sessions/s/end", json={}).raise_for_status()
     assert [httpx2.post(url, json=CHAT).status_code for _ in range(2)] == [200, 409]
-
-
-def test_a_session_that_another_proxy_deleted_is_created_again(proxies):
-    one, other = proxies
-    call(other, **{"x-session-id": "app"}).raise_for_status()
-    httpx2.delete(f"{one.v1}/sessions/app").raise_for_status()
-    assert [call(other, **{"x-session-id": "app"}).status_code for _ in range(2)] == [404, 200]

@@ -93,38 +93,6 @@ def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
     assert not any("last error" in text for _, text in output)  # a killed process wrote none
 
 
-def test_a_child_is_restarted_and_stopped_while_nobody_reads_the_output(tmp_path):
-    """The output may be a pipe: then printing waits for its reader."""
-    path, is_read = tmp_path / "pids", threading.Event()
-    with Supervisor(
-        [_sleeper(path)], log_directory=tmp_path, say=lambda *_: bool(is_read.wait()), first_delay_seconds=0.05
-    ):
-        os.kill(_pids(path)[0], signal.SIGKILL)
-        wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
-    assert not any(map(_alive, _pids(path)))
-    is_read.set()
-
-
-def test_a_process_whose_output_nobody_reads_ends_after_its_last_line():
-    code = """
-        from turnwise.processes.supervisor import Supervisor
-        from turnwise.processes.printer import print_last_line
-        from turnwise.commands.output import print_process_line
-        from pathlib import Path
-        import tempfile
-        directory = Path(tempfile.mkdtemp())
-        with Supervisor([], log_directory=directory, say=print_process_line) as stack:
-            for _ in range(900):
-                stack.say("up", "x" * 1000)
-        print_last_line(print_process_line, "up", "everything is stopped")
-    """
-    with subprocess.Popen(_python(code), cwd=ROOT, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-
-
 def test_a_child_that_keeps_dying_is_not_restarted_and_the_end_of_its_log_is_shown(tmp_path):
     child = Child(name="broken", argv=_python("import sys; print('no such key'); sys.exit(3)"))
     supervisor = Supervisor([child], log_directory=tmp_path, max_quick_deaths=3, first_delay_seconds=0.02)
@@ -172,14 +140,6 @@ def test_an_answer_of_another_process_on_the_childs_port_does_not_count(tmp_path
             Supervisor([child], log_directory=tmp_path).__enter__()
         assert not (tmp_path / "pid").exists()
     assert not ports.session_listens(os.getsid(0), port)
-
-
-def test_a_secret_of_the_environment_is_on_no_command_line(tmp_path):
-    path = tmp_path / "pid"
-    with Supervisor([_sleeper(path, env={"SECRET": "swordfish"})], log_directory=tmp_path) as stack:
-        for pid in (stack.pid("sleeper"), _pids(path)[0]):
-            assert b"swordfish" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert b"SECRET=swordfish" in Path(f"/proc/{_pids(path)[0]}/environ").read_bytes()
 
 
 def test_a_task_that_fails_stops_the_start_of_later_children(tmp_path):

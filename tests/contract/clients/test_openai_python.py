@@ -35,16 +35,6 @@ def client(proxy: RunningProxy) -> openai.OpenAI:
     return openai.OpenAI(base_url=proxy.v1, api_key="any", max_retries=0)
 
 
-def test_chat_completions_create(client: openai.OpenAI) -> None:
-    done = client.chat.completions.create(model="fake", messages=[USER], n=2, logprobs=True, top_logprobs=2)
-    assert [choice.message.content for choice in done.choices] == ["Hello there", "Hello there (1)"]
-    logprobs = done.choices[0].logprobs
-    assert logprobs is not None
-    assert "".join(token.token for token in logprobs.content or []).startswith("Hello there")
-    assert done.usage is not None
-    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
-
-
 def test_chat_completions_stream_of_chunks(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
@@ -90,16 +80,6 @@ def test_with_raw_response_and_with_streaming_response(client: openai.OpenAI) ->
     assert raw.parse().choices[0].message.content == "Hello there"
     with client.chat.completions.with_streaming_response.create(model="fake", messages=[USER], stream=True) as streamed:
         assert any("[DONE]" in line for line in streamed.iter_lines())
-
-
-def test_completions(client: openai.OpenAI) -> None:
-    assert client.completions.create(model="fake", prompt="Once", max_tokens=4, logprobs=1).choices[0].text
-    chunks = client.completions.create(model="fake", prompt="Once", max_tokens=4, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks)
-
-
-def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["fake"]
 
 
 def test_responses_create_stream_and_parse(client: openai.OpenAI) -> None:

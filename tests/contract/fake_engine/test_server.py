@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.waiting import wait_until
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, tokens
 
 CHAT = "/v1/chat/completions"
@@ -37,25 +36,6 @@ def _chat(http: httpx2.Client, **more: Any) -> dict[str, Any]:
     return response.json()
 
 
-def _stream(http: httpx2.Client, **more: Any) -> list[dict[str, Any]]:
-    response = http.post(CHAT, json={"messages": HI, "stream": True, **more})
-    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
-
-
-def test_half_a_character_is_a_chunk_with_ids_and_without_text(http):
-    texts = {tuple(chunk["choices"][0].get("token_ids") or ()): chunk for chunk in _stream(http, return_token_ids=True)}
-    # ü is C3 BC: the first byte adds no text yet
-    assert texts[(0xC3,)]["choices"][0]["delta"] == {}
-
-
-def test_sent_prompt_ids_are_ignored_where_a_message_carries_media(http):
-    media = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-    reply = _chat(http, messages=media, return_token_ids=True, kv_transfer_params={"prompt_token_ids": [1]})
-    assert reply["prompt_token_ids"] != [1]
-
-
 def test_a_tool_is_called_with_arguments_from_its_own_schema(http):
     choice = _chat(http, tools=TOOLS, return_token_ids=True)["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -78,12 +58,6 @@ def test_tool_choice_is_obeyed(http, choice, finish_reason, calls):
     answer = _chat(http, tools=TOOLS, tool_choice=choice)["choices"][0]
     assert answer["finish_reason"] == finish_reason
     assert ("tool_calls" in answer["message"]) is calls
-
-
-def test_a_cut_tool_call_stays_text(http):
-    message = _chat(http, tools=TOOLS, max_tokens=12)["choices"][0]["message"]
-    assert message["content"].startswith("<tool_call>\n{")
-    assert "tool_calls" not in message
 
 
 def test_json_is_generated_from_the_requested_schema(http):
@@ -114,27 +88,6 @@ def test_a_status_fault_is_answered_in_openais_error_shape(http, status):
     assert response.json()["error"]["code"] == status
 
 
-def test_a_reset_comes_before_the_first_byte(http):
-    with pytest.raises(httpx2.TransportError):
-        http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "reset"})
-
-
-def test_a_stream_is_reset_after_some_chunks(http):
-    seen: list[str] = []
-    headers = {"X-Fake-Fault": "reset_stream;after_chunks=3"}
-    with http.stream("POST", CHAT, json={"messages": HI, "stream": True}, headers=headers) as response:
-        lines = response.iter_lines()
-        with pytest.raises(httpx2.TransportError):
-            seen.extend(line for line in lines)
-    # an interrupted `extend` keeps what came before
-    assert len([line for line in seen if line.startswith("data: ")]) == 3
-
-
-def test_a_plain_reply_is_reset_in_the_middle(http):
-    with pytest.raises(httpx2.TransportError):
-        http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "reset_stream"})
-
-
 def test_a_fault_of_the_control_route_occurs_the_configured_number_of_times(http):
     http.post("/fake/faults", json={"kind": "status", "status": 429, "count": 2})
     statuses = [http.post(CHAT, json={"messages": HI}).status_code for _ in range(3)]
@@ -147,50 +100,6 @@ def test_malformed_json_and_missing_ids_can_be_configured(http):
         broken.json()
     bare = http.post(CHAT, json={"messages": HI, **ALL}, headers={"X-Fake-Fault": "no_token_ids"}).json()
     assert (bare["prompt_token_ids"], bare["choices"][0]["token_ids"]) == (None, None)
-
-
-def test_a_call_whose_client_disconnects_is_counted_as_aborted(fake_engine, http):
-    with pytest.raises(httpx2.ReadTimeout):
-        http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "hang"}, timeout=0.2)
-    wait_until(lambda: fake_engine.calls[0].outcome == "aborted", "the call is aborted")
-
-
-def test_calls_wait_during_a_pause_and_are_answered_after_the_resume(http):
-    http.post("/pause", params={"mode": "keep"})
-    with pytest.raises(httpx2.ReadTimeout):
-        http.post(CHAT, json={"messages": HI}, timeout=0.2)
-    assert http.get("/health").status_code == 200
-    http.post("/resume")
-    assert _chat(http)["choices"]
-
-
-def test_an_adapter_is_served_under_its_own_name_until_it_is_unloaded(fake_engine, http, tmp_path):
-    fake_engine.state.script.lora = True
-    (tmp_path / "adapter_config.json").write_text("{}")
-    loading = {"lora_name": "a", "lora_path": str(tmp_path)}
-    assert http.post("/v1/load_lora_adapter", json=loading).status_code == 200
-    assert _chat(http, model="a")["model"] == "a"
-    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
-    assert http.post(CHAT, json={"messages": HI, "model": "a"}).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"{", 400),
-        (b"{}", 400),
-        (b'{"messages": []}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "model": "x"}', 404),
-        (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "tools": []}', 400),
-    ],
-)
-def test_a_request_that_vllm_refuses_is_refused(http, body, status):
-    response = http.post(CHAT, content=body, headers={"content-type": "application/json"})
-    assert response.status_code == status
-    assert {"message", "type", "param", "code"} == response.json()["error"].keys()
 
 
 def test_completions_take_texts_and_ids_and_echo_them(http):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
@@ -98,18 +96,3 @@ def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tm
         refused = ask(http, key)
         assert "tokens in the last 2 days (UTC); wait for 00:00 UTC" in refused.json()["error"]["message"]
         assert 0 < int(refused.headers["retry-after"]) <= 86_400
-
-
-def test_without_a_budget_nothing_is_counted(tmp_path: Path) -> None:
-    with in_process_proxy(tmp_path) as (http, database):
-        used(ask(http, make_key(database)))
-        with database.read() as connection:
-            assert usage.used_tokens(connection, "acme") == 0
-
-
-@pytest.mark.parametrize(("hour", "day"), [(0, 20_454), (23, 20_454)])
-def test_days_are_utc_days(hour: int, day: int) -> None:
-    """2026-01-01 is day 56 * 365 + 14 leap days = 20454."""
-    there = datetime.timezone(datetime.timedelta(hours=-5))
-    instant = datetime.datetime(2026, 1, 1, hour, tzinfo=datetime.UTC)
-    assert usage.day_of(instant.astimezone(there)) == day

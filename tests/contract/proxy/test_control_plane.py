@@ -114,16 +114,6 @@ def test_a_search_continues_past_pages_without_a_match(http, monkeypatch) -> Non
     assert http.get("/v1/sessions?min_reward=nan").status_code == 422
 
 
-def test_an_invalid_body_gets_one_sentence(http) -> None:
-    assert refusal(http.post("/v1/rewards", json={"session_id": "s"})) == "`value` is missing."
-    assert refusal(http.post("/v1/rewards", json=[{"session_id": "s"}])) == "`0.value` is missing."
-    misspelt = "`session`: no such field; GET /openapi.json lists the fields."
-    assert refusal(http.post("/v1/rewards", json={"session": "s", "value": 1})) == misspelt
-    form = {"content-type": "application/x-www-form-urlencoded"}
-    answer = refusal(http.post("/v1/rewards", content=b'{"session_id": "s", "value": 1}', headers=form))
-    assert answer.endswith("Send content-type: application/json.")
-
-
 def test_a_second_creation_changes_the_fields_that_calls_and_credit_use(http) -> None:
     http.post("/sessions/opened/v1/chat/completions", json=CHAT).raise_for_status()
     body = {"session_id": "opened", "group_id": "g", "group_size": 2, "credit": "step_wise", "sampling": {"top_p": 0.5}}

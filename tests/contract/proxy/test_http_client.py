@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 
 import pytest
 
@@ -153,36 +152,12 @@ async def test_a_request_after_which_a_new_connection_closes_is_not_sent_again()
     assert len(server.requests) == 1
 
 
-async def test_a_request_with_an_incomplete_answer_is_not_sent_again():
-    async with serving(answering_once_then(OK[:-1])) as (server, client):
-        await get(client)
-        with pytest.raises(Disconnected):
-            await get(client)
-    assert len(server.requests) == 2
-
-
 async def test_a_request_on_a_kept_connection_with_a_first_byte_of_answer_is_not_sent_again():
     async with serving(answering_once_then(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")) as (server, client):
         await get(client)
         with pytest.raises(Disconnected, match="closed the connection"):
             await get(client)
     assert len(server.requests) == 2
-
-
-async def test_a_connection_that_has_idled_too_long_is_not_used(monkeypatch):
-    monkeypatch.setattr("proxy.engines.http_client.IDLE_SECONDS", 0.0)
-    async with serving(answering(OK, times=2)) as (server, client):
-        await asyncio.gather(get(client), get(client))
-        assert await get(client) == (200, b"ok")
-    assert server.num_connections == 3
-
-
-async def test_data_before_a_break_is_read_before_the_error():
-    async with serving(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe")) as (_, client):
-        with await client.request("GET", "/", b"", {}) as answer:
-            assert await answer.next_part() == b"he"
-            with pytest.raises(Disconnected):
-                await answer.next_part()
 
 
 async def test_a_read_from_a_silent_server_times_out():
@@ -263,20 +238,6 @@ async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
     assert max(map(len, parts)) <= BUFFERED_BYTES + ONE_READ
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"SSH-2.0-OpenSSH_9.6\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
-    ],
-)
-async def test_an_answer_that_is_not_http_is_an_error(answer):
-    async with serving(answering(answer)) as (_, client):
-        with pytest.raises(Disconnected, match="not valid HTTP"):
-            await get(client)
-
-
 async def test_a_closed_port_is_a_connection_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -295,18 +256,6 @@ async def test_a_connection_that_is_not_accepted_in_time_is_an_error():
         client = HttpClient(f"http://127.0.0.1:{port}", connect_seconds=0.2, silence_seconds=5)
         with pytest.raises(Disconnected, match=r"no connection within 0\.2 s"):
             await get(client)
-
-
-async def test_a_server_without_tls_behind_an_https_url_is_an_error():
-    async def script(_, reader, writer):
-        writer.write(OK)
-        await reader.read()
-
-    async with serving(script) as (_, plain):
-        client = HttpClient(f"https://127.0.0.1:{plain._port}", connect_seconds=5, silence_seconds=5)
-        with pytest.raises(Disconnected) as caught:
-            await get(client)
-    assert isinstance(caught.value.__cause__, ssl.SSLError)
 
 
 async def rounds(number: int = 200) -> None:

@@ -101,13 +101,6 @@ async def test_an_idempotency_key_with_another_request_is_refused():
         replays.settle(attempt, b"answer")
 
 
-async def test_an_idempotency_key_in_another_form_is_left_to_the_store():
-    """A stream and a whole reply differ in form, although the request is the same."""
-    replays = Replays(10_000)
-    answered(replays, identity(key="k"), b"answer")
-    assert await replays.find(identity(key="k", stream=True), is_retry=False) is None
-
-
 async def test_the_oldest_answers_are_evicted_first():
     """Each takes 800 bytes and its length: 2,000 bytes hold two."""
     replays = Replays(2_000)

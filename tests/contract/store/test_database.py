@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from support.ledger_samples import add_session
 from support.private_postgres import PrivatePostgres
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
-from turnwise.store import history, ledger, queries, tables
+from turnwise.store import ledger, queries, tables
 from turnwise.store.database import Database
 from turnwise.store.leases import acquire_lease, release_lease, renew_lease
 from turnwise.types import Session
@@ -146,46 +143,6 @@ def test_a_pool_reconnects_to_a_restarted_server(postgres_server: PrivatePostgre
         assert queries.counts(connection).sessions == {"open": 2}
     database.close()
     postgres_server.drop_database(name)
-
-
-def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database_url: str) -> None:
-    """A process appends turns one by one and prints each after its commit; then it is killed."""
-    add_session(database, turns=0)
-    program = textwrap.dedent(
-        """
-        import sys
-        from support.ledger_samples import make_turn
-        from turnwise.store import ledger
-        from turnwise.store.database import Database
-        database = Database(sys.argv[1])
-        number = 0
-        while True:
-            number += 1
-            with database.write() as connection:
-                ledger.append_turns(connection, [make_turn(f"t{number}")])
-            print(number, flush=True)
-        """
-    )
-    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{program}", database_url],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        values = [int(process.stdout.readline()) for _ in range(20)]
-    finally:
-        process.kill()
-    values += [int(line) for line in process.stdout.read().split()]
-    process.wait(60)
-    process.stdout.close()
-    with database.read() as connection:
-        stored = [entry.seq + 1 for entry in history.unknown_turns(connection, "default", "s", first=0, known=())[0]]
-        session = queries.session(connection, "default", "s")
-    assert stored[: len(values)] == values
-    assert len(stored) <= len(values) + 1  # at most the one that was committed and not yet printed
-    assert session.num_turns == len(stored)
 
 
 def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(database: Database) -> None:

@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 
 from turnwise.errors import SchemaMismatch
 from turnwise.store import tables
-from turnwise.store.database import Database, _known_revisions, alembic_config
+from turnwise.store.database import Database, alembic_config
 
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()][::-1]
 """All of them, oldest first."""
@@ -32,27 +32,10 @@ def test_every_revision_goes_up_and_down_twice(empty_database_url: str) -> None:
     database.close()
 
 
-def test_the_names_of_the_migrations_begin_with_their_revisions() -> None:
-    """So that a process finds its revision without importing alembic."""
-    assert _known_revisions() == REVISIONS
-
-
 def test_the_migrated_tables_are_those_that_the_code_declares(database: Database) -> None:
     """Types, nullability, indexes and constraints; an empty difference."""
     with database.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), tables.metadata) == []
-
-
-def test_the_comparison_detects_a_missing_column(database: Database) -> None:
-    with database.write() as connection:
-        connection.exec_driver_sql("ALTER TABLE policies DROP COLUMN error")
-        difference = compare_metadata(MigrationContext.configure(connection), tables.metadata)
-    assert [(change[0], change[3].name) for change in difference] == [("add_column", "error")]
-
-
-def test_an_upgrade_of_a_current_database_changes_nothing(database: Database) -> None:
-    database.upgrade()
-    database.check_schema()
 
 
 def test_processes_that_upgrade_at_once_take_turns(empty_database_url: str) -> None:

@@ -16,7 +16,6 @@ from support.migrated import migrated
 from turnwise_fake_engine import running_fake_engine
 
 from turnwise.commands.cli import main
-from turnwise.commands.verify import progress_bar
 from turnwise.store.database import Database
 from turnwise.store.policies import publish_policy
 from turnwise.store.tables import sessions, turns
@@ -133,11 +132,6 @@ def test_turns_are_recomputed_under_the_version_of_the_engines_directory_or_of_o
     assert (status, report["not_checked"]) == (0, {})
     checked = report["checked"]
     assert (checked["turns with logprobs recomputed"], checked["of these under another version"]) == (6, 6)
-
-
-def test_the_progress_bar_shows_the_share_of_the_sessions() -> None:
-    assert progress_bar(2, 4) == f"[{'#' * 15}{'-' * 15}]  50%  2 of 4 sessions"
-    assert progress_bar(4, 4) == f"[{'#' * 30}] 100%  4 of 4 sessions"
 
 
 def test_an_unreachable_engine_is_reported_in_one_sentence(database: Database, tmp_path: Path) -> None:

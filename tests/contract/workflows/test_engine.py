@@ -135,12 +135,6 @@ def test_the_episodes_of_a_task_are_returned_in_order_of_completion(proxy):
     assert [episode.id for episode in execute(proxy, tasks, ["a", "a"])] == ["a:1", "a:0"]
 
 
-def test_tasks_and_ids_must_have_the_same_length(proxy):
-    """A list that is too short is an error, not a truncated batch."""
-    with pytest.raises(ValueError, match="zip"):
-        execute(proxy, [{"q": 1}], ["a", "b"])
-
-
 def test_an_error_is_retried_up_to_the_limit_under_the_same_id(proxy):
     """Two crashes, then success: three attempts, one id."""
     (episode,) = execute(proxy, [{"q": 1, "crashes": 2}], ["a"])
@@ -178,24 +172,6 @@ def test_without_raise_on_error_the_last_error_is_returned_and_other_episodes_ar
     reasons = [episode.termination_reason for episode in episodes]
     assert reasons == [TerminationReason.ENV_DONE, TerminationReason.ERROR, TerminationReason.ENV_DONE]
     assert Chat.attempts["b:0"] == 3
-
-
-def test_the_engine_leaves_reset_to_the_workflow(proxy):
-    """A workflow that never calls `reset` is not reset: rLLM's seed does the same."""
-
-    class Forgetful(Chat):
-        async def run(self, task, uid, **kwargs):
-            return None
-
-    async def go():
-        engine = AgentWorkflowEngine(Forgetful, {}, RolloutEngine(), n_parallel_tasks=1)
-        try:
-            await engine.execute_tasks([{"q": 1}])
-        finally:
-            engine.shutdown()
-
-    with pytest.raises(AttributeError, match="uid"):
-        asyncio.run(go())
 
 
 def test_each_run_is_a_session_and_equal_ids_are_a_group(proxy):
@@ -307,16 +283,6 @@ def test_any_object_with_a_get_model_response_is_an_engine():
     (episode,) = asyncio.run(go())
     assert (episode.id, episode.termination_reason) == ("a:0", TerminationReason.ENV_DONE)
     assert foreign.seen == ["7", "7"]
-
-
-def test_an_engine_without_sleep_serves_verl_batches():
-    """`wake_up` may be synchronous and `sleep` absent."""
-    foreign = Foreign()
-    engine = AgentWorkflowEngine(Chat, {}, foreign, config=config(), n_parallel_tasks=1)
-    with pytest.raises(RolloutFailed):
-        asyncio.run(engine.execute_tasks_verl(verl_batch()))
-    engine.shutdown()
-    assert foreign.seen[0] == "awake"
 
 
 def test_a_reply_needs_no_second_request(proxy):

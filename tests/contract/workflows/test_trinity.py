@@ -7,10 +7,9 @@ import threading
 import numpy as np
 import openai
 import pytest
-from support.stand_in_proxy import StandIn, encode, render, serving
+from support.stand_in_proxy import StandIn, serving
 
 from turnwise.errors import InvalidRequest
-from turnwise.workflows import trinity
 from turnwise.workflows.trinity import (
     EID,
     AsyncRewardPropagationWorkflow,
@@ -226,13 +225,6 @@ def test_a_run_has_one_reward_and_counts_its_steps(proxy, model, kind):
 
 
 @pytest.mark.parametrize("kind", PROPAGATED)
-def test_the_steps_of_a_run_are_counted_up_to_the_one_that_stopped(model, kind):
-    """Step 1 returns False: two environment steps, although `max_step_num` allows more."""
-    made = run(make(kind, model, stop_after=1))
-    assert [exp.metrics for exp in made] == [{"actual_env_steps": 2}] * 3
-
-
-@pytest.mark.parametrize("kind", PROPAGATED)
 def test_a_run_without_any_call_is_judged_too(proxy, model, kind):
     """`reward` is called with an empty list; the session's line finishes it, so that its group need not wait."""
     workflow = make(kind, model, calls=(0, 0, 0))
@@ -279,16 +271,6 @@ def test_a_missing_method_of_a_subclass_is_named(model):
             workflow.reward([], **({"step_num": 0} if kind is StepWiseRewardWorkflow else {}))
 
 
-def test_a_missing_method_of_an_asynchronous_subclass_is_named(model):
-    """An asynchronous subclass must define `step_async` and `reward_async`."""
-    for kind, arguments in [(AsyncStepWiseRewardWorkflow, {"step_num": 0}), (AsyncRewardPropagationWorkflow, {})]:
-        workflow = kind(task=Task(), model=model)
-        with pytest.raises(NotImplementedError, match="must define step_async"):
-            asyncio.run(workflow.step_async(0))
-        with pytest.raises(NotImplementedError, match="must define reward_async"):
-            asyncio.run(workflow.reward_async([], **arguments))
-
-
 def test_the_flags_of_each_workflow_are_the_originals_also_under_their_old_names(model):
     """Neither is repeatable or resettable; only the asynchronous variants are asynchronous."""
     for kind, is_async in [(Stepped, False), (AsyncStepped, True), (Propagated, False), (AsyncPropagated, True)]:
@@ -306,68 +288,12 @@ def test_a_second_run_of_one_object_is_a_second_session(proxy, model):
     assert [len(proxy.turns_of(session_id)) for session_id in proxy.sessions] == [4, 4]
 
 
-def test_history_has_the_captured_turns_of_every_kind_of_call(model):
-    """Plain, n = 2, streams, raw replies: Trinity records only `create`, the ledger records all."""
-    client = model.get_openai_client()
-    ask(client)
-    ask(client, n=2)
-    assert "".join(chunk.choices[0].delta.content for chunk in ask(client, stream=True)) == "re:x"
-    client.chat.completions.with_raw_response.create(model="m", messages=[{"role": "user", "content": "x"}])
-    made = model.extract_experience_from_history()
-    assert len(made) == 5
-    assert {exp.prompt_length for exp in made} == {len(render([{"role": "user", "content": "x"}]))}
-    assert all(exp.tokens[exp.prompt_length :].tolist() == encode("re:x") for exp in made)
-    assert made[0].logprobs.tolist() == [-0.125, -0.25, -0.375, -0.5]
-    assert (made[0].response_text, made[0].action_mask.tolist()) == ("re:x", [True] * 4)
-    assert client.model_path == model.model_name == "served"
-
-
 def test_an_abandoned_stream_is_in_the_ledger_but_is_not_an_experience(proxy, model):
     """Trinity does not record it; here it is stored as aborted and excluded from the experiences."""
     ask(model.get_openai_client())
     proxy.turns[0]["outcome"] = "aborted"
     assert model.extract_experience_from_history() == []
     assert len(proxy.turns) == 1
-
-
-def test_extracting_clears_the_history_by_default(model):
-    """The second extraction has the turns after the first."""
-    client = model.get_openai_client()
-    ask(client, "1")
-    assert len(model.extract_experience_from_history(clear_history=False)) == 1
-    ask(client, "2")
-    assert len(model.extract_experience_from_history()) == 2
-    ask(client, "3")
-    assert [exp.response_text for exp in model.extract_experience_from_history()] == ["re:3"]
-
-
-def test_clones_share_connections_but_not_history(model):
-    """Each clone has its own session and its own samples."""
-    one, two = model.clone_with_isolated_history(), model.clone_with_isolated_history(run=3)
-    ask(one.get_openai_client())
-    assert one.client is two.client is model.client
-    assert len(one.extract_experience_from_history()) == 1
-    assert two.extract_experience_from_history() == []
-    assert len({model.session_id, one.session_id, two.session_id}) == 3
-
-
-def test_chat_returns_experiences(model):
-    """One for each choice, and they are history too."""
-    made = model.chat([{"role": "user", "content": "x"}], n=2)
-    assert [exp.response_text for exp in made] == ["re:x", "re:x"]
-    assert [exp.turn_id for exp in model.extract_experience_from_history()] == [exp.turn_id for exp in made]
-
-
-def test_the_asynchronous_methods_return_the_same(model):
-    """Replies and history without blocking the event loop."""
-
-    async def go():
-        made = await model.chat_async([{"role": "user", "content": "x"}])
-        assert [exp.turn_id for exp in await model.extract_experience_from_history_async()] == [made[0].turn_id]
-        assert await model.extract_experience_from_history_async() == []
-        await model.async_client.aclose()
-
-    asyncio.run(go())
 
 
 def test_the_ids_of_an_experience_omit_the_narrower_parts():
@@ -408,22 +334,6 @@ def test_a_task_makes_its_workflow_and_reads_its_sample(model):
     assert workflow.auxiliary_model_wrappers == [model]
     with pytest.raises(ValueError, match="names no workflow"):
         Task().to_workflow(model)
-
-
-FIELDS = {
-    Experience: "eid tokens prompt_length logprobs reward token_level_reward advantages returns truncate_status info "
-    "metrics response_text prompt_text action_mask messages tools chosen rejected chosen_messages rejected_messages "
-    "multi_modal_inputs teacher_logprobs routed_experts custom_fields experience_type",
-    Task: "workflow repeat_times format_args rollout_args workflow_args reward_fn_args is_eval reward_fn raw_task "
-    "batch_id task_id index",
-    EID: "batch task run step suffix",
-}
-
-
-@pytest.mark.parametrize("record", FIELDS)
-def test_records_have_the_fields_of_the_original(record):
-    """The names are the same, so a workflow's code works unchanged."""
-    assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(record)}
 
 
 def test_ids_are_empty_until_they_are_set():
@@ -515,8 +425,3 @@ def test_experiences_of_an_evaluation_are_not_returned(proxy, model):
     status, made = run_task(model, task_of(Stepped, is_eval=True))
     assert (status.ok, made) == (True, [])
     assert last_session(proxy)["split"] == "eval"
-
-
-def test_the_originals_names_are_in_one_module():
-    """A port changes only the import."""
-    assert set(trinity.__all__) >= {"Workflow", "Task", "Experience", "EID", "ModelWrapper", "StepWiseRewardWorkflow"}

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from support.ports import free_port
-from support.reload_stage import Process, Stage, running_stage
+from support.reload_stage import Stage, running_stage
 from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
-from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
+from turnwise.errors import LeaseLost, StoreError
 from turnwise.store import leases, policies
 from turnwise.types import PolicyKind, PolicyStatus, Session
 
@@ -251,17 +251,6 @@ async def test_the_address_of_an_api_in_place_of_an_engine_is_named_once_in_the_
     assert problem.startswith("the engine answered 404")
     assert problem.endswith("name the address of a vLLM server, without /v1")
     assert sum(problem in line for line in caplog.messages) == 1
-
-
-async def test_an_engine_that_is_unsuitable_stops_the_start(stage: Stage):
-    process = Process(stage.database, stage.url, stage.engines)
-    process.unsuitable = stage.engines[1].url
-    try:
-        with pytest.raises(EngineUnsuitable, match="raw logprobs"):
-            await process.reloader.start()
-    finally:
-        process.pool.close()
-        await process.writer.close()
 
 
 async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_zero(stage: Stage):

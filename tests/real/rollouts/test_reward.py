@@ -110,21 +110,6 @@ def test_a_function_that_never_returns_fails_at_its_time_limit_and_does_not_keep
     assert (status, counts["num_failed"]) == (1, 1)
 
 
-def test_a_reward_that_the_proxy_refuses_leaves_its_session_alone_without_one(proxy, client, tmp_path):
-    """Here the grader makes up a turn and a name; the process goes on, or it would end there after each start."""
-    (tmp_path / "mine.py").write_text(
-        "def grade(session):\n"
-        "    name = session['session']['session_id']\n"
-        "    wrong = {'unknown': {'turn_id': 'made-up', 'value': 1}, 'invalid': {'name': 'x' * 9999, 'value': 1}}\n"
-        "    return wrong.get(name, 1)\n"
-    )
-    for name in ("good", "unknown", "invalid"):
-        play(client, name, "a")
-    status, counts, stderr = finished(tmp_path, proxy, "--source", "python", "--function", "mine:grade")
-    assert (status, counts["num_rewards"], counts["num_failed"]) == (1, 1, 2), stderr
-    assert [client.session(name)["reward"] for name in ("good", "unknown", "invalid")] == [1.0, None, None]
-
-
 KILLED_AT = """
 import os, signal, sys
 from turnwise.client import AsyncClient
@@ -245,19 +230,3 @@ def wait_for_reward(client: Client, session_id: str) -> None:
     while client.session(session_id)["reward"] is None:
         assert time.monotonic() < deadline, f"waited for the reward of {session_id}"
         time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--source", "command"], "needs --command"),
-        (["--source", "command", "--command", "./none"], "there is no program './none'"),
-        (["--source", "python", "--function", "nowhere:grade"], "No module named 'nowhere'"),
-        (["--source", "python", "--function", "json:loads", "--relative"], "--relative is for --source judge"),
-    ],
-)
-def test_a_source_that_cannot_start_is_reported_in_one_sentence(tmp_path, arguments, sentence):
-    done = run_turnwise("reward", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr

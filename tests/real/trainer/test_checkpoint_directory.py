@@ -108,17 +108,6 @@ def test_a_version_that_was_set_aside_is_removed_by_the_first_start_after_a_week
     checkpoints.close()
 
 
-def test_a_start_removes_nothing_that_an_older_release_has_set_aside(place):
-    """Such a directory has the date of its training, and its release has promised to keep it."""
-    aside = place / "unpublished-v000001-1"
-    aside.mkdir(parents=True)
-    os.utime(aside, times=(0, 0))
-    checkpoints = Checkpoints(place, keep=1)
-    checkpoints.open()
-    checkpoints.close()
-    assert aside.is_dir()
-
-
 def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypatch):
     """Killed at any rename, the next trainer finds the old state or the new one."""
     checkpoints = Checkpoints(place, keep=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -94,29 +92,6 @@ def test_bfloat16_computes_in_bfloat16_and_holds_weights_and_gradients_in_float3
     assert rounded == pytest.approx(loss, abs=2e-2)
     similarity = torch.nn.functional.cosine_similarity(rounded_gradient, gradient, dim=0)
     assert similarity > 0.99
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings(TORCHS_OWN)
-@pytest.mark.filterwarnings(WHILE_TRACING)
-def test_a_compiled_policy_computes_the_same_loss_and_gradient(model, batch, monkeypatch, backend):
-    """`torch.compile`, once for rows of one sequence and once for packed ones, whatever their length.
-
-    The backend `eager` traces the model as `inductor` does, and generates no code, which takes half a minute.
-    """
-    compile_with, calls = functools.partial(torch.compile, backend=backend), []
-
-    def noted(*arguments, **options):
-        calls.append(arguments)
-        return compile_with(*arguments, **options)
-
-    monkeypatch.setattr(torch, "compile", noted)
-    loss, gradient = loss_and_gradient(policy_for(model), batch)
-    compiled = policy_for(model, compiled=True)
-    again, gradient_again = loss_and_gradient(compiled, batch)
-    assert len(calls) == compiled.config.num_hidden_layers == 2
-    assert again == pytest.approx(loss, abs=1e-6)
-    torch.testing.assert_close(gradient_again, gradient, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow

@@ -2,10 +2,7 @@
 
 import asyncio
 import collections
-import functools
 import json
-import os
-import subprocess
 from typing import ClassVar
 
 import httpx2
@@ -212,40 +209,6 @@ def by_http(proxy, credit):
         post(f"/v1/sessions/{session_id}/end", {})
 
 
-NODE = """
-import OpenAI from "openai"
-
-const [url, session, credit, calls, stepRewards, runReward] = process.argv.slice(2)
-const client = new OpenAI({baseURL: `${url}/sessions/${session}/v1`, apiKey: "none"})
-const post = async (path, body) => {
-  const answer = await fetch(url + path, {
-    method: "POST", body: JSON.stringify(body), headers: {"content-type": "application/json"}
-  })
-  if (!answer.ok) throw new Error(await answer.text())
-}
-await post("/v1/sessions", {session_id: session, credit})
-for (const [step, content] of JSON.parse(calls)) {
-  const body = {model: "fake", messages: [{role: "user", content}]}
-  await client.chat.completions.create(body, {headers: {"X-Step": String(step)}})
-}
-if (credit == "step_wise")
-  for (const [step, value] of JSON.parse(stepRewards)) await post("/v1/rewards", {session_id: session, step, value})
-else await post("/v1/rewards", {session_id: session, value: Number(runReward)})
-await post(`/v1/sessions/${session}/end`, {})
-"""
-
-
-def by_node(proxy, credit, directory):
-    """OpenAI's own package in JavaScript, and rewards by plain HTTP."""
-    program = directory / f"credit-{os.getpid()}.mjs"
-    program.write_text(NODE)
-    arguments = [proxy.url, f"node-{credit}", credit, json.dumps(CALLS), json.dumps(STEP_REWARDS), str(RUN_REWARD)]
-    try:
-        subprocess.run(["node", program.name, *arguments], cwd=directory, check=True, timeout=60)
-    finally:
-        program.unlink()
-
-
 def credit_of(ways, client, proxy, credit):
     """Return the ledger's content for each implementation, as bytes of JSON."""
     left = {}
@@ -265,36 +228,6 @@ def test_three_python_implementations_of_one_agent_give_the_same_credit(client, 
     rewards = [json.loads(line)["turn_rewards"] for line in left["http"]]
     assert rewards == ([[0.5], [2.0], [2.0]] if credit == "step_wise" else [[0.75]] * 3)
     assert [json.loads(line)["turn_steps"] for line in left["http"]] == [[0], [1], [1]]
-
-
-@pytest.mark.parametrize("credit", ["step_wise", "propagate"])
-def test_an_openai_node_script_gives_the_same_credit_as_the_subclass(client, proxy, credit, node_project):
-    """Without Python: equal byte for byte to the Python class."""
-    ways = {"subclass": by_subclass, "node": functools.partial(by_node, directory=node_project)}
-    left = credit_of(ways, client, proxy, credit)
-    assert left["node"] == left["subclass"]
-    assert len(left["node"]) == 3
-
-
-def test_an_exception_keeps_the_turns_and_the_earlier_rewards(client, proxy):
-    """The session ends with its reason; earlier rewards are credited."""
-
-    class Breaking(Stepped):
-        def step(self, step_num):
-            super().step(step_num)
-            if step_num == 1:
-                raise RuntimeError("the tool crashed")
-            return True
-
-    model = ModelWrapper(proxy.url, session={"session_id": "breaking"})
-    workflow = Breaking(task=Task(), model=model)
-    with pytest.raises(RuntimeError, match="tool crashed"):
-        workflow.run()
-    model.client.close()
-    session = client.session("breaking")
-    assert (session["status"], session["termination_reason"], session["num_turns"]) == ("ended", "error", 3)
-    assert session["reward"] == 0.5
-    assert len(workflow.experiences) == 3
 
 
 def test_a_rollout_engines_record_is_the_stored_turn(client):

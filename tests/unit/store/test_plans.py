@@ -255,15 +255,6 @@ def test_no_statement_scans_a_table_of_a_store_of_a_million_turns_on_postgresql(
     postgres_server.drop_database(name)
 
 
-@pytest.mark.postgres
-def test_a_scan_of_a_growing_table_is_found(sqlite_store: Database, postgres_store: Database) -> None:
-    by_model = sa.text("SELECT turn_id FROM turns WHERE model = 'm'")
-    for database in (sqlite_store, postgres_store):
-        assert [node.scanned for node in run(database, lambda conn: conn.execute(by_model)) if node.scanned] == [
-            "turns"
-        ]
-
-
 class Site(NamedTuple):
     """A call in the store that is given a connection."""
 

@@ -63,7 +63,3 @@ def test_a_text_of_any_shape_is_summarised_and_a_long_one_is_cut_or_not_read(con
     assert odd_one.first_message is None
     assert odd_one.last_reply == "x" * 299 + "…"
     assert (long_one.first_message, long_one.last_reply) == (None, None)
-
-
-def test_no_session_has_no_summary(connection: sa.Connection) -> None:
-    assert summarise(connection) == []

@@ -12,7 +12,7 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.learning.attention import dense_mask
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest
-from trainer.learning.logprobs import LOGITS_IN_CHUNK, _chunks, linear_logprobs, selected_logprobs
+from trainer.learning.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.policy.row_data import row_data
@@ -255,12 +255,6 @@ def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradi
         found.append([logprobs, entropy, inputs[0].grad, inputs[1].grad])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_chunk_of_logits_is_larger_on_a_gpu():
-    rows, vocabulary = 10_000, 2**16
-    assert next(_chunks(rows, vocabulary, torch.device("cpu"))) == slice(0, 256)
-    assert next(_chunks(rows, vocabulary, torch.device("cuda"))) == slice(0, 1024)
 
 
 def test_a_model_that_changes_its_logits_keeps_its_own_output_layer(tmp_path):

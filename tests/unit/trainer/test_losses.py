@@ -11,7 +11,7 @@ from torch import tensor
 from trainer.algorithms import cispo, dpo, dppo, gspo, masked_is, policy_gradient, sapo, topr
 from trainer.algorithms.algorithm import loss_of
 from trainer.learning import ratios
-from trainer.learning.ratios import CorrectionRule, TrainedTokens, ratio_of, to_go
+from trainer.learning.ratios import CorrectionRule, TrainedTokens, ratio_of
 
 LN2 = math.log(2.0)
 
@@ -177,10 +177,6 @@ def test_the_kl_in_the_reward_is_summed_over_the_rest_of_the_chain_by_hand():
     """Divergences 1, 2 and 4: the sums are 3 and 2 in chain 0, and 4 in chain 1; coefficient 0.5."""
     tokens = of_chains(reference=tensor([-2.0, -3.0, -5.0]))
     close(policy_gradient.kl_in_advantages(tokens, 0.5), [1 - 1.5, 1 - 1.0, 1 - 2.0])
-
-
-def test_sums_to_go_use_the_order_within_each_chain():
-    close(to_go(tensor([1.0, 2.0, 3.0, 4.0]), tensor([0, 1, 0, 1])), [4.0, 6.0, 3.0, 4.0])
 
 
 def test_the_fraction_of_clipped_tokens_depends_on_the_algorithm():
