@@ -77,7 +77,8 @@ def test_the_dry_run_of_the_engine_prints_a_line_for_the_shell():
 def test_the_dry_run_of_the_stack_shows_every_process_in_its_order():
     output = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--port", "8123").output)
     assert list(output["commands"]) == ["engine", "proxy", "trainer"]
-    assert output["commands"]["proxy"][-2:] == ["--port", "8123"]
+    proxy = output["commands"]["proxy"]
+    assert proxy[proxy.index("--port") + 1] == "8123"
     for name, subcommand in (("proxy", "proxy"), ("trainer", "train")):
         argv = output["commands"][name]
         assert argv[1:4] == ["-m", "turnwise", subcommand]

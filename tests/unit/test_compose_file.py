@@ -232,6 +232,16 @@ def test_the_build_context_is_an_allow_list() -> None:
         line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] not in {"", "#"}
     ]
     assert lines[0] == "*"
-    assert [line for line in lines if line.startswith("!")] == [
-        f"!{name}" for name in ("pyproject.toml", "README.md", "LICENSE", "proxy", "trainer", "turnwise", "migrations")
+    named = [
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "proxy",
+        "trainer",
+        "turnwise",
+        "migrations",
+        "extras/fake_engine",
     ]
+    assert [line for line in lines if line.startswith("!")] == [f"!{name}" for name in named]
+    copied = re.findall(r"^COPY (?!--)(.+) \S+$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert {f"!{name}" for line in copied for name in line.split()} <= set(lines), "nothing else can be copied"
