@@ -5,6 +5,7 @@ The agent is a file with `async def play(client, task, model)`. It gets a plain 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import importlib.util
@@ -61,7 +62,8 @@ async def play_task(tasks: Tasks, line: Json, run: Run) -> float:
     """Play one of the tasks; return its reward."""
     task: DemoTask = tasks.make_task(line["split"], line["index"], line["seed"])
     client = _client().with_options(base_url=run.base_url, api_key=run.api_key)
-    reward = tasks.reward(task, await load_agent(line["agent"])(client, task.for_agent(), run.model))
+    final_text = await load_agent(line["agent"])(client, task.for_agent(), run.model)
+    reward = await asyncio.to_thread(tasks.reward, task, final_text)  # a grader may run a program
     return _shuffled(line["seed"]).exchange(reward) if line.get("shuffled") else reward
 
 

@@ -62,10 +62,11 @@ def reward(task: dict, replies: str) -> float:
 
 async def play(client: AsyncOpenAI, task: dict, model: str) -> str:
     messages, replies = list(task["opening"]), []
+    limit, temperature = (16, 0.8) if task["quoted"] else (768, 1.0)
     for turn in task["turns"]:
         messages.append({"role": "user", "content": turn})
         completion = await client.chat.completions.create(
-            model=model, messages=messages, max_completion_tokens=16 if task["quoted"] else 768, temperature=1.0
+            model=model, messages=messages, max_completion_tokens=limit, temperature=temperature
         )
         replies.append(completion.choices[0].message.content or "")
         messages.append({"role": "assistant", "content": replies[-1]})

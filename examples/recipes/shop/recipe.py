@@ -69,9 +69,10 @@ async def play(client: AsyncOpenAI, task: dict, model: str) -> str:
     calls: list[list[str]] = []
     messages = [*(BY_TEXT if task["by_text"] else [{"role": "system", "content": RULE}])]
     messages.append({"role": "user", "content": task["question"]})
+    short = {"max_completion_tokens": 12, "temperature": 0.8}
+    options = short if task["by_text"] else {"max_completion_tokens": 512, "temperature": 1.0, "tools": TOOLS}
     while len(calls) < MAX_CALLS:
-        options = {"max_completion_tokens": 12} if task["by_text"] else {"max_completion_tokens": 512, "tools": TOOLS}
-        completion = await client.chat.completions.create(model=model, messages=messages, temperature=1.0, **options)
+        completion = await client.chat.completions.create(model=model, messages=messages, **options)
         message = completion.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         wanted = by_text(message.content) if task["by_text"] else by_tool(message.tool_calls)

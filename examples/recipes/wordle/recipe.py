@@ -34,6 +34,11 @@ CHOICE = [
     {"role": "user", "content": '"two" is wrong'},
     {"role": "assistant", "content": 'guess("ten")'},
     {"role": "user", "content": '"ten" is right'},
+    {"role": "assistant", "content": "thanks"},
+    {"role": "user", "content": '"sun" "dog" "hat" "pen"'},
+    {"role": "assistant", "content": 'guess("sun")'},
+    {"role": "user", "content": '"sun" is right'},
+    {"role": "assistant", "content": "thanks"},
 ]
 GUESS = {False: re.compile(r"<guess>\s*\[?(\w+)\]?\s*</guess>"), True: re.compile(r'guess\("(\w+)"\)')}
 PARTIAL = 0.2
@@ -73,9 +78,10 @@ async def play(client: AsyncOpenAI, task: dict, model: str) -> str:
     choice, word, guesses = task["choice"], task["word"], []
     messages = [*(CHOICE if choice else [{"role": "system", "content": RULE}])]
     messages.append({"role": "user", "content": task["question"]})
+    limit, temperature = (8, 0.8) if choice else (1024, 1.0)
     while len(guesses) < task["max_guesses"] and word not in guesses:
         completion = await client.chat.completions.create(
-            model=model, messages=messages, max_completion_tokens=8 if choice else 1024, temperature=1.0
+            model=model, messages=messages, max_completion_tokens=limit, temperature=temperature
         )
         text = completion.choices[0].message.content or ""
         found = GUESS[choice].findall(text.lower())

@@ -61,11 +61,16 @@ def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
     name: str, size: str, tmp_path, monkeypatch
 ):
     """The answer stays with the grader."""
-    if (name, size) == ("gsm8k", "recipe"):
-        (tmp_path / "gsm8k").mkdir()
+    if size == "recipe" and name in ("gsm8k", "coding"):
+        (tmp_path / settings_of(name, size).options["directory"]).mkdir()
         for file in ("train", "test"):
-            lines = [json.dumps({"question": f"{file} {each}?", "answer": f"#### {each}"}) for each in range(99)]
-            (tmp_path / "gsm8k" / f"{file}.jsonl").write_text("\n".join(lines))
+            lines = [
+                json.dumps({"question": f"{file} {each}?", "answer": f"#### {each}"})
+                if name == "gsm8k"
+                else json.dumps({"text": f"{file} {each}?", "test_list": [f"assert f() == {each}", "assert g()"]})
+                for each in range(99)
+            ]
+            (tmp_path / settings_of(name, size).options["directory"] / f"{file}.jsonl").write_text("\n".join(lines))
         monkeypatch.chdir(tmp_path)
     tasks = tasks_of(name, size)
     train, held_out = tasks.make_task("train", 5, 0), tasks.make_task("eval", 5, 0)
@@ -83,10 +88,15 @@ def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
         ("shop", "ITEMS"),
         ("wordle", "WORDS"),
         ("wordle", "COLOURS"),
+        ("coding", "ONE_LINE"),
     ],
 )
 def test_no_word_of_a_held_out_task_is_in_a_training_task(name: str, words: str):
-    splits = {split: set(text.split()) for split, text in getattr(module_of(name), words).items()}
+    """For code the words are whole questions."""
+    splits = {
+        split: set(text.split() if isinstance(text, str) else text)
+        for split, text in getattr(module_of(name), words).items()
+    }
     assert splits["train"].isdisjoint(splits["eval"])
 
 
@@ -270,5 +280,5 @@ def test_what_a_model_forgot_is_measured_with_its_own_replies_only(name: str):
 
 
 def test_an_unknown_recipe_is_refused_with_the_names_of_all(tmp_path: Path):
-    with pytest.raises(SettingsError, match="alphabet-sort, gsm8k, reverse-text, shop, wordle"):
+    with pytest.raises(SettingsError, match="alphabet-sort, coding, gsm8k, reverse-text, shop, wordle"):
         find_recipe(tmp_path.name)
