@@ -6,6 +6,7 @@ are one reply: Google's SDK stores each chunk of a stream as a content of its ow
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -48,7 +49,13 @@ _CAPITAL = re.compile(r"(?<=[a-z])([A-Z])")
 def read(holder: Json, field: str) -> Any:
     """Return a field of a request by its camelCase name, also if the client wrote it in snake_case."""
     value = holder.get(field)
-    return holder.get(_CAPITAL.sub(lambda found: "_" + found[1].lower(), field)) if value is None else value
+    return holder.get(_snake_case(field)) if value is None else value
+
+
+@functools.cache
+def _snake_case(field: str) -> str:
+    """Return the other name of a field; the fields that are read are few."""
+    return _CAPITAL.sub(lambda found: "_" + found[1].lower(), field)
 
 
 def read_object(holder: Json, field: str) -> Json:
