@@ -16,7 +16,7 @@ import orjson
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.http.asgi import check_limits, read_body
 from proxy.routes.serialise import caller
@@ -38,6 +38,12 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 """A JSON integer within the range of the store's columns."""
 Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*$")]
 """Free text of a client."""
+
+
+class Body(BaseModel):
+    """Base of all request bodies: a field that the model does not name is an error."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 def _check_parameters(request: Request, known: list[str]) -> None:

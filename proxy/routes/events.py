@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from proxy.auth import Principal
 from proxy.events import Event
 from proxy.http.connections import CLOSING
 from proxy.routes.checked_route import CheckedRoute
-from proxy.routes.serialise import caller
-from proxy.services import Services, services_of
+from proxy.routes.serialise import Caller, Here
+from proxy.services import Services
 from turnwise.errors import ClientError, StoreError
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
@@ -32,8 +30,8 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 )
 async def listen(
     request: Request,
-    services: Annotated[Services, Depends(services_of)],
-    principal: Annotated[Principal, Depends(caller)],
+    services: Here,
+    principal: Caller,
 ) -> StreamingResponse:
     """Stream changes of this tenant's sessions and of versions and updates, as server-sent events.
 

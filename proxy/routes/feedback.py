@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
-from fastapi import APIRouter, Depends, Header, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from fastapi import APIRouter, Header, Request, Response
+from pydantic import Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import template_arguments
-from proxy.routes.checked_route import CheckedRoute, Id, Number, RewardValue, Text
-from proxy.routes.models import PUBLIC, FeedbackAnswer, FeedbackPage, answer, describe_answer
-from proxy.routes.serialise import caller, page
-from proxy.services import Services, services_of
+from proxy.routes.checked_route import Body, CheckedRoute, Id, Number, RewardValue, Text
+from proxy.routes.serialise import PUBLIC, Caller, Here, answer, describe_answer, page
+from proxy.services import Services
 from turnwise.chains import is_trainable
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import feedback, queries
@@ -35,15 +34,11 @@ MAX_REPLY = 200_000
 MAX_OVER = 16
 """Most replies that one is preferred to."""
 
-Here = Annotated[Services, Depends(services_of)]
-Caller = Annotated[Principal, Depends(caller)]
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["rewards"])
 
 
-class NewFeedback(BaseModel):
+class NewFeedback(Body):
     """What a person said about a turn, or about a session."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     turn_id: Id | None = None
     """The turn: the id of the completion that the client got."""
@@ -58,7 +53,7 @@ class NewFeedback(BaseModel):
     one, so feedback of several people needs several names."""
     scale: tuple[Number, Number] | None = None
     """The lowest and the highest rating, such as [1, 5]: they count as a thumb down and a thumb up."""
-    over: Annotated[list[Id], Field(max_length=MAX_OVER)] = []
+    over: Annotated[list[Id], Field(max_length=MAX_OVER)] = Field(default=[])
     """Turns with other replies to the same prompt, which the demonstration was preferred to."""
     source: Text | None = None
 
@@ -92,7 +87,7 @@ WANTED = {
 }
 
 
-@router.post("/feedback", responses=describe_answer(FeedbackAnswer))
+@router.post("/feedback", responses=describe_answer("FeedbackAnswer"))
 async def post_feedback(
     wanted: NewFeedback,
     request: Request,
@@ -127,7 +122,7 @@ async def post_feedback(
     return answer(_feedback_json(given))
 
 
-@router.get("/feedback", responses=describe_answer(FeedbackPage))
+@router.get("/feedback", responses=describe_answer("FeedbackPage"))
 async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Response:
     """List the feedback of a session and its turns that is in force, oldest first; there is only one page."""
 

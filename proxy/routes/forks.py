@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
-from proxy.auth import Principal
 from proxy.continuation.which_session import check_id
 from proxy.routes.checked_route import CheckedRoute, Id
-from proxy.routes.models import NewSessionAnswer, answer, describe_answer
-from proxy.routes.serialise import caller
+from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from proxy.routes.sessions import NewSession, new_session_json
-from proxy.services import Services, services_of
 from turnwise.errors import NotFound
 from turnwise.store import queries
 from turnwise.types import Session
@@ -32,12 +29,12 @@ class Fork(NewSession):
     """Go on after the turn's reply, or before it, so that the same prompt is sampled again."""
 
 
-@router.post("/turns/{turn_id}/fork", responses=describe_answer(NewSessionAnswer))
+@router.post("/turns/{turn_id}/fork", responses=describe_answer("NewSessionAnswer"))
 async def fork_turn(
     turn_id: Id,
     request: Request,
-    services: Annotated[Services, Depends(services_of)],
-    principal: Annotated[Principal, Depends(caller)],
+    services: Here,
+    principal: Caller,
     fork: Fork | None = None,
 ) -> Response:
     """Create a session that continues from this turn with the same tokens, for a harness that can replay.

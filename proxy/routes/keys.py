@@ -7,44 +7,19 @@ import dataclasses
 import datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Response
+from pydantic import Field
 
-from proxy.auth import Principal
-from proxy.routes.checked_route import CheckedRoute, Id, Text
-from proxy.routes.models import Answer, answer, answer_model, describe_answer
-from proxy.routes.serialise import caller
-from proxy.services import Services, services_of
+from proxy.routes.checked_route import Body, CheckedRoute, Id, Text
+from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.store import keys, usage
 from turnwise.types import Json, utc_now
 
 router = APIRouter(prefix="/v1/keys", route_class=CheckedRoute, tags=["keys"])
 
-Here = Annotated[Services, Depends(services_of)]
-Caller = Annotated[Principal, Depends(caller)]
 
-TOKENS_USED = (int, Field(description="Prompt and sampled tokens in the period of the budgets; 0 without budgets."))
-ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
-KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
-NewKeyAnswer = answer_model(
-    "NewKeyAnswer",
-    keys.Key,
-    "A new API key.",
-    key=(str, Field(description="The whole key. Only this answer has it.")),
-)
-
-
-class KeyList(Answer):
-    """All keys of the tenant."""
-
-    object: str
-    data: list[ListedKey]  # type: ignore[valid-type]
-
-
-class NewKey(BaseModel):
+class NewKey(Body):
     """The fields of a new key."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     role: keys.KeyRole = keys.KeyRole.AGENT
     name: Text = ""
@@ -54,7 +29,7 @@ class NewKey(BaseModel):
     """Prompt and sampled tokens that its calls may use; by default the proxy's `key_token_budget`."""
 
 
-@router.get("", responses=describe_answer(KeyList))
+@router.get("", responses=describe_answer("KeyList"))
 async def list_keys(services: Here, principal: Caller) -> Response:
     """List the tenant's keys without their secrets, including revoked and expired ones, oldest first."""
 
@@ -67,7 +42,7 @@ async def list_keys(services: Here, principal: Caller) -> Response:
     return answer({"object": "list", "data": await asyncio.to_thread(read)})
 
 
-@router.post("", responses=describe_answer(NewKeyAnswer))
+@router.post("", responses=describe_answer("NewKeyAnswer"))
 async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Response:
     """Create a key of the caller's tenant. After the first key, the proxy rejects callers without a key."""
     lifetime = wanted.expires_in_seconds
@@ -89,7 +64,7 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
     return answer({**dataclasses.asdict(await asyncio.to_thread(read)), "key": secret})
 
 
-@router.post("/{key_id}/revoke", responses=describe_answer(KeyAnswer))
+@router.post("/{key_id}/revoke", responses=describe_answer("KeyAnswer"))
 async def revoke_key(key_id: Id, services: Here, principal: Caller) -> Response:
     """Revoke a key of the caller's tenant; revoking it again changes nothing."""
     revoked = await services.writer.do(keys.revoke_key, key_id, tenant=principal.tenant)

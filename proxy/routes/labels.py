@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from fastapi import APIRouter, Response
 
-from fastapi import APIRouter, Depends, Response
-from pydantic import BaseModel, ConfigDict
-
-from proxy.auth import Principal
-from proxy.routes.checked_route import CheckedRoute, Id, LabelName, Text
-from proxy.routes.models import SessionAnswer, answer, describe_answer
-from proxy.routes.serialise import caller, record_json
-from proxy.services import Services, services_of
+from proxy.routes.checked_route import Body, CheckedRoute, Id, LabelName, Text
+from proxy.routes.serialise import Caller, Here, answer, describe_answer, record_json
 from turnwise.store import session_changes
 from turnwise.types import Label
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
-Here = Annotated[Services, Depends(services_of)]
-Caller = Annotated[Principal, Depends(caller)]
 
-
-class NewLabel(BaseModel):
+class NewLabel(Body):
     """The content of a label."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     note: Text | None = None
     """Free text; it replaces the note that the label has."""
 
 
-@router.put("/sessions/{session_id}/labels/{label}", responses=describe_answer(SessionAnswer))
+@router.put("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
 async def set_label(
     session_id: Id, label: LabelName, services: Here, principal: Caller, wanted: NewLabel | None = None
 ) -> Response:
@@ -40,7 +29,7 @@ async def set_label(
     return answer(record_json(await services.writer.do(session_changes.set_label, principal.tenant, session_id, given)))
 
 
-@router.delete("/sessions/{session_id}/labels/{label}", responses=describe_answer(SessionAnswer))
+@router.delete("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
 async def remove_label(session_id: Id, label: LabelName, services: Here, principal: Caller) -> Response:
     """Remove a label from a session; removing a label that it does not have changes nothing."""
     return answer(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 
-from proxy.auth import Principal
 from proxy.routes.checked_route import CheckedRoute, Id
-from proxy.routes.models import Answer, answer, describe_answer
-from proxy.routes.serialise import caller
-from proxy.services import Services, services_of
+from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
 from turnwise.logprob_request import NOT_REPEATABLE, POSITIONS_AT_ONCE
@@ -27,27 +23,11 @@ IDS_AT_ONCE = 500_000
 """Most token ids in one call to the engine, unless a single prompt has more."""
 
 
-class RecomputedAnswer(Answer):
-    """The logprobs of a turn's sampled tokens when they were sampled, and now."""
-
-    turn_id: str
-    policy_version_first: int
-    """The version that sampled the first token."""
-    policy_version_last: int
-    policy_version: int
-    """The version that is served now."""
-    before: list[float]
-    """As stored: one for each sampled token."""
-    after: list[float | None]
-    """Under the served version, with the turn's temperature, top-p, top-k and min-p, for the first 2048 tokens; null
-    for a token that it cannot sample under these."""
-
-
-@router.get("/turns/{turn_id}/logprobs", responses=describe_answer(RecomputedAnswer))
+@router.get("/turns/{turn_id}/logprobs", responses=describe_answer("RecomputedAnswer"))
 async def recompute_logprobs(
     turn_id: Id,
-    services: Annotated[Services, Depends(services_of)],
-    principal: Annotated[Principal, Depends(caller)],
+    services: Here,
+    principal: Caller,
 ) -> Response:
     """Recompute the logprobs of a turn's sampled tokens under the served version; the engine samples one token each."""
 

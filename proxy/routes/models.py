@@ -1,29 +1,31 @@
-"""Models of the control plane's answers, for the OpenAPI document.
+"""Models of the control plane's answers, for the OpenAPI document, which alone imports them.
 
 The models of records follow from the records in `turnwise.types`. They describe answers and do not filter them:
 answers are encoded from our own records by one fast call, and a test holds every answer to its model. That costs
-nothing in service, where a page may carry a million token ids.
+nothing in service, where a page may carry a million token ids, and nothing at the start: pydantic needs 0.3 s for them.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
+import datetime
 import inspect
 import itertools
 import textwrap
 import typing
-from collections.abc import Iterable
 from typing import Any, Literal
 
-import orjson
-from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from proxy.routes.serialise import PUBLIC
+from turnwise.installation import Finding
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
 from turnwise.store.summaries import Summary
 from turnwise.store.trained import TrainedSession, UpdateGroup
+from turnwise.store.trainer_status import TrainerState
+from turnwise.store.update_summaries import UpdateSummary
 from turnwise.types import Feedback, Json, Logprobs, PolicyVersion, Reward, Role, Session, TokenIds, Turn, UpdateRecord
 
 
@@ -56,38 +58,6 @@ class ChainRole(Answer):
 
     role: Role
     turn_ids: list[str]
-
-
-HIDDEN: dict[type, frozenset[str]] = {
-    Session: frozenset(),
-    Reward: frozenset({"tenant", "digest"}),
-    Feedback: frozenset({"tenant", "content"}),
-    PolicyVersion: frozenset(),
-    UpdateRecord: frozenset(),
-    Key: frozenset(),
-    Turn: frozenset(
-        {
-            "tenant",
-            "prompt_delta",
-            "history_digest",
-            "messages_digest",
-            "dialogue_digest",
-            "request_key",
-            "request_digest",
-            "inferred_by",
-            "routed_experts",
-            "digest",
-        }
-    ),
-}
-"""Fields of each record that the API does not show."""
-
-
-PUBLIC: dict[type, tuple[str, ...]] = {
-    record: tuple(each.name for each in dataclasses.fields(record) if each.name not in hidden)
-    for record, hidden in HIDDEN.items()
-}
-"""Fields of each record that the API shows."""
 
 
 def answer_model(name: str, record: type, doc: str, **extra: Any) -> type[Answer]:
@@ -277,17 +247,194 @@ PolicyPage = page_model(
 )
 
 
-def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
-    """Return the argument `responses` of a route's decorator, which documents its answer."""
-    return {200: {"model": model}}
+class Segment(Answer):
+    """Tokens that one turn added: text of its messages, what the chat template put around it, or what it sampled."""
+
+    kind: Literal["prompt", "scaffold", "sampled"]
+    """`prompt` also stands for all of the prompt without a tokenizer."""
+    turn_id: str
+    seq: int
+    start: int
+    """Position of its first token."""
+    end: int
+    """Position after its last token."""
+    policy_version_first: int
+    policy_version_last: int
+    role: Role
+    is_trainable: bool
+    """Whether the tokens may carry loss: they are sampled, and neither the turn's outcome nor its role prevents it."""
+    reward: float | None
+    """The turn's reward under the session's credit policy; null without a reward, and for a prompt."""
+    turn_return: float | None
+    """The turn's reward after discount."""
+    advantage: float | None
+    """The turn's advantage in the last update that trained it; null if none did."""
 
 
-def encode_page(rows: Iterable[Json], *, has_more: bool) -> bytes:
-    """Return the JSON of a page; each row is encoded by itself, so that in a thread it does not hold the event loop."""
-    encoded = b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
-    return b"".join((b'{"object":"list","data":[', encoded, b'],"has_more":', orjson.dumps(has_more), b"}"))
+class Characters(Answer):
+    """Neighbouring tokens whose bytes are characters only together."""
+
+    start: int
+    """Position of the first token."""
+    end: int
+    """Position after the last token."""
+    text: str
 
 
-def answer(content: Json) -> Response:
-    """Encode an answer."""
-    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+class TokensAnswer(Answer):
+    """The sequence of a turn: its whole prompt and what it sampled, as the model saw them."""
+
+    turn_id: str
+    token_ids: list[int]
+    logprobs: list[float | None]
+    """Logprob of each token; null for a token that was not sampled."""
+    segments: list[Segment]
+    """In order, without gaps."""
+    pieces: dict[str, str]
+    """Text of each token id on its own, with U+FFFD for a part of a character; empty without a tokenizer."""
+    characters: list[Characters]
+    """Characters that span several tokens, in order."""
+    special_ids: list[int]
+    """Ids of tokens that mark structure."""
+
+
+class RecomputedAnswer(Answer):
+    """The logprobs of a turn's sampled tokens when they were sampled, and now."""
+
+    turn_id: str
+    policy_version_first: int
+    """The version that sampled the first token."""
+    policy_version_last: int
+    policy_version: int
+    """The version that is served now."""
+    before: list[float]
+    """As stored: one for each sampled token."""
+    after: list[float | None]
+    """Under the served version, with the turn's temperature, top-p, top-k and min-p, for the first 2048 tokens; null
+    for a token that it cannot sample under these."""
+
+
+TOKENS_USED = (int, Field(description="Prompt and sampled tokens in the period of the budgets; 0 without budgets."))
+ListedKey = answer_model("ListedKey", Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
+KeyAnswer = answer_model("KeyAnswer", Key, "An API key, without its secret.")
+NewKeyAnswer = answer_model(
+    "NewKeyAnswer",
+    Key,
+    "A new API key.",
+    key=(str, Field(description="The whole key. Only this answer has it.")),
+)
+
+
+class KeyList(Answer):
+    """All keys of the tenant."""
+
+    object: str
+    data: list[ListedKey]  # type: ignore[valid-type]
+
+
+class EngineReport(Answer):
+    """The proxy's state of one engine."""
+
+    url: str | None
+    """None for callers without a key."""
+    ready: bool
+    model: str
+    policy_version: int
+    error: str | None
+    """Why it gets no calls, as the last check found; null while it serves, and for callers without a key."""
+
+
+class TrainerReport(Answer):
+    """The last report of a trainer."""
+
+    trainer_id: str
+    text: str
+    """One line, such as `4 of 32 groups are ready`; its error if it died."""
+    state: TrainerState
+    """`running` or `stopped`; `blocked` after several versions that engines refused, `died` with an error, or `silent`
+    without a sign of life for a minute."""
+    starts_at: datetime.datetime | None
+    """When the next batch starts even if it is not full; null if the trainer waits for more groups or trains."""
+    reported_at: datetime.datetime
+
+
+class CountsAnswer(Answer):
+    """Counts of a tenant's rows in the store."""
+
+    sessions: dict[str, int]
+    """By status."""
+    groups: dict[str, int]
+    """Number of groups by status: `ready` groups wait for the trainer, `claimed` groups are being trained."""
+    num_turns: int
+    num_rewards: int
+    num_failed_calls: int
+    """Calls of the last hour that ended with an error."""
+    num_updates: int
+    """Number of updates of the policy, which all tenants share."""
+    trainers: list[TrainerReport]
+    """The last report of each trainer, newest first."""
+    counted_at: datetime.datetime
+    """When everything but the trainers' reports was counted. For a tenant with more than 10,000 sessions and groups,
+    that is up to one second ago for every 10,000 of them."""
+
+
+class Spending(Answer):
+    """The tokens of one budget."""
+
+    token_budget: int | None
+    """Prompt and sampled tokens; null for no budget."""
+    tokens_used: int
+    """Counted while any budget is set."""
+
+
+class BudgetAnswer(Answer):
+    """The token budgets that the caller's calls are charged to."""
+
+    key: Spending
+    tenant: Spending
+    days: int | None
+    """Period of both budgets in UTC days, today included; null for budgets that are never renewed."""
+
+
+class UpdateSummaries(Page):
+    """Some updates in a few numbers."""
+
+    data: list[UpdateSummary]
+    has_more: bool
+
+
+class DoctorAnswer(Page):
+    """The findings about this installation."""
+
+    data: list[Finding]
+    has_more: bool
+
+
+class TrainerSummary(Answer):
+    """Whether a trainer trains."""
+
+    trainer_id: str
+    state: TrainerState
+    text: str | None
+    """Its last report; null for callers without a key."""
+
+
+class ReadyAnswer(Answer):
+    """Whether the proxy can serve calls."""
+
+    ready: bool
+    """Calls are served without a trainer too, so a dead one does not change this."""
+    engines: list[EngineReport]
+    store: str
+    """`ok`, or the error."""
+    policy_version: int | None
+    exact_continuation: bool
+    reload_error: str | None
+    trainers: list[TrainerSummary]
+
+
+def schemas() -> Json:
+    """Return the JSON schemas of all models, and of the types in them, by name."""
+    models = {each for each in globals().values() if isinstance(each, type) and issubclass(each, Answer)}
+    wanted: list[tuple[type[Answer], JsonSchemaMode]] = [(each, "serialization") for each in models - {Answer, Page}]
+    return dict(models_json_schema(wanted, ref_template="#/components/schemas/{model}")[1]["$defs"])

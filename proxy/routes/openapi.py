@@ -13,12 +13,15 @@ from fastapi.openapi.utils import get_openapi
 
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Dialect, WireRoute
-from proxy.routes.models import ErrorAnswer
+from proxy.routes.serialise import describe_answer
 from turnwise.types import Json
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "What the caller can change"},
-    "5XX": {"model": ErrorAnswer, "description": "What the engine or the store must recover from; retry"},
+    "4XX": {**describe_answer("ErrorAnswer")[200], "description": "What the caller can change"},
+    "5XX": {
+        **describe_answer("ErrorAnswer")[200],
+        "description": "What the engine or the store must recover from; retry",
+    },
 }
 """Documented for every route; passed to FastAPI, which would otherwise describe its own 422."""
 WITHOUT_KEY = frozenset({"/healthz", "/readyz"})
@@ -67,12 +70,15 @@ def _path_parameter(name: str) -> Json:
 
 def describe(app: FastAPI) -> Json:
     """Return the whole document."""
+    from proxy.routes import models
+
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for dialect in registry.DIALECTS:
         for route in dialect.routes:
             for prefix in ("", registry.SESSION_PREFIX):
                 operation = _operation(dialect, route, in_session=bool(prefix))
                 document["paths"].setdefault(prefix + _path(route), {})[route.method.lower()] = operation
+    document["components"]["schemas"] |= models.schemas()
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():

@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import datetime
 import logging
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from proxy.auth import Principal
 from proxy.routes.checked_route import CheckedRoute
-from proxy.routes.models import Answer, Page, UpdatePage, answer, describe_answer
 from proxy.routes.openapi import describe
-from proxy.routes.serialise import caller, page, update_json
+from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, update_json
 from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise import installation
 from turnwise.errors import ClientError, StoreError
 from turnwise.store import queries, trained, update_summaries
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses
-from turnwise.store.update_summaries import UpdateSummary
 from turnwise.types import Json
 
 router = APIRouter(tags=["operations"])
@@ -32,109 +28,6 @@ log = logging.getLogger(__name__)
 control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
-Caller = Annotated[Principal, Depends(caller)]
-
-
-class EngineReport(Answer):
-    """The proxy's state of one engine."""
-
-    url: str | None
-    """None for callers without a key."""
-    ready: bool
-    model: str
-    policy_version: int
-    error: str | None
-    """Why it gets no calls, as the last check found; null while it serves, and for callers without a key."""
-
-
-class TrainerReport(Answer):
-    """The last report of a trainer."""
-
-    trainer_id: str
-    text: str
-    """One line, such as `4 of 32 groups are ready`; its error if it died."""
-    state: TrainerState
-    """`running` or `stopped`; `blocked` after several versions that engines refused, `died` with an error, or `silent`
-    without a sign of life for a minute."""
-    starts_at: datetime.datetime | None
-    """When the next batch starts even if it is not full; null if the trainer waits for more groups or trains."""
-    reported_at: datetime.datetime
-
-
-class CountsAnswer(Answer):
-    """Counts of a tenant's rows in the store."""
-
-    sessions: dict[str, int]
-    """By status."""
-    groups: dict[str, int]
-    """Number of groups by status: `ready` groups wait for the trainer, `claimed` groups are being trained."""
-    num_turns: int
-    num_rewards: int
-    num_failed_calls: int
-    """Calls of the last hour that ended with an error."""
-    num_updates: int
-    """Number of updates of the policy, which all tenants share."""
-    trainers: list[TrainerReport]
-    """The last report of each trainer, newest first."""
-    counted_at: datetime.datetime
-    """When everything but the trainers' reports was counted. For a tenant with more than 10,000 sessions and groups,
-    that is up to one second ago for every 10,000 of them."""
-
-
-class Spending(Answer):
-    """The tokens of one budget."""
-
-    token_budget: int | None
-    """Prompt and sampled tokens; null for no budget."""
-    tokens_used: int
-    """Counted while any budget is set."""
-
-
-class BudgetAnswer(Answer):
-    """The token budgets that the caller's calls are charged to."""
-
-    key: Spending
-    tenant: Spending
-    days: int | None
-    """Period of both budgets in UTC days, today included; null for budgets that are never renewed."""
-
-
-class UpdateSummaries(Page):
-    """Some updates in a few numbers."""
-
-    data: list[UpdateSummary]
-    has_more: bool
-
-
-class DoctorAnswer(Page):
-    """The findings about this installation."""
-
-    data: list[installation.Finding]
-    has_more: bool
-
-
-class TrainerSummary(Answer):
-    """Whether a trainer trains."""
-
-    trainer_id: str
-    state: TrainerState
-    text: str | None
-    """Its last report; null for callers without a key."""
-
-
-class ReadyAnswer(Answer):
-    """Whether the proxy can serve calls."""
-
-    ready: bool
-    """Calls are served without a trainer too, so a dead one does not change this."""
-    engines: list[EngineReport]
-    store: str
-    """`ok`, or the error."""
-    policy_version: int | None
-    exact_continuation: bool
-    reload_error: str | None
-    trainers: list[TrainerSummary]
-
 
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
@@ -142,8 +35,8 @@ async def healthz() -> str:
     return "ok"
 
 
-@router.get("/readyz", responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
-async def readyz(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
+@router.get("/readyz", responses={status: describe_answer("ReadyAnswer")[200] for status in (200, 503)})
+async def readyz(request: Request, services: Here) -> Response:
     """Report whether calls can be served: an engine serves the active version, and the store answers."""
     is_known = await _may_see_addresses(request, services)
     engines = [
@@ -200,15 +93,15 @@ async def _read_store(services: Services) -> tuple[str | None, list[TrainerStatu
     return None, trainers
 
 
-@control.get("/counts", responses=describe_answer(CountsAnswer))
-async def counts(services: Annotated[Services, Depends(services_of)], principal: Caller) -> Response:
+@control.get("/counts", responses=describe_answer("CountsAnswer"))
+async def counts(services: Here, principal: Caller) -> Response:
     """Count this tenant's sessions, turns and rewards, and the groups that wait for the trainer."""
     counted = await services.counts.read(principal.tenant)
     return answer({**dataclasses.asdict(counted.counts), "counted_at": counted.counted_at})
 
 
-@control.get("/budget", responses=describe_answer(BudgetAnswer))
-async def budget(services: Annotated[Services, Depends(services_of)], principal: Caller) -> Response:
+@control.get("/budget", responses=describe_answer("BudgetAnswer"))
+async def budget(services: Here, principal: Caller) -> Response:
     """Return the token budgets of the caller's key and tenant, and what is used of them."""
     key, tenant = [
         {"token_budget": account.budget, "tokens_used": account.num_tokens}
@@ -217,9 +110,9 @@ async def budget(services: Annotated[Services, Depends(services_of)], principal:
     return answer({"key": key, "tenant": tenant, "days": services.budgets.days})
 
 
-@control.get("/updates", responses=describe_answer(UpdatePage))
+@control.get("/updates", responses=describe_answer("UpdatePage"))
 async def list_updates(
-    services: Annotated[Services, Depends(services_of)],
+    services: Here,
     principal: Caller,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
@@ -234,9 +127,9 @@ async def list_updates(
     return answer(await asyncio.to_thread(read))
 
 
-@control.get("/updates/summaries", responses=describe_answer(UpdateSummaries))
+@control.get("/updates/summaries", responses=describe_answer("UpdateSummaries"))
 async def summarise_updates(
-    services: Annotated[Services, Depends(services_of)],
+    services: Here,
     principal: Caller,
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> Response:
@@ -250,8 +143,8 @@ async def summarise_updates(
     return answer(await asyncio.to_thread(read))
 
 
-@control.get("/doctor", responses=describe_answer(DoctorAnswer))
-async def examine(services: Annotated[Services, Depends(services_of)], _: Caller) -> Response:
+@control.get("/doctor", responses=describe_answer("DoctorAnswer"))
+async def examine(services: Here, _: Caller) -> Response:
     """Examine engines and database as `turnwise doctor` does; each engine gets a few calls of one token."""
     settings = services.settings
     engines, database = [engine.url for engine in services.pool.engines], settings.database.get_secret_value()

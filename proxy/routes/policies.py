@@ -6,21 +6,18 @@ import asyncio
 import functools
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import Field
 
 from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
-from proxy.routes.checked_route import CheckedRoute, Count
-from proxy.routes.models import ActivationAnswer, PolicyAnswer, PolicyPage, answer, describe_answer
-from proxy.routes.serialise import caller, page, policies_json
+from proxy.routes.checked_route import Body, CheckedRoute, Count
+from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, page, policies_json
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, Forbidden
 from turnwise.store import keys, pages, policies
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
 
-Here = Annotated[Services, Depends(services_of)]
-Caller = Annotated[Principal, Depends(caller)]
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
 CHECK_SECONDS = 30.0
 """How long a request waits for a check of a version's files; a retry waits for the same check."""
@@ -44,10 +41,8 @@ class PolicyRoute(CheckedRoute):
 router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["policies"])
 
 
-class NewPolicy(BaseModel):
+class NewPolicy(Body):
     """A version to publish."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     version: Count | None = None
     """Number of the version; by default one more than the newest."""
@@ -56,16 +51,14 @@ class NewPolicy(BaseModel):
     metrics: dict[str, Any] = Field(default_factory=dict)
 
 
-class Activation(BaseModel):
+class Activation(Body):
     """How to activate a version."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     pin: bool = True
     """Keep serving this version when newer ones are published; false serves it until a newer version is published."""
 
 
-@router.get("", responses=describe_answer(PolicyPage))
+@router.get("", responses=describe_answer("PolicyPage"))
 async def list_policies(
     services: Here,
     _: Caller,
@@ -84,7 +77,7 @@ async def list_policies(
     return answer({**page(listed, more), "pinned_version": pinned})
 
 
-@router.post("", responses=describe_answer(PolicyAnswer))
+@router.post("", responses=describe_answer("PolicyAnswer"))
 async def publish_policy(wanted: NewPolicy, services: Here, _: Caller) -> Response:
     """Publish a directory of weights as the next version; engines load it as soon as it has been checked.
 
@@ -109,7 +102,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, _: Caller) -> Respon
     return answer(document)
 
 
-@router.post("/{version}/activate", responses=describe_answer(ActivationAnswer))
+@router.post("/{version}/activate", responses=describe_answer("ActivationAnswer"))
 async def activate_policy(version: Version, services: Here, _: Caller, how: Activation | None = None) -> Response:
     """Serve and pin this version, also if it failed before; a version whose files no longer exist gets 409.
 

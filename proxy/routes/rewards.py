@@ -17,9 +17,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -30,11 +28,10 @@ from pydantic import (
 
 from proxy.auth import Principal
 from proxy.http.asgi import Receive, Scope, Send
-from proxy.routes.checked_route import CheckedRoute, Count, Id, RewardValue, Text
-from proxy.routes.models import RewardsAnswer, describe_answer
+from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, RewardValue, Text
 from proxy.routes.search import session_filter
-from proxy.routes.serialise import caller
-from proxy.services import Services, services_of
+from proxy.routes.serialise import Caller, Here, describe_answer
+from proxy.services import Services
 from proxy.settings import ProxySettings
 from proxy.writer.rewards import add_pickled
 from turnwise.errors import InvalidRequest
@@ -48,14 +45,10 @@ MAX_LINES = 10_000
 """Most reward lines in one request."""
 SLICE_LINES = 200
 """Lines that are decoded, checked and pickled together; other threads run between two slices."""
-Here = Annotated[Services, Depends(services_of)]
-Caller = Annotated[Principal, Depends(caller)]
 
 
-class RewardLine(BaseModel):
+class RewardLine(Body):
     """One reward: for a turn, a step of a session, or a whole session."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     session_id: Id | None = None
     turn_id: Id | None = None
@@ -152,7 +145,7 @@ class Export(StreamingResponse):
             await asyncio.to_thread(self._lines.close)
 
 
-@router.post("/rewards", responses=describe_answer(RewardsAnswer))
+@router.post("/rewards", responses=describe_answer("RewardsAnswer"))
 async def post_rewards(
     wanted: RewardLines,
     request: Request,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Query
+from fastapi import Query
 
-from proxy.auth import Principal
 from proxy.routes.checked_route import Id, LabelName
-from proxy.routes.serialise import caller
+from proxy.routes.serialise import Caller
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
 from turnwise.types import Outcome, SessionStatus, Split
@@ -17,7 +16,7 @@ FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]
 
 
 def session_filter(
-    principal: Annotated[Principal, Depends(caller)],
+    principal: Caller,
     task_id: Id | None = None,
     group_id: Id | None = None,
     split: Split | None = None,

@@ -4,21 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import Request
+import orjson
+from fastapi import Depends, Request, Response
 
 from proxy.auth import ACTION_OF_ROUTE, Principal, session_deleted
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
-from proxy.routes.models import PUBLIC
-from proxy.services import services_of
+from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.store import policies, queries
 from turnwise.store.database import Database
+from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
 from turnwise.store.trained import UpdateView
-from turnwise.types import Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
+from turnwise.types import Feedback, Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
+
+HIDDEN: dict[type, frozenset[str]] = {
+    Session: frozenset(),
+    Reward: frozenset({"tenant", "digest"}),
+    Feedback: frozenset({"tenant", "content"}),
+    PolicyVersion: frozenset(),
+    UpdateRecord: frozenset(),
+    Key: frozenset(),
+    Turn: frozenset(
+        {
+            "tenant",
+            "prompt_delta",
+            "history_digest",
+            "messages_digest",
+            "dialogue_digest",
+            "request_key",
+            "request_digest",
+            "inferred_by",
+            "routed_experts",
+            "digest",
+        }
+    ),
+}
+"""Fields of each record that the API does not show."""
+
+
+PUBLIC: dict[type, tuple[str, ...]] = {
+    record: tuple(each.name for each in dataclasses.fields(record) if each.name not in hidden)
+    for record, hidden in HIDDEN.items()
+}
+"""Fields of each record that the API shows."""
 
 PRINCIPAL = "turnwise.principal"
 """Key of the caller's principal in the scope of a request."""
@@ -49,6 +83,10 @@ def _check_own_session(database: Database, principal: Principal, session_id: str
         if principal.owns(queries.session(connection, principal.tenant, session_id)):
             return
     raise session_deleted(session_id)
+
+
+Here = Annotated[Services, Depends(services_of)]
+Caller = Annotated[Principal, Depends(caller)]
 
 
 def page(rows: list[Json], has_more: bool) -> Json:
@@ -104,3 +142,23 @@ def turn_json(view: TurnView) -> Json:
         "rewards": [record_json(reward) for reward in view.rewards],
         "logprobs": view.turn.logprobs.astype(float),
     }
+
+
+def describe_answer(model: str) -> dict[int | str, dict[str, Any]]:
+    """Return the argument `responses` of a route's decorator, which documents its answer.
+
+    Args:
+        model: the name of a model in `proxy.routes.models`, which only the OpenAPI document imports.
+    """
+    return {200: {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{model}"}}}}}
+
+
+def encode_page(rows: Iterable[Json], *, has_more: bool) -> bytes:
+    """Return the JSON of a page; each row is encoded by itself, so that in a thread it does not hold the event loop."""
+    encoded = b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
+    return b"".join((b'{"object":"list","data":[', encoded, b'],"has_more":', orjson.dumps(has_more), b"}"))
+
+
+def answer(content: Json) -> Response:
+    """Encode an answer."""
+    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")

@@ -9,27 +9,23 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from proxy.auth import Principal
 from proxy.continuation.which_session import SESSION_ID, check_id
-from proxy.routes.checked_route import CheckedRoute, Count, Id, Number, RewardValue, Text
-from proxy.routes.models import (
-    ChainRole,
-    DeletedAnswer,
-    EndedSessionAnswer,
-    NewSessionAnswer,
-    ReadSession,
-    SessionPage,
-    TurnAnswer,
-    TurnPage,
+from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, Number, RewardValue, Text
+from proxy.routes.search import contents, session_filter
+from proxy.routes.serialise import (
+    Caller,
+    Here,
     answer,
     describe_answer,
     encode_page,
+    page,
+    record_json,
+    turn_json,
 )
-from proxy.routes.search import contents, session_filter
-from proxy.routes.serialise import caller, page, record_json, turn_json
-from proxy.services import Services, services_of
+from proxy.services import Services
 from turnwise.errors import NotFound
 from turnwise.store import (
     groups,
@@ -49,8 +45,6 @@ from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, S
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
-Here = Annotated[Services, Depends(services_of)]
-Caller = Annotated[Principal, Depends(caller)]
 Prompt = Annotated[
     Literal["added", "whole"],
     Query(
@@ -71,10 +65,8 @@ PINNABLE = frozenset(
 """Request fields that a session can set for all of its calls."""
 
 
-class NewSession(BaseModel):
+class NewSession(Body):
     """The fields of a new session; all have defaults."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     session_id: Annotated[str, Field(pattern=SESSION_ID)] | None = None
     task_id: Id | None = None
@@ -114,25 +106,21 @@ class NewSession(BaseModel):
         return self
 
 
-class WantedRole(BaseModel):
+class WantedRole(Body):
     """The new role of a chain."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     role: Role
 
 
-class EndRequest(BaseModel):
+class EndRequest(Body):
     """How a session ended."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     termination_reason: Text | None = None
     reward: RewardValue | None = None
     """A last reward for the whole session, written in the same transaction."""
 
 
-@router.post("/sessions", responses=describe_answer(NewSessionAnswer))
+@router.post("/sessions", responses=describe_answer("NewSessionAnswer"))
 async def create_session(wanted: NewSession, request: Request, services: Here, principal: Caller) -> Response:
     """Create a session, or change the session with this id; a field that can no longer change gets 409.
 
@@ -167,7 +155,7 @@ def new_session_json(
     }
 
 
-@router.get("/sessions", responses=describe_answer(SessionPage))
+@router.get("/sessions", responses=describe_answer("SessionPage"))
 async def list_sessions(
     services: Here,
     wanted: Annotated[SessionFilter, Depends(session_filter)],
@@ -200,7 +188,7 @@ async def list_sessions(
         return answer(await asyncio.to_thread(read))
 
 
-@router.get("/sessions/{session_id}", responses=describe_answer(ReadSession))
+@router.get("/sessions/{session_id}", responses=describe_answer("ReadSession"))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Read one session, with the rewards that were given for all of it."""
 
@@ -213,7 +201,7 @@ async def get_session(session_id: Id, services: Here, principal: Caller) -> Resp
     return answer(await asyncio.to_thread(read))
 
 
-@router.get("/sessions/{session_id}/turns", responses=describe_answer(TurnPage))
+@router.get("/sessions/{session_id}/turns", responses=describe_answer("TurnPage"))
 async def list_turns(
     session_id: Id,
     services: Here,
@@ -244,7 +232,7 @@ async def list_turns(
     return Response(await asyncio.to_thread(read), media_type="application/json")
 
 
-@router.get("/turns/{turn_id}", responses=describe_answer(TurnAnswer))
+@router.get("/turns/{turn_id}", responses=describe_answer("TurnAnswer"))
 async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Prompt = "added") -> Response:
     """Read one turn with the part that it adds to its parent's prompt; `prompt=whole` returns the whole prompt."""
 
@@ -258,7 +246,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
     return answer(await asyncio.to_thread(read))
 
 
-@router.post("/turns/{turn_id}/role", responses=describe_answer(ChainRole))
+@router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
 
@@ -274,7 +262,7 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
     return answer({"role": wanted.role, "turn_ids": turn_ids})
 
 
-@router.post("/sessions/{session_id}/end", responses=describe_answer(EndedSessionAnswer))
+@router.post("/sessions/{session_id}/end", responses=describe_answer("EndedSessionAnswer"))
 async def end_session(session_id: Id, services: Here, principal: Caller, ending: EndRequest | None = None) -> Response:
     """End a session; `training_note` in the answer says what it waits for until it is trained, or why it is not."""
     said = ending or EndRequest()
@@ -295,14 +283,14 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     return answer({**record_json(session), "training_note": await asyncio.to_thread(read)})
 
 
-@router.delete("/sessions/{session_id}", responses=describe_answer(DeletedAnswer))
+@router.delete("/sessions/{session_id}", responses=describe_answer("DeletedAnswer"))
 async def delete_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Delete a session with its turns and rewards; the answer names the policy versions that were trained on it."""
     deleted = await services.writer.delete_all(retention.delete_session, principal.tenant, session_id)
     return answer(_deleted(services, deleted))
 
 
-@router.delete("/tenant", responses=describe_answer(DeletedAnswer))
+@router.delete("/tenant", responses=describe_answer("DeletedAnswer"))
 async def delete_tenant(services: Here, principal: Caller) -> Response:
     """Delete everything of the caller's tenant: sessions, turns, rewards and keys, the caller's own included."""
     total = await services.writer.delete_all(retention.delete_tenant, principal.tenant)

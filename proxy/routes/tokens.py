@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Literal
 
 import numpy as np
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 
-from proxy.auth import Principal
 from proxy.continuation.template import ChatTemplate
 from proxy.routes.checked_route import CheckedRoute, Id
-from proxy.routes.models import Answer, answer, describe_answer
 from proxy.routes.scaffold import scaffold_flags
-from proxy.routes.serialise import caller
-from proxy.services import Services, services_of
+from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.store import experiences, queries, trained
@@ -29,62 +25,11 @@ MOST_PARTS = 8
 """Tokens that are tried together: a character has at most four bytes, and a token may end one and begin the next."""
 
 
-class Segment(Answer):
-    """Tokens that one turn added: text of its messages, what the chat template put around it, or what it sampled."""
-
-    kind: Literal["prompt", "scaffold", "sampled"]
-    """`prompt` also stands for all of the prompt without a tokenizer."""
-    turn_id: str
-    seq: int
-    start: int
-    """Position of its first token."""
-    end: int
-    """Position after its last token."""
-    policy_version_first: int
-    policy_version_last: int
-    role: Role
-    is_trainable: bool
-    """Whether the tokens may carry loss: they are sampled, and neither the turn's outcome nor its role prevents it."""
-    reward: float | None
-    """The turn's reward under the session's credit policy; null without a reward, and for a prompt."""
-    turn_return: float | None
-    """The turn's reward after discount."""
-    advantage: float | None
-    """The turn's advantage in the last update that trained it; null if none did."""
-
-
-class Characters(Answer):
-    """Neighbouring tokens whose bytes are characters only together."""
-
-    start: int
-    """Position of the first token."""
-    end: int
-    """Position after the last token."""
-    text: str
-
-
-class TokensAnswer(Answer):
-    """The sequence of a turn: its whole prompt and what it sampled, as the model saw them."""
-
-    turn_id: str
-    token_ids: list[int]
-    logprobs: list[float | None]
-    """Logprob of each token; null for a token that was not sampled."""
-    segments: list[Segment]
-    """In order, without gaps."""
-    pieces: dict[str, str]
-    """Text of each token id on its own, with U+FFFD for a part of a character; empty without a tokenizer."""
-    characters: list[Characters]
-    """Characters that span several tokens, in order."""
-    special_ids: list[int]
-    """Ids of tokens that mark structure."""
-
-
-@router.get("/turns/{turn_id}/tokens", responses=describe_answer(TokensAnswer))
+@router.get("/turns/{turn_id}/tokens", responses=describe_answer("TokensAnswer"))
 async def get_tokens(
     turn_id: Id,
-    services: Annotated[Services, Depends(services_of)],
-    principal: Annotated[Principal, Depends(caller)],
+    services: Here,
+    principal: Caller,
 ) -> Response:
     """Return every token of a turn's prompt and reply, with its text, logprob and the turn that added it."""
 
