@@ -84,7 +84,7 @@ def build_turns(
         found: its role.
         aborted: what cut the reply off; None for a complete reply.
     """
-    echo = _echoed_prompt(captured.prompt_ids, plan)
+    echo = _echoed_prompt(captured.prompt_ids, plan, echoes_sent=captured.echoes_prompt and not captured.prompt_ids)
     unsampled = unsampled_reason(call)
     common = _common(call, timing, session, inferred_by)
     turns = []
@@ -164,10 +164,10 @@ class _Prompt(NamedTuple):
     parent: KnownTurn | None
 
 
-def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
-    """Return the prompt that the engine says it sampled after."""
+def _echoed_prompt(echo: bytes, plan: Plan, *, echoes_sent: bool = False) -> _Prompt:
+    """Return the prompt that the engine says it sampled after; with `echoes_sent` it is known to be the one sent."""
     sent = plan.prompt
-    if sent is not None and echo == sent.json()[1:-1]:
+    if sent is not None and (echoes_sent or echo == sent.json()[1:-1]):
         return _Prompt(sent.num_ids, plan.between, b"", True, plan.parent)
     return _Prompt(count_ids(echo), NO_IDS, echo, sent is None, None)
 

@@ -69,6 +69,6 @@ def _take(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
         old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
         parts = [part.replace(old, new, 1) for part in parts]
     try:
-        return lane.engine.read_reply(parts, running.captured, call)
+        return lane.engine.read_reply(parts, running.captured, call, running.plan)
     except NOT_A_COMPLETION as error:
         raise not_a_completion(lane, error) from error

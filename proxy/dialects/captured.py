@@ -38,6 +38,8 @@ class Captured:
     """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
     model: str = ""
+    echoes_prompt: bool = False
+    """Whether the engine has returned the ids of the prompt that was sent; `prompt_ids` is empty then."""
     has_routing: bool = False
     """Whether the engine has returned the experts of the tokens."""
 

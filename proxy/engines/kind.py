@@ -52,7 +52,7 @@ class EngineKind(abc.ABC):
         """Return how it samples a call: its parameters, the engine's defaults, and what the engine makes of both."""
 
     @abc.abstractmethod
-    def read_reply(self, parts: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, plan: Plan) -> list[bytes]:
         """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
 
         Raises:

@@ -70,11 +70,12 @@ class Vllm(Engine):
         """Return how it samples a call."""
         return sampling.effective(call, self.defaults, has_tool_grammar=self.has_tool_grammar)
 
-    def read_reply(self, parts: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, plan: Plan) -> list[bytes]:
         """Capture a whole reply, or chunks of a stream."""
         shown = read_parts(
             parts,
             captured,
+            plan.prompt,
             shows_logprobs=call.wants_logprobs,
             shows_token_ids=call.wants_token_ids,
             shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,

@@ -13,6 +13,7 @@ import re
 import msgspec
 import orjson
 
+from proxy.continuation.encoded_ids import EncodedIds
 from proxy.dialects.captured import Captured, Choice
 from turnwise.types import Json
 
@@ -64,13 +65,20 @@ _replies = msgspec.json.Decoder(list[EngineReply])
 
 
 def read_parts(
-    parts: list[bytes], captured: Captured, *, shows_logprobs: bool, shows_token_ids: bool, shows_empty: bool
+    parts: list[bytes],
+    captured: Captured,
+    prompt: EncodedIds | None = None,
+    *,
+    shows_logprobs: bool,
+    shows_token_ids: bool,
+    shows_empty: bool,
 ) -> list[bytes]:
     """Capture a whole reply, or chunks of a stream; return what the client gets of them.
 
     Args:
         parts: the whole reply, or chunks that arrived together.
         captured: what the call has captured so far.
+        prompt: the prompt that was sent; None if the engine has rendered it.
         shows_logprobs: whether the client gets the logprobs.
         shows_token_ids: whether the client gets the token ids.
         shows_empty: whether the client gets parts without text and finish reason.
@@ -79,12 +87,14 @@ def read_parts(
         msgspec.DecodeError: a part is not what the engine's route answers.
     """
     text = SEPARATOR.join(parts)
+    if prompt is not None and not shows_token_ids:
+        text = _without_echo(text, captured, prompt)
     replies = _replies.decode(b"[%b]" % text)
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
     has_content = _capture(replies, captured)
     if not shows_token_ids:  # first, because the ids of a long prompt are most of the text
-        text = _without_ids(text, captured)
+        text = IDS.sub(b'token_ids":null', text)
     if not shows_logprobs:
         text = _without_logprobs(text, replies)
     if captured.has_routing:
@@ -193,13 +203,13 @@ def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:
     return text
 
 
-def _without_ids(text: bytes, captured: Captured) -> bytes:
-    """Return parts with `null` for every list of token ids; those of a prompt, which may be long, are known."""
+def _without_echo(text: bytes, captured: Captured, prompt: EncodedIds) -> bytes:
+    """Return parts with `null` for the ids of the prompt if they are those that were sent: the decoder skips slowly."""
     begin = text.find(PROMPT_IDS) + len(PROMPT_IDS)
-    if begin >= len(PROMPT_IDS) and text.startswith(captured.prompt_ids, begin + 1):
-        end = begin + len(captured.prompt_ids) + len(b"[]")
-        text = b"".join((text[:begin], NULL, memoryview(text)[end:])) if text[end - 1 : end] == b"]" else text
-    return IDS.sub(b'token_ids":null', text)
+    if begin < len(PROMPT_IDS) or not text.startswith(b"[", begin) or not text.startswith(sent := prompt.json(), begin):
+        return text
+    captured.echoes_prompt = True
+    return b"".join((text[:begin], NULL, memoryview(text)[begin + len(sent) :]))
 
 
 def without_thinking(raw: bytes) -> bytes:

@@ -41,7 +41,7 @@ def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
     if not _is_refused(body):
         body |= FORCED
     if plan.prompt is not None:
-        body["kv_transfer_params"] = orjson.Fragment(b'{"prompt_token_ids":%b}' % plan.prompt.json())
+        body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(plan.prompt.json())}
         if returns_routing and plan.parent is not None:
             # Leaves out the experts of earlier turns' tokens. The last token before this turn's own was not routed when
             # it was sampled, so its experts are this turn's.

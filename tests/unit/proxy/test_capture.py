@@ -176,7 +176,8 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
 
 def test_each_of_several_choices_extends_the_parent():
     call = call_of(USER, REPLY, USER, n=2, key="k")
-    turns = built(call, extending(call), Captured(b"1,2,3,4", {1: choice(8), 0: choice(7)}))
+    captured = Captured(choices={1: choice(8), 0: choice(7)}, echoes_prompt=True)
+    turns = built(call, extending(call), captured)
     assert [(turn.turn_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
         ("chatcmpl-1", "parent", "k#0"),
         ("chatcmpl-1#1", "parent", "k#1"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import msgspec
+import numpy as np
 import orjson
 import pytest
 
+from proxy.continuation.encoded_ids import encode_ids
 from proxy.dialects.captured import Captured, read_logprobs
 from proxy.engines.vllm.reply import read_parts
 from proxy.settings import ProxySettings
@@ -86,6 +88,21 @@ def test_only_fields_that_were_not_requested_become_null(choices, separators, sh
         assert (found.token_ids, found.message) == (each.get("token_ids", []), {**found.message, **each["message"]})
         expected = [entry["logprob"] for entry in (each["logprobs"] or {}).get("content") or ()]
         assert read_logprobs(found.logprobs) == expected
+
+
+@pytest.mark.parametrize(
+    ("echo", "is_sent"),
+    [(b"[1, 22]", False), (b"[1,22]", True), (b"[1,22,3]", False), (b"[1,2]", False), (b"null", False)],
+    [(b"[1, 22]", False), (b"[1,22]", True), (b"[1,22,3]", False), (b"[1,2]", False), (b"null", False)],
+)
+def test_the_prompt_that_was_sent_is_recognised_in_the_reply(echo, is_sent):
+    """The text of its ids, from bracket to bracket; any other prompt is captured."""
+    captured, sent = Captured(), encode_ids(np.array([1, 22], np.int32))
+    parts = [b'{"choices":[],"prompt_token_ids":%b}' % echo, b'{"choices":[],"prompt_token_ids":null}']
+    shown = read_parts(parts, captured, sent, shows_logprobs=False, shows_token_ids=False, shows_empty=True)
+    assert shown == [b'{"choices":[],"prompt_token_ids":null}'] * 2
+    assert captured.echoes_prompt == is_sent
+    assert captured.prompt_ids == (b"" if is_sent else echo.strip(b"[]nul").replace(b" ", b""))
 
 
 @pytest.mark.parametrize("separators", [COMPACT, SPACED])
