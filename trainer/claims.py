@@ -18,7 +18,7 @@ from trainer.learning.singles import UNIFORM, is_single
 from trainer.pacing import SMALLEST_PART, Position, Rewind
 from trainer.policy.engine import TrainingEngine
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, Source
+from trainer.source import ClaimedBatch, LedgerSource
 from trainer.state import State
 from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json
@@ -34,7 +34,7 @@ _DRAW = 1
 class Claims:
     """Claims batches and selects what is trained of them; every process calls it in step."""
 
-    def __init__(self, env: Source, agent: TrainingEngine, config: TrainerSettings, *, is_sample: bool) -> None:
+    def __init__(self, env: LedgerSource, agent: TrainingEngine, config: TrainerSettings, *, is_sample: bool) -> None:
         """`is_sample`: the experiences come from a replay buffer, into which the claimed groups are put."""
         self._env = env
         self._agent = agent

@@ -26,7 +26,7 @@ from trainer.policy.engine import TrainingEngine
 from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, FinishedBatch, Source
+from trainer.source import ClaimedBatch, FinishedBatch, LedgerSource
 from trainer.state import MOST_RECENT_VERSIONS, State, copied
 from turnwise.experience import Experience
 from turnwise.store.policies import REFUSED_BY_GATE
@@ -77,7 +77,7 @@ class Commits:
 
     def __init__(
         self,
-        env: Source,
+        env: LedgerSource,
         agent: TrainingEngine,
         checkpoints: Checkpoints,
         config: TrainerSettings,

@@ -21,7 +21,7 @@ from trainer.pacing import SourceRule
 from trainer.policy.agent import PolicyAgent
 from trainer.policy.model import Policy
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource, Source
+from trainer.source import ClaimedBatch, LedgerSource
 from trainer.state import State
 from trainer.train import OnPolicyWorkflow
 from turnwise.experience import Experience
@@ -134,7 +134,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
 
     def __init__(
         self,
-        env: Source,
+        env: LedgerSource,
         agent: PolicyAgent,
         optimizer: OptimizerLike,
         evaluator: Evaluator | None,

@@ -143,24 +143,10 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A run of Weights & Biases.
+class _TrackedRun:
+    """A run of a package with the functions of Weights & Biases."""
 
-    Raises:
-        SettingsError: The package is not installed.
-    """
-
-    def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
-        check_package("wandb", "wandb_project")
-        import wandb
-
-        known = run_file.read_text(encoding="utf-8").strip() if run_file.is_file() else None
-        self._run: Any = wandb.init(project=project, config=dict(config), id=known, resume="allow" if known else None)
-        run_file.parent.mkdir(parents=True, exist_ok=True)
-        run_file.write_text(f"{self._run.id}\n", encoding="utf-8")
-        # Without axes of their own, the optimizer steps of a batch would overwrite each other and the batch.
-        self._run.define_metric("*", step_metric="batch")
-        self._run.define_metric("update/*", step_metric="update/number")
+    _run: Any
 
     def write(self, scalars: Scalars, step: int) -> None:
         """Log the numbers: a batch's over batches, an optimizer step's over optimizer steps."""
@@ -172,7 +158,27 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Trackio:
+class WeightsAndBiases(_TrackedRun):
+    """A run of Weights & Biases.
+
+    Raises:
+        SettingsError: The package is not installed.
+    """
+
+    def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
+        check_package("wandb", "wandb_project")
+        import wandb
+
+        known = run_file.read_text(encoding="utf-8").strip() if run_file.is_file() else None
+        self._run = wandb.init(project=project, config=dict(config), id=known, resume="allow" if known else None)
+        run_file.parent.mkdir(parents=True, exist_ok=True)
+        run_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+        # Without axes of their own, the optimizer steps of a batch would overwrite each other and the batch.
+        self._run.define_metric("*", step_metric="batch")
+        self._run.define_metric("update/*", step_metric="update/number")
+
+
+class Trackio(_TrackedRun):
     """A run of trackio, which a restarted trainer continues.
 
     Raises:
@@ -186,16 +192,7 @@ class Trackio:
             run_file.parent.mkdir(parents=True, exist_ok=True)
             run_file.write_text(f"run-{secrets.token_hex(4)}\n", encoding="utf-8")
         name = run_file.read_text(encoding="utf-8").strip()
-        self._run: Any = trackio.init(project=project, name=name, config=dict(config), resume="allow")
-
-    def write(self, scalars: Scalars, step: int) -> None:
-        """Log the numbers; those of an optimizer step are named apart, with its number among them."""
-        axis = {"update/number": scalars["update"]} if "update" in scalars else {"batch": step}
-        self._run.log(_numbers(scalars) | axis)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+        self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow")
 
 
 def _without_infinities(scalars: Scalars) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trainer.pacing import Rewind
 from trainer.policy.agent import PolicyAgent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.source import Source
+from trainer.source import LedgerSource
 from trainer.state import Progress, State
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import Json, PolicyKind, UpdateRecord
@@ -83,7 +83,7 @@ class States:
         set_position(older.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
 
-    def with_missed(self, state: State, env: Source) -> State:
+    def with_missed(self, state: State, env: LedgerSource) -> State:
         """Return the state with the batches after it that made no version: their count, and their single sessions.
 
         They leave no checkpoint, so the ledger has them.

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -75,64 +75,6 @@ class FinishedBatch:
     """Groups that were not trained, with the reason; they are dropped."""
     trained: Mapping[SessionKey, Advantages] = dataclasses.field(default_factory=dict)
     """The sessions that were trained, with the advantages of their turns."""
-
-
-class Source(Protocol):
-    """Where a workflow gets its experiences: what `env` must be."""
-
-    def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
-        """Wait for a batch, or for the request to go on from another version; None after `close`."""
-
-    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position, until: float) -> ClaimedBatch | None:
-        """Return the batch with up to so many further groups; None if none became ready in time.
-
-        `until` is on the monotonic clock.
-        """
-
-    def publish(self, policy: PolicyVersion) -> None:
-        """Announce a version whose batch is acknowledged later, and again once its files are written."""
-
-    def ack(self, finished: Sequence[FinishedBatch]) -> None:
-        """Record batches, their groups and their versions, durably and all together."""
-
-    def open(self, base: PolicyVersion) -> None:
-        """Take over what an earlier process held, and publish version 0 in an empty ledger."""
-
-    def last_update(self) -> UpdateRecord | None:
-        """Return the update that was committed last."""
-
-    def updates_after(self, update_id: int) -> list[UpdateRecord]:
-        """Return the updates that were committed after this one, oldest first."""
-
-    def next_update_id(self) -> int:
-        """Return an id for an update that no other update has, also of those that are not acknowledged yet."""
-
-    def newest_version(self) -> int:
-        """Return the highest version that was ever published."""
-
-    def versions_in_use(self) -> set[int]:
-        """Return the versions that may be asked for: active, on trial, pinned, newest good."""
-
-    def best_versions(self, count: int) -> set[int]:
-        """Return so many versions with the best evaluations, by mean reward."""
-
-    def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
-        """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
-
-    def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
-        """Return the chains of so many imported groups, drawn at random; of all where there are fewer."""
-
-    def announce_weights(self, url: str | None) -> None:
-        """Tell the proxy where the weights in memory are handed out; None: nowhere."""
-
-    def note_failure(self, error: BaseException) -> None:
-        """Report that this error ends the trainer."""
-
-    def stop(self) -> None:
-        """Let `next_batch` return None; safe in a signal handler."""
-
-    def close(self) -> None:
-        """Stop waiting and release what is held."""
 
 
 class UpdateIds:

@@ -42,7 +42,7 @@ from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
 from trainer.resume import States
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource, Source
+from trainer.source import ClaimedBatch, LedgerSource
 from trainer.state import State
 from trainer.update import FittingGroups, Updates
 from turnwise.errors import BatchRefused
@@ -61,7 +61,7 @@ class RLWorkflow(abc.ABC):
 
     def __init__(
         self,
-        env: Source,
+        env: LedgerSource,
         agent: PolicyAgent,
         optimizer: OptimizerLike,
         evaluator: Evaluator | None,
