@@ -1,4 +1,4 @@
-"""What was said in sessions, in short: the first message of the user and the last reply, for lists that people read.
+"""What was said in sessions, in short: what the user asked first and the last reply, for lists that people read.
 
 A summary is computed when it is asked for. Texts of more than `MAX_BYTES` are not read, so that a page of sessions with
 long prompts stays cheap.
@@ -32,7 +32,7 @@ class Summary:
     """What was said in a session, in short; a text is null if there is none, or if it is too long to be read here."""
 
     first_message: str | None = None
-    """The start of the first message of the user."""
+    """The start of the user's message that the first turn answers; those before it may be examples of the agent's."""
     last_reply: str | None = None
     """The start of the last reply; of a reply without text, the names of the tools that it calls."""
     last_outcome: str | None = None
@@ -81,7 +81,7 @@ def _short(dialect: str, column: sa.Column[Any]) -> sa.ColumnElement[str | None]
 def _first_message(stored: str | None) -> str | None:
     messages = orjson.loads(stored) if stored else []
     said = [text for message in messages if message.get("role") == "user" and (text := _text(message.get("content")))]
-    return _cut(said[0]) if said else None
+    return _cut(said[-1]) if said else None
 
 
 def _last_reply(stored: str | None) -> str | None:

@@ -1,7 +1,9 @@
 // Line charts by uPlot, which is loaded before the modules: series are [name, [[x, y], …]]; a missing y leaves a gap.
-import {make, number} from "./page.js";
+import {make, number, time} from "./page.js";
 
-const COLOURS = 6, HEIGHT = 190, MINUTE = 60;
+const COLOURS = 6, HEIGHT = 190, MINUTE = 60, DAY = 86_400;
+// Seconds between two positions in time that have a label.
+const STEPS = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720].map((minutes) => minutes * MINUTE), ...[1, 2, 5, 10, 30, 90, 365].map((days) => days * DAY)];
 // Up to so many positions, each value is a visible point.
 const DOTTED = 40;
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -15,7 +17,7 @@ export function chart(title, series, {x = "version", isTime = false, integer = !
   const columns = shown.map(([, line]) => { const at = new Map(line); return xs.map((each) => Number.isFinite(at.get(each)) ? at.get(each) : null); });
   const box = make("div", {className: "chart", dataset: {points: String(xs.length)}});
   const last = shown.map(([name, line]) => [name, line.filter(([, y]) => Number.isFinite(y)).at(-1)]);
-  const where = (at) => isTime ? new Date(1000 * at).toLocaleString() : `${x} ${number(at)}`;
+  const where = (at) => isTime ? time(1000 * at) : `${x} ${number(at)}`;
   const described = `${title}: ${last.map(([name, [at, y]]) => `${name} ${short(y)} at ${where(at)}`).join(", ")}`;
   let plot = null;
   const draw = () => {
@@ -39,6 +41,13 @@ const range = (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 
 // For a single value uPlot proposes a range that ends years later; the value is shown in the middle instead.
 const xRange = (margin) => ({data: [xs]}, low, high) => xs.length === 1 ? [xs[0] - margin, xs[0] + margin] : [low, high];
 
+// A position in time as short as the ticks allow: seconds within two minutes, days beyond one.
+function clock(_, ticks) {
+  const span = ticks.at(-1) - ticks[0];
+  const parts = span > DAY ? {month: "short", day: "numeric"} : {hour: "numeric", minute: "2-digit", ...(span < 2 * MINUTE ? {second: "2-digit"} : {})};
+  return ticks.map((tick) => new Date(1000 * tick).toLocaleString([], parts));
+}
+
 // Tests read the width of the horizontal axis, because a canvas has no text.
 const showSpan = ({root, scales: {x}}) => { root.parentElement.dataset.span = String(x.max - x.min); };
 
@@ -54,9 +63,9 @@ function options(width, names, {x, isTime, integer, isSparse}) {
   return {
     width, height: HEIGHT, scales: {x: {time: isTime, range: xRange(isTime ? MINUTE : 1)}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast], draw: [showSpan]},
     padding: [8, 12, 0, 0],
-    axes: [{...axis, size: isTime ? 42 : 28, ...(isTime ? {} : {values: (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))})},
+    axes: [{...axis, size: 28, space: isTime ? 70 : 50, ...(isTime ? {incrs: STEPS} : {}), values: isTime ? clock : (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))},
       {...axis, size: 48, values}],
-    series: [{label: isTime ? "time" : x, ...(isTime ? {} : {value: (_, value) => value === null ? "–" : number(value)})},
+    series: [{label: isTime ? "time" : x, value: (_, value) => value === null ? "–" : isTime ? time(1000 * value) : number(value)},
       ...names.map((label, at) => ({label, stroke: style(`--series${at}`), width: 1.75, spanGaps: true,
         points: {size: 5, show: isSparse}, value: (_, value) => short(value)}))],
   };

@@ -54,7 +54,6 @@ export const number = (value) => value === null || value === undefined ? "" : Nu
 export const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 export const time = (value) => value ? new Date(value).toLocaleString() : "";
 // A time in a table stays on one line: in a narrow window each row would be two lines high.
-export const moment = (value) => make("span", {className: "moment"}, time(value));
 const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 // A duration in one unit, as people say it.
 export function duration(length) {

@@ -1,5 +1,5 @@
 // Curves over updates or time, the versions and which is served, and what two versions replied to the same tasks.
-import {actionButton, card, empty, facts, link, make, moment, number, optional, path, plural, request, samples, seconds, select, status, table} from "./page.js";
+import {actionButton, ago, card, empty, facts, link, make, number, optional, path, plural, request, samples, seconds, select, status, table} from "./page.js";
 import {chart} from "./chart.js";
 import {readiness, trainerWords} from "./overview.js";
 
@@ -74,7 +74,7 @@ function detailCharts(points, line, add, byVersion) {
   if (repeated.length) shown.push(add("Reward by task", repeated.slice(0, TASKS).map((task) => [task, line((each) => each.by_task[task]?.mean)])));
   if (names.length > 1) shown.push(add("Reward by name", names.slice(0, TASKS).map((name) => [name, line((each) => each.by_name[name]?.mean)])));
   if (reasons.length) shown.push(add("Dropped groups by reason", reasons.map((reason) => [reason, line((each) => each.dropped[reason] ?? 0)])));
-  if (points.some((each) => byVersion.get(each.policy_version)?.arms)) {
+  if (points.some((each) => byVersion.get(each.policy_version)?.arms?.canary.num_sessions)) {
     const arm = (name, field) => [name, line((each) => byVersion.get(each.policy_version)?.arms?.[name][field])];
     shown.push(add("Canary arms: mean reward", [arm("canary", "mean_reward"), arm("control", "mean_reward")]),
       add("Canary arms: share of broken turns", [arm("canary", "broken_share"), arm("control", "broken_share")]));
@@ -110,7 +110,7 @@ function versionTable(versions, changed) {
     async () => { await request(`v1/policies/${newest.version}/activate`, {method: "POST", body: JSON.stringify({pin: false})}); await changed(); })) : "";
   const columns = [["version#", (each) => make("span", {title: each.path}, number(each.version))], ["status", (each) => make("span", {}, status(each.status), each.on_disk === false ? " (files removed)" : "")],
     ["served", (each) => choiceButtons(each, pinned, changed)], ["train reward#", (each) => number(each.metrics?.reward_mean)], ["held out#", (each) => number(heldOut(each))],
-    ["since", (each) => moment(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? ""]];
+    ["since", (each) => ago(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? ""]];
   const rows = versions.slice(0, SHOWN_VERSIONS).map((each) => columns.map(([, value]) => value(each))), known = columns.map((_, at) => rows.some((row) => row[at] !== ""));
   return make("div", {}, follow, table(columns.map(([name]) => name).filter((_, at) => known[at]), rows.map((row) => row.filter((_, at) => known[at]))));
 }
@@ -149,8 +149,8 @@ async function taskComparison(first, second) {
   const total = (name) => rows.reduce((sum, each) => sum + each[name], 0) / rows.length;
   const reply = (found) => link(`session/${path(found.at(0).session_id)}`, found.at(0).summary.last_reply ?? "no reply");
   return make("div", {}, all, make("p", {}, `Over ${plural(both.length, "task")} that both versions played: mean reward ${number(total("was"))} with version ${first}, ${number(total("is"))} with version ${second}.`),
-    table(["task", `version ${first}#`, `version ${second}#`, "difference#", `a reply of version ${first}`, `a reply of version ${second}`], rows.slice(0, COMPARED_TASKS).map(({task, was, is}) => [
-      link(`sessions/${new URLSearchParams({task_id: task})}`, task), number(was), number(is), number(is - was), reply(before.get(task)), reply(after.get(task))])),
+    table(["task", "reward", `a reply of version ${first}`, `a reply of version ${second}`], rows.slice(0, COMPARED_TASKS).map(({task, was, is}) => [
+      link(`sessions/${new URLSearchParams({task_id: task})}`, task), `${number(was)} → ${number(is)}`, reply(before.get(task)), reply(after.get(task))])),
     rows.length > COMPARED_TASKS ? make("p", {className: "quiet"}, `The ${COMPARED_TASKS} tasks with the largest differences.`) : null);
 }
 

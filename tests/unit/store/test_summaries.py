@@ -41,9 +41,11 @@ def summarise(conn: sa.Connection, *session_ids: str) -> list[summaries.Summary]
     return summaries.summaries(conn, [queries.session(conn, "default", each) for each in session_ids])
 
 
-def test_a_summary_has_the_first_message_the_last_reply_and_the_sampled_tokens(connection: sa.Connection) -> None:
+def test_a_summary_has_the_first_question_the_last_reply_and_the_sampled_tokens(connection: sa.Connection) -> None:
     asked = [
         {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "An example of the agent's."},
+        {"role": "assistant", "content": "Its reply."},
         {"role": "user", "content": [{"type": "text", "text": "Hi \n you"}]},
     ]
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find", "arguments": "{}"}}]}
