@@ -26,6 +26,8 @@ from turnwise.version_directory import (
 
 TIED = "lm_head.weight"
 """Optional where a model's output weights are its input embeddings: some writers include it."""
+EMBEDDINGS = "embed_tokens.weight"
+"""The end of their name."""
 
 
 def check_policy(path: str, kind: PolicyKind, model_path: str | None = None) -> None:
@@ -150,6 +152,9 @@ def _check_adapter(directory: Path, served: Path | None) -> None:
     if not tensors:
         raise BadCheckpoint(f"{directory / ADAPTER_WEIGHTS} holds no tensor; write the adapter before publishing it")
     base = {} if served is None else _tensors(served)
+    embeddings = next((tensor for name, tensor in base.items() if name.endswith(EMBEDDINGS)), None)
+    if served is not None and embeddings and read_json(served / MODEL_CONFIG).get("tie_word_embeddings"):
+        base.setdefault(TIED, embeddings)
     for name, tensor in tensors.items():
         _check_adapter_tensor(directory, name, tensor, base)
 

@@ -38,13 +38,22 @@ def write_checkpoint(place: Path, tensors: dict[str, torch.Tensor], config: str 
     return staging.replace(place)
 
 
-def write_adapter(model_dir: Path, place: Path, seed: int, *, rank: int = 4, scale: float = 0.05) -> Path:
-    """Write a LoRA adapter of random factors for the model's query and value projections, as peft writes one."""
+def write_adapter(
+    model_dir: Path,
+    place: Path,
+    seed: int,
+    *,
+    rank: int = 4,
+    scale: float = 0.05,
+    targets: Sequence[str] = ("q_proj", "v_proj"),
+) -> Path:
+    """Write a LoRA adapter of random factors, as peft writes one; by default for the query and value projections."""
     generator = torch.Generator().manual_seed(seed)
     base = load_file(model_dir / "model.safetensors")
+    base.setdefault("lm_head.weight", base["model.embed_tokens.weight"])
     factors = {}
     for name, weight in base.items():
-        if name.endswith(("q_proj.weight", "v_proj.weight")):
+        if name.split(".")[-2] in targets:
             module = "base_model.model." + name.removesuffix(".weight")
             factors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator)
             factors[f"{module}.lora_B.weight"] = scale * torch.randn(weight.shape[0], rank, generator=generator)
@@ -58,7 +67,7 @@ def write_adapter(model_dir: Path, place: Path, seed: int, *, rank: int = 4, sca
         "lora_alpha": rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": ["q_proj", "v_proj"],
+        "target_modules": list(targets),
     }
     (place / "adapter_config.json").write_text(json.dumps(config))
     return place

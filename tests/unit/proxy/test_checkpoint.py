@@ -170,6 +170,15 @@ def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
     assert "adapts 'other', which the served model lacks" in words
 
 
+def test_an_adapter_of_a_tied_output_head_must_fit_the_embeddings(tmp_path):
+    """The head has no tensor of its own; the embeddings are [4, 2]."""
+    served = checkpoint(tmp_path / "served", {"model.embed_tokens.weight": TENSORS["embed.weight"]})
+    head = {"lm_head.lora_A.weight": np.ones((1, 2), np.float32), "lm_head.lora_B.weight": np.ones((4, 1), np.float32)}
+    check_policy(str(adapter(tmp_path / "a", head)), PolicyKind.LORA, str(served))
+    other = head | {"lm_head.lora_B.weight": np.ones((3, 1), np.float32)}
+    assert "does not fit the served model's [4, 2]" in refusal(adapter(tmp_path / "b", other), PolicyKind.LORA, served)
+
+
 def test_an_adapter_directory_must_hold_an_adapter(tmp_path):
     assert "adapter_config.json cannot be read" in refusal(checkpoint(tmp_path / "a"), PolicyKind.LORA)
     assert "not a LoRA adapter" in refusal(adapter(tmp_path / "b", FACTORS, peft_type="IA3"), PolicyKind.LORA)
