@@ -61,7 +61,7 @@ export function duration(length) {
   const [size, unit] = UNITS.find(([least]) => length >= least);
   return `${number(Math.round(length / size))} ${unit}`;
 }
-export const ago = (value) => make("span", {className: "moment", title: time(value)}, `${duration(Math.max(0, (Date.now() - new Date(value)) / 1000))} ago`);
+export const ago = (value) => make("span", {className: "moment", title: time(value)}, `${duration(Math.max(0, Math.round((Date.now() - new Date(value)) / 1000)))} ago`);
 export const seconds = (value) => value === null || value === undefined ? "" : `${number(value)} s`;
 export const status = (value) => make("span", {className: GOOD.has(value) ? "good" : BAD.has(value) ? "bad" : WARN.has(value) ? "warn" : ""}, value ?? "");
 export const link = (hash, text) => make("a", {href: `#${hash}`, title: text.length > 30 ? text : ""}, text);
