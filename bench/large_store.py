@@ -224,6 +224,7 @@ def store_group(connection: sa.Connection, group: Group, group_pk: int) -> None:
         "status": group.status.value,
         "num_sessions": GROUP_SIZE,
         "num_finished": GROUP_SIZE if is_over else 0,
+        "policy_id": 0,
         "last_active_at": to_micros(START),
         "fencing_token": 0,
     }

@@ -34,6 +34,9 @@ SessionKey = tuple[str, str]
 
 IMPORT = "import"
 """`Session.opened_by` of an imported session."""
+DEFAULT_POLICY = 0
+"""`policy_id` of the default policy: the served model, which all keys use that are bound to no other."""
+DEFAULT_POLICY_NAME = "default"
 
 
 def value_of_json(text: str) -> Any:
@@ -197,6 +200,8 @@ class Session:
     imported one."""
     continues: str | None = None
     """The session that this one continues: the application used the same id after that session was over."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that it samples with: its key's, `DEFAULT_POLICY` for a key without one. It never changes."""
     arm: int | None = None
     """The version whose arm, a canary or the hold-out, takes this session; set by the store at its creation. None: it
     samples with the served version."""
@@ -361,10 +366,32 @@ class Feedback:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A named policy of a tenant: an adapter with its own versions, pin, arms and trainer state."""
+
+    policy_id: int
+    """Its number within the store; outside it is known by tenant and name."""
+    tenant: str
+    """Its owner; empty for the default policy, which all tenants share."""
+    name: str
+    base_version: int | None = None
+    """The version that it samples with, and starts training from, before it has versions; None: the engine's model."""
+    pinned_version: int | None = None
+    """The version to serve although there are newer ones; None to follow the newest."""
+    pinned_until: int | None = None
+    """The pin ends when a version above this one is published; None keeps it."""
+    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+    archived_at: datetime.datetime | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion:
-    """A version of the served model."""
+    """A published state of a policy."""
 
     version: int
+    """Unique over all policies, so that a turn's version names its weights."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that it is a version of."""
     path: str
     """Path of the directory with the weights, on the engine's machine."""
     kind: PolicyKind = PolicyKind.FULL
@@ -406,7 +433,9 @@ class UpdateRecord:
     """
 
     update_id: int
-    """Number of the batch, from 1. A repeated commit of the same update has the same id."""
+    """Number of the batch, from 1, unique over all policies. A repeated commit of the same update has the same id."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that it trained."""
     trainer_id: str
     policy_version: int
     """The version that the update made."""

@@ -36,7 +36,7 @@ def downgrade() -> None:
         "api_keys",
         "engine_minutes",
         "leases",
-        "serving",
+        "policy_versions",
         "policies",
         "weight_servers",
         "trainer_status",
@@ -64,6 +64,7 @@ def _groups_and_sessions() -> None:
         sa.Column("status", sa.Text, nullable=False),
         sa.Column("num_sessions", sa.Integer, nullable=False),
         sa.Column("num_finished", sa.Integer, nullable=False),
+        sa.Column("policy_id", sa.Integer, nullable=False),
         sa.Column("policy_version_first", sa.Integer),
         sa.Column("last_active_at", sa.BigInteger, nullable=False),
         sa.Column("ready_at", sa.BigInteger),
@@ -76,7 +77,7 @@ def _groups_and_sessions() -> None:
         sa.PrimaryKeyConstraint("group_pk", name="pk_groups"),
         sa.UniqueConstraint("tenant", "group_id", name="uq_groups_tenant_group_id"),
     )
-    op.create_index("ix_groups_status", "groups", ["status", "ready_at"])
+    op.create_index("ix_groups_status", "groups", ["status", "policy_id", "ready_at"])
     op.create_index("ix_groups_update", "groups", ["update_id"])
     op.create_index("ix_groups_tenant", "groups", ["tenant", "status"])
     op.create_index("ix_groups_activity", "groups", ["status", "last_active_at"])
@@ -101,6 +102,7 @@ def _groups_and_sessions() -> None:
         sa.Column("user_id", sa.Text),
         sa.Column("opened_by", sa.Text),
         sa.Column("continues", sa.Text),
+        sa.Column("policy_id", sa.Integer, nullable=False),
         sa.Column("arm", sa.Integer),
         sa.Column("status", sa.Text, nullable=False),
         sa.Column("termination_reason", sa.Text),
@@ -239,6 +241,7 @@ def _training() -> None:
     op.create_table(
         "updates",
         sa.Column("update_id", sa.Integer, autoincrement=False, nullable=False),
+        sa.Column("policy_id", sa.Integer, nullable=False),
         sa.Column("trainer_id", sa.Text, nullable=False),
         sa.Column("policy_version", sa.Integer, nullable=False),
         sa.Column("num_groups", sa.Integer, nullable=False),
@@ -282,10 +285,24 @@ def _training() -> None:
 
 
 def _policies() -> None:
-    """Published versions, and the one that is pinned."""
+    """Named policies with their pins, and the published versions of all policies."""
     op.create_table(
         "policies",
+        sa.Column("policy_id", Serial, autoincrement=True, nullable=False),
+        sa.Column("tenant", sa.Text, nullable=False),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("base_version", sa.Integer),
+        sa.Column("pinned_version", sa.Integer),
+        sa.Column("pinned_until", sa.Integer),
+        sa.Column("created_at", sa.BigInteger, nullable=False),
+        sa.Column("archived_at", sa.BigInteger),
+        sa.PrimaryKeyConstraint("policy_id", name="pk_policies"),
+        sa.UniqueConstraint("tenant", "name", name="uq_policies_tenant_name"),
+    )
+    op.create_table(
+        "policy_versions",
         sa.Column("version", sa.Integer, autoincrement=False, nullable=False),
+        sa.Column("policy_id", sa.Integer, nullable=False),
         sa.Column("path", sa.Text, nullable=False),
         sa.Column("kind", sa.Text, nullable=False),
         sa.Column("status", sa.Text, nullable=False),
@@ -299,16 +316,10 @@ def _policies() -> None:
         sa.Column("model_digest", sa.Text),
         sa.Column("arms", sa.Text),
         sa.Column("arm_share", sa.Float),
-        sa.PrimaryKeyConstraint("version", name="pk_policies"),
+        sa.PrimaryKeyConstraint("version", name="pk_policy_versions"),
     )
-    op.create_index("ix_policies_status", "policies", ["status"])
-    op.create_table(
-        "serving",
-        sa.Column("serving_id", sa.Integer, autoincrement=False, nullable=False),
-        sa.Column("pinned_version", sa.Integer),
-        sa.Column("pinned_until", sa.Integer),
-        sa.PrimaryKeyConstraint("serving_id", name="pk_serving"),
-    )
+    op.create_index("ix_policy_versions_status", "policy_versions", ["status", "policy_id"])
+    op.create_index("ix_policy_versions_policy", "policy_versions", ["policy_id", "version"])
 
 
 def _processes() -> None:
@@ -335,6 +346,7 @@ def _processes() -> None:
         sa.Column("tenant", sa.Text, nullable=False),
         sa.Column("role", sa.Text, nullable=False),
         sa.Column("name", sa.Text, nullable=False),
+        sa.Column("policy_id", sa.Integer, nullable=False),
         sa.Column("secret_hash", sa.LargeBinary, nullable=False),
         sa.Column("created_at", sa.BigInteger, nullable=False),
         sa.Column("revoked_at", sa.BigInteger),

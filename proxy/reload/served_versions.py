@@ -18,7 +18,7 @@ from proxy.engines.pool import EnginePool
 from turnwise.errors import EngineError
 from turnwise.store import policies
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyStatus, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ServedVersions:
 
     def _serving_state(self) -> policies.ServingState:
         with self._database.read() as connection:
-            return policies.serving_state(connection)
+            return policies.serving_states(connection).get(DEFAULT_POLICY, policies.ServingState())
 
     async def _find_adapters(self, wanted: Wanted) -> None:
         """Ask the engines for adapters that another process has loaded into them."""

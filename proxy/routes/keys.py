@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import datetime
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Text
-from proxy.routes.serialise import Caller, Here, answer, describe_answer
+from proxy.routes.serialise import Caller, Here, answer, describe_answer, record_json
 from turnwise.store import keys, usage
 from turnwise.types import Json, utc_now
 
@@ -37,7 +36,7 @@ async def list_keys(services: Here, principal: Caller) -> Response:
         with services.database.read() as connection:
             used = usage.used_by_key(connection, principal.tenant, since_day=services.budgets.since_day())
             found = keys.list_keys(connection, principal.tenant)
-            return [{**dataclasses.asdict(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
+            return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
 
     return answer({"object": "list", "data": await asyncio.to_thread(read)})
 
@@ -61,7 +60,7 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
         with services.database.read() as connection:
             return keys.get_key(connection, key_id)
 
-    return answer({**dataclasses.asdict(await asyncio.to_thread(read)), "key": secret})
+    return answer({**record_json(await asyncio.to_thread(read)), "key": secret})
 
 
 @router.post("/{key_id}/revoke", responses=describe_answer("KeyAnswer"))
@@ -69,4 +68,4 @@ async def revoke_key(key_id: Id, services: Here, principal: Caller) -> Response:
     """Revoke a key of the caller's tenant; revoking it again changes nothing."""
     revoked = await services.writer.do(keys.revoke_key, key_id, tenant=principal.tenant)
     services.forget_keys()
-    return answer(dataclasses.asdict(revoked))
+    return answer(record_json(revoked))

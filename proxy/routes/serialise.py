@@ -24,12 +24,12 @@ from turnwise.store.trained import UpdateView
 from turnwise.types import Feedback, Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
 
 HIDDEN: dict[type, frozenset[str]] = {
-    Session: frozenset(),
+    Session: frozenset({"policy_id"}),
     Reward: frozenset({"tenant", "digest"}),
     Feedback: frozenset({"tenant", "content"}),
-    PolicyVersion: frozenset(),
-    UpdateRecord: frozenset(),
-    Key: frozenset(),
+    PolicyVersion: frozenset({"policy_id"}),
+    UpdateRecord: frozenset({"policy_id"}),
+    Key: frozenset({"policy_id"}),
     Turn: frozenset(
         {
             "tenant",
@@ -94,7 +94,7 @@ def page(rows: list[Json], has_more: bool) -> Json:
     return {"object": "list", "data": rows, "has_more": has_more}
 
 
-def record_json(record: Session | Reward | PolicyVersion | UpdateRecord) -> Json:
+def record_json(record: Session | Reward | PolicyVersion | UpdateRecord | Key) -> Json:
     """Return a record as the API's JSON."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 

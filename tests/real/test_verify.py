@@ -18,7 +18,7 @@ from support.proxies import running_proxy
 
 from turnwise.commands.cli import main
 from turnwise.store.database import Database
-from turnwise.store.tables import policies, turns
+from turnwise.store.tables import policy_versions, turns
 
 pytestmark = pytest.mark.engine
 SAMPLINGS = [
@@ -74,7 +74,7 @@ def test_files_that_the_engine_did_not_serve_are_named(captured: Path, engine: R
     other = write_perturbed(engine.model_dir, tmp_path / "other", 1)
     database = Database(f"sqlite:///{changed}")
     with database.write() as connection:
-        connection.execute(sa.update(policies).values(path=str(other)))
+        connection.execute(sa.update(policy_versions).values(path=str(other)))
     database.close()
     status, report = verify(changed, "--forward")
     assert status == 1

@@ -135,8 +135,8 @@ def _train(database: Database, number: int, num_updates: int) -> None:
         policies.publish_policy(connection, PolicyVersion(version=0, path="fake"))
         policies.pin_policy(connection, 0)
         connection.execute(
-            sa.update(tables.policies)
-            .where(tables.policies.c.version == number)
+            sa.update(tables.policy_versions)
+            .where(tables.policy_versions.c.version == number)
             .values(status=version.status.value, reload_seconds=version.reload_seconds)
         )
         trained = {}

@@ -33,6 +33,7 @@ from turnwise.store import (
     leases,
     ledger,
     lineage,
+    named_policies,
     opening,
     played,
     policies,
@@ -111,10 +112,24 @@ def _archive(conn: sa.Connection) -> None:
 
 def _base(conn: sa.Connection) -> None:
     """Bind an empty store to a model, and one that another release has bound."""
-    conn.execute(sa.delete(tables.policies).where(tables.policies.c.version >= 0))
+    conn.execute(sa.delete(tables.policy_versions).where(tables.policy_versions.c.version >= 0))
     base = PolicyVersion(version=0, path="/no/model")
     policies.adopt_base(conn, base)
     policies.adopt_base(conn, dataclasses.replace(base, model_digest="d"))
+
+
+def _named_policies(conn: sa.Connection) -> None:
+    """Create a policy, again, and one that starts from its adapter; publish a version, and bind a key."""
+    conn.execute(sa.update(tables.policy_versions).values(kind=PolicyKind.LORA.value))
+    support, _ = named_policies.create_named_policy(conn, "t", "support")
+    named_policies.create_named_policy(conn, "t", "support")
+    adapter = policies.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
+    named_policies.create_named_policy(conn, "t", "sales", base_version=adapter.version)
+    policies.list_policies(conn, policy_ids=[support.policy_id])
+    keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key", policy="support")
+    named_policies.policy_named(conn, "t", "support")
+    named_policies.list_named_policies(conn, "t")
+    named_policies.names_of_policies(conn)
 
 
 def _lease(conn: sa.Connection) -> None:
@@ -299,7 +314,7 @@ OF_ALL: dict[str, Ask] = {
         queries.updates(c, after=9),
         queries.updates_after(c, 9),
     ),
-    "the last update": lambda c: (queries.last_update(c), queries.last_update(c, "trainer")),
+    "the last update": lambda c: (queries.last_update(c), queries.last_update(c, "trainer", policy_id=0)),
     "digests of an update": lambda c: trained.trained_digests(c, 1),
     "groups for the metrics": queries.unfinished_groups,
     "imported groups": groups.imported_groups,
@@ -314,9 +329,10 @@ OF_ALL: dict[str, Ask] = {
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
     "a hold-out's arms": lambda c: arms.held_out_arms(c, PolicyVersion(version=0, path="v0")),
     "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1, max_bytes=1)),
-    "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c), policies.serving_state(c)),
+    "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c), policies.serving_states(c)),
     "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),
     "pins": _pins,
+    "named policies": _named_policies,
     "the base model": _base,
     "states of a version": _versions,
     "a hold-out": _holdout,

@@ -143,6 +143,7 @@ def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dic
             "status": status.value,
             "num_sessions": 1,
             "num_finished": 0 if is_open else 1,
+            "policy_id": 0,
             "last_active_at": 0,
             "fencing_token": 1,
             "update_id": None if is_open else 1,

@@ -56,9 +56,10 @@ def _public(record: Turn | Reward) -> Json:
 
 
 def as_json(value: Any) -> Any:
-    """Return a record as JSON values."""
+    """Return a record as JSON values, without the store's number of its policy."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        names = (field.name for field in dataclasses.fields(value) if field.name != "policy_id")
+        return {name: as_json(getattr(value, name)) for name in names}
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, dt.datetime):

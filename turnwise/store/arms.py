@@ -15,8 +15,8 @@ from turnwise import credit
 from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
-from turnwise.store.tables import DELETED, policies, sessions, turns
-from turnwise.types import FORKED, IMPORT, Credit, Json, Outcome, PolicyVersion, SessionStatus, Split
+from turnwise.store.tables import DELETED, policy_versions, sessions, turns
+from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, Credit, Json, Outcome, PolicyVersion, SessionStatus, Split
 
 ALPHA = 0.05
 """Probability that the interval of a lift ever misses it."""
@@ -78,12 +78,14 @@ def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
     return {"mean": mean, "low": mean - margin, "high": mean + margin}
 
 
-def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int]) -> tuple[Arm, Arm]:
-    """Return statistics of the finished sessions that began since then, for each of two versions.
+def arms_since(
+    conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int], policy_id: int = DEFAULT_POLICY
+) -> tuple[Arm, Arm]:
+    """Return statistics of a policy's finished sessions that began since then, for each of two of its versions.
 
     A session counts for the newest version that it sampled with.
     """
-    found = _compared(conn, sessions.c.created_at >= to_micros(since))
+    found = _compared(conn, sessions.c.created_at >= to_micros(since), sessions.c.policy_id == policy_id)
     newer, older = ([one for one in found if one.version == version] for version in versions)
     return _arm_of(newer), _arm_of(older)
 
@@ -94,13 +96,15 @@ def held_out_arms(conn: sa.Connection, holdout: PolicyVersion) -> tuple[Arm, Arm
     Both are sessions without a group, of the same time, and were assigned at random.
     """
     held_from = 0 if holdout.activated_at is None else to_micros(holdout.activated_at)
-    is_later = policies.c.version > holdout.version, policies.c.activated_at > held_from
-    began = sa.select(sa.func.min(policies.c.activated_at)).where(*is_later)
+    c, is_of_policy = policy_versions.c, sessions.c.policy_id == holdout.policy_id
+    is_later = c.policy_id == holdout.policy_id, c.version > holdout.version, c.activated_at > held_from
+    began = sa.select(sa.func.min(c.activated_at)).where(*is_later)
     is_live = sa.or_(
         sessions.c.arm == holdout.version, sa.and_(sessions.c.arm.is_(None), sessions.c.split == Split.TRAIN.value)
     )
     since = sessions.c.created_at >= began.scalar_subquery()
-    found = _compared(conn, sessions.c.group_id.is_(None), sessions.c.ended_at.is_not(None), is_live, since)
+    is_over = sessions.c.ended_at.is_not(None)
+    found = _compared(conn, sessions.c.group_id.is_(None), is_over, is_live, since, is_of_policy)
     newer = [one for one in found if one.arm is None and one.version > holdout.version]
     return _arm_of(newer), _arm_of([one for one in found if one.arm is not None])
 

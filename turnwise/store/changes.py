@@ -24,7 +24,7 @@ State = dict[Key, Json]
 
 def read_state(conn: sa.Connection, tenant: str) -> State:
     """Return the states of a tenant's newest sessions, and of the newest versions and the last update."""
-    s, p, u = tables.sessions.c, tables.policies.c, tables.updates.c
+    s, p, u = tables.sessions.c, tables.policy_versions.c, tables.updates.c
     columns = (s.session_id, s.task_id, s.group_id, s.status, s.num_turns, s.num_chains, s.num_rewards)
     newest = conn.execute(
         sa.select(*columns).where(s.tenant == tenant).order_by(s.session_pk.desc()).limit(NUM_SESSIONS)

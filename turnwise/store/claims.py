@@ -24,7 +24,16 @@ from turnwise.store.policies import publish_policy
 from turnwise.store.statements import unindexed
 from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.store.trained import Advantages, record_trained
-from turnwise.types import FORKED, GroupKey, GroupStatus, PolicyVersion, SessionKey, SessionStatus, UpdateRecord
+from turnwise.types import (
+    DEFAULT_POLICY,
+    FORKED,
+    GroupKey,
+    GroupStatus,
+    PolicyVersion,
+    SessionKey,
+    SessionStatus,
+    UpdateRecord,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +100,10 @@ def claim(
     lease_seconds: float,
     min_policy_version: int | None = None,
     with_imported: bool = False,
+    policy_id: int = DEFAULT_POLICY,
     now: datetime.datetime | None = None,
 ) -> Claim | None:
-    """Claim the groups that have been ready longest, including groups with an expired lease.
+    """Claim the groups of a policy that have been ready longest, including groups with an expired lease.
 
     Args:
         db: The store.
@@ -103,6 +113,7 @@ def claim(
         lease_seconds: Length of the lease without renewal, at most `LONGEST_LEASE_SECONDS`.
         min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
         with_imported: Claim groups of imported sessions too.
+        policy_id: The policy.
         now: Replaces the database's own time in tests.
 
     Returns:
@@ -110,7 +121,7 @@ def claim(
     """
     with db.write() as conn:
         instant = clock(conn, now)
-        num_stale = _drop_stale(conn, instant, min_policy_version)
+        num_stale = _drop_stale(conn, instant, policy_id, min_policy_version)
         leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
             sa.select(
@@ -120,7 +131,7 @@ def claim(
                 groups.c.fencing_token,
                 _IS_SINGLE.label("is_single"),
             )
-            .where(_is_claimable(instant, with_imported=with_imported))
+            .where(_is_claimable(instant, policy_id, with_imported=with_imported))
             .order_by(groups.c.ready_at, groups.c.group_pk)
             .limit(max_groups * singles_per_group)
             .with_for_update(skip_locked=True)
@@ -152,21 +163,26 @@ def claim(
     return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
 
 
-def num_claimable(conn: sa.Connection, *, with_imported: bool = False) -> tuple[int, int]:
-    """Count the groups and the single sessions that could be claimed now, including those with an expired lease."""
-    claimable = _is_claimable(clock(conn, None), with_imported=with_imported)
+def num_claimable(
+    conn: sa.Connection, *, with_imported: bool = False, policy_id: int = DEFAULT_POLICY
+) -> tuple[int, int]:
+    """Count a policy's groups and single sessions that could be claimed now, or whose lease has expired."""
+    claimable = _is_claimable(clock(conn, None), policy_id, with_imported=with_imported)
     singles = sa.func.coalesce(sa.func.sum(sa.case((_IS_SINGLE, 1), else_=0)), 0)
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
     return int(total) - int(num_singles), int(num_singles)
 
 
-def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetime) -> int | None:
-    """Return the oldest policy version that sampled a turn of an open group; None when there is no such turn.
+def oldest_version_in_flight(
+    conn: sa.Connection, active_since: datetime.datetime, policy_id: int = DEFAULT_POLICY
+) -> int | None:
+    """Return the oldest version that sampled a turn of an open group of a policy; None when there is no such turn.
 
     Args:
         conn: The store.
         active_since: Sessions without activity since then are ignored.
+        policy_id: The policy.
     """
     oldest = (
         sa.select(sa.func.min(turns.c.policy_version_first))
@@ -177,6 +193,7 @@ def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetim
             # The databases must search from the active sessions on: most open groups may be old.
             unindexed(groups.c.status) == GroupStatus.OPEN.value,
             groups.c.imported.is_(None),
+            sessions.c.policy_id == policy_id,
             sessions.c.status.in_([status.value for status in SessionStatus]),
             sessions.c.last_active_at >= to_micros(active_since),
             turns.c.reason.is_distinct_from(FORKED),  # a copy is not trained, and may be of any age
@@ -210,14 +227,18 @@ def release(db: Database, held: Claim, reason: str | None = None) -> None:
             _change(conn, group, status=GroupStatus.READY.value, leased_until=None, trainer_id=None, reason=reason)
 
 
-def take_back(db: Database, trainer_id: str) -> int:
-    """Make the groups that an earlier process of this trainer held ready again; return the number of groups.
+def take_back(db: Database, trainer_id: str, policy_id: int = DEFAULT_POLICY) -> int:
+    """Make the groups of a policy that an earlier process of this trainer held ready again; return their number.
 
     No trainer has to wait for the dead process's lease, and the same batch can be trained again. If that process is
     still alive, its tokens become stale when the groups are claimed again.
     """
     with db.write() as conn:
-        held = sa.and_(groups.c.trainer_id == trainer_id, groups.c.status == GroupStatus.CLAIMED.value)
+        held = sa.and_(
+            groups.c.trainer_id == trainer_id,
+            groups.c.policy_id == policy_id,
+            groups.c.status == GroupStatus.CLAIMED.value,
+        )
         freed = conn.execute(
             sa.update(groups).where(held).values(status=GroupStatus.READY.value, leased_until=None, trainer_id=None)
         )
@@ -263,13 +284,14 @@ def ack(
     return True
 
 
-def _is_claimable(instant: int, *, with_imported: bool = False) -> sa.ColumnElement[bool]:
-    """Return the SQL condition for a group that may be claimed."""
+def _is_claimable(instant: int, policy_id: int, *, with_imported: bool = False) -> sa.ColumnElement[bool]:
+    """Return the SQL condition for a group of a policy that may be claimed."""
     until = groups.c.leased_until
     lapsed = sa.or_(until <= instant, until > instant + _lease_micros(LONGEST_LEASE_SECONDS))
-    claimable = sa.or_(
+    is_ready = sa.or_(
         groups.c.status == GroupStatus.READY.value, sa.and_(groups.c.status == GroupStatus.CLAIMED.value, lapsed)
     )
+    claimable = sa.and_(is_ready, groups.c.policy_id == policy_id)
     return claimable if with_imported else sa.and_(claimable, groups.c.imported.is_(None))
 
 
@@ -278,10 +300,11 @@ def _lease_micros(lease_seconds: float) -> int:
     return int(min(lease_seconds, LONGEST_LEASE_SECONDS) * 1e6)
 
 
-def _drop_stale(conn: sa.Connection, instant: int, min_policy_version: int | None) -> int:
+def _drop_stale(conn: sa.Connection, instant: int, policy_id: int, min_policy_version: int | None) -> int:
     if min_policy_version is None:
         return 0
-    stale = sa.update(groups).where(_is_claimable(instant), groups.c.policy_version_first < min_policy_version)
+    is_old = groups.c.policy_version_first < min_policy_version
+    stale = sa.update(groups).where(_is_claimable(instant, policy_id), is_old)
     dropped = stale.values(status=GroupStatus.DROPPED.value, leased_until=None, reason="stale")
     group_ids = list(conn.execute(dropped.returning(groups.c.group_id)).scalars())
     if group_ids:
@@ -320,7 +343,8 @@ def _is_recorded(conn: sa.Connection, update: UpdateRecord) -> bool:
     known = conn.execute(sa.select(updates).where(updates.c.update_id == update.update_id)).one_or_none()
     if known is None:
         return False
-    if (known.trainer_id, known.policy_version) != (update.trainer_id, update.policy_version):
+    own = update.trainer_id, update.policy_version, update.policy_id
+    if (known.trainer_id, known.policy_version, known.policy_id) != own:
         raise Conflict(
             f"update {update.update_id} was recorded by trainer {known.trainer_id!r} as policy version "
             f"{known.policy_version}; two trainers share this database, or a checkpoint is older than it"

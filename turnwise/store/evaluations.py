@@ -12,8 +12,8 @@ from collections.abc import Collection
 import sqlalchemy as sa
 
 from turnwise.store import rows
-from turnwise.store.tables import policies, sessions, turns
-from turnwise.types import Json, SessionKey, Split
+from turnwise.store.tables import policy_versions, sessions, turns
+from turnwise.types import DEFAULT_POLICY, Json, SessionKey, Split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,19 @@ def record_evaluation(conn: sa.Connection, version: int, gauges: Json) -> None:
         version: The version; nothing is stored if it was never published.
         gauges: The measured values.
     """
-    known = conn.execute(sa.select(policies.c.metrics).where(policies.c.version == version)).scalar_one_or_none()
+    known = conn.execute(
+        sa.select(policy_versions.c.metrics).where(policy_versions.c.version == version)
+    ).scalar_one_or_none()
     if known is not None:
         metrics = json.loads(known) | {"eval": gauges}
-        conn.execute(sa.update(policies).where(policies.c.version == version).values(metrics=rows.dump(metrics)))
+        conn.execute(
+            sa.update(policy_versions).where(policy_versions.c.version == version).values(metrics=rows.dump(metrics))
+        )
 
 
-def evaluated_versions(conn: sa.Connection) -> dict[int, float]:
-    """Return the mean reward of each version that was evaluated."""
-    found = conn.execute(sa.select(policies.c.version, policies.c.metrics)).all()
+def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> dict[int, float]:
+    """Return the mean reward of each version of a policy that was evaluated."""
+    c = policy_versions.c
+    found = conn.execute(sa.select(c.version, c.metrics).where(c.policy_id == policy_id)).all()
     gauges = {row.version: json.loads(row.metrics).get("eval", {}) for row in found}
     return {version: one["reward_mean"] for version, one in gauges.items() if one.get("reward_mean") is not None}

@@ -19,7 +19,7 @@ from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, members, unindexed
 from turnwise.store.tables import groups, sessions, turns
-from turnwise.types import IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now
+from turnwise.types import DEFAULT_POLICY, IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now
 
 SINGLE = {
     GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
@@ -86,10 +86,12 @@ def close_unrewarded_groups(
     return list(conn.execute(change.returning(groups.c.group_id)).scalars())
 
 
-def imported_groups(conn: sa.Connection) -> list[int]:
-    """Return the keys of the complete groups of imported sessions, oldest first; dropped groups are left out."""
+def imported_groups(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> list[int]:
+    """Return the keys of a policy's complete groups of imported sessions, oldest first, without dropped groups."""
     unusable = (GroupStatus.OPEN.value, GroupStatus.DROPPED.value)
-    wanted = sa.select(groups.c.group_pk).where(groups.c.imported == 1, groups.c.status.not_in(unusable))
+    wanted = sa.select(groups.c.group_pk).where(
+        groups.c.imported == 1, groups.c.policy_id == policy_id, groups.c.status.not_in(unusable)
+    )
     return list(conn.execute(wanted.order_by(groups.c.group_pk)).scalars())
 
 
@@ -137,6 +139,7 @@ def _new_group(session: Session) -> dict[str, Any]:
         "status": GroupStatus.OPEN.value,
         "num_sessions": 1,
         "num_finished": 0,
+        "policy_id": session.policy_id,
         "last_active_at": to_micros(session.created_at),
         "fencing_token": 0,
         "imported": 1 if session.opened_by == IMPORT else None,
@@ -150,6 +153,13 @@ def _check_joinable(group: StoredRow, session: Session) -> None:
         raise Conflict(
             f"group {group.group_id!r} is {group.status} and takes no more sessions; use a new group_id",
             param="group_id",
+        )
+    if group.policy_id != session.policy_id:
+        raise Conflict(
+            f"group {group.group_id!r} has sessions of another policy, and the sessions of a group are compared with "
+            "each other; use a group of its own for each policy",
+            param="group_id",
+            code="group_of_another_policy",
         )
     if None not in (session.group_size, group.group_size) and session.group_size != group.group_size:
         raise Conflict(

@@ -13,16 +13,18 @@ import hashlib
 import hmac
 import re
 import secrets
+from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
+from turnwise.store import named_policies
 from turnwise.store.database import from_micros, to_micros
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_ignoring
-from turnwise.store.tables import NO_TENANT, api_keys
+from turnwise.store.tables import NO_TENANT, api_keys, policies
 from turnwise.store.tables import secrets as secrets_table
-from turnwise.types import utc_now
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
 
 _PREFIX = "tw"
 _ID_BYTES = 8
@@ -60,6 +62,10 @@ class Key:
     """When it was last verified, up to `USE_INTERVAL` out of date; None before its first use."""
     token_budget: int | None = None
     """Prompt and sampled tokens that its calls may use; None for the proxy's `key_token_budget`."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that its new sessions sample with."""
+    policy: str = DEFAULT_POLICY_NAME
+    """The name of that policy."""
 
 
 def create_key(
@@ -71,6 +77,7 @@ def create_key(
     expires_at: datetime.datetime | None = None,
     token_budget: int | None = None,
     key: str | None = None,
+    policy: str = DEFAULT_POLICY_NAME,
 ) -> tuple[str, str]:
     """Create a key; return its id and the whole key, which cannot be read again.
 
@@ -82,8 +89,10 @@ def create_key(
         expires_at: When it expires; None for never.
         token_budget: Tokens that its calls may take; None for any number.
         key: The whole key as an operator chose it; None for a random one.
+        policy: The name of the tenant's policy that its sessions sample with.
 
     Raises:
+        NotFound: the tenant has no policy of this name.
         InvalidRequest: the tenant has no name, or the chosen key is not of the form `tw-ID-SECRET`, or too short.
     """
     if tenant == NO_TENANT:
@@ -97,12 +106,14 @@ def create_key(
             f"`echo {_PREFIX}-$(openssl rand -hex {_ID_BYTES})-$(openssl rand -hex {_SECRET_BYTES})`"
         )
     key_id, secret = form.groups()
+    bound = named_policies.policy_named(conn, tenant, policy)
     conn.execute(
         sa.insert(api_keys).values(
             key_id=key_id,
             tenant=tenant,
             role=KeyRole(role).value,
             name=name,
+            policy_id=bound.policy_id,
             secret_hash=_hash(secret),
             created_at=to_micros(utc_now()),
             expires_at=None if expires_at is None else to_micros(expires_at),
@@ -117,7 +128,7 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
     """Return the presented key; None if it is malformed, unknown, wrong, expired or revoked."""
     prefix, _, rest = presented.partition("-")
     key_id, _, secret = rest.partition("-")
-    row = conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one_or_none()
+    row = conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one_or_none()
     stored = b"" if row is None else row.secret_hash
     # An unknown id is compared too, so that the response time does not reveal which ids exist.
     matches = hmac.compare_digest(_hash(secret), stored)
@@ -128,13 +139,13 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
 
 def valid_key(conn: sa.Connection, key_id: str) -> Key | None:
     """Return the key with this id; None if it is unknown, expired or revoked."""
-    row = conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one_or_none()
+    row = conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one_or_none()
     return None if row is None else _unless_invalid(row)
 
 
 def get_key(conn: sa.Connection, key_id: str) -> Key:
     """Return an existing key."""
-    return _key(conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one())
+    return _key(conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one())
 
 
 def is_use_unrecorded(key: Key) -> bool:
@@ -156,7 +167,7 @@ def tenants_with_keys(conn: sa.Connection) -> set[str]:
 
 def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
     """Return all keys, including revoked ones, oldest first; with a tenant, only its keys."""
-    found = sa.select(api_keys).order_by(api_keys.c.created_at, api_keys.c.key_id)
+    found = _select_keys().order_by(api_keys.c.created_at, api_keys.c.key_id)
     if tenant is not None:
         found = found.where(api_keys.c.tenant == tenant)
     return [_key(row) for row in conn.execute(found)]
@@ -182,7 +193,7 @@ def revoke_key(
         .where(*wanted, api_keys.c.revoked_at.is_(None))
         .values(revoked_at=to_micros(now or utc_now()))
     )
-    row = conn.execute(sa.select(api_keys).where(*wanted)).one_or_none()
+    row = conn.execute(_select_keys().where(*wanted)).one_or_none()
     if row is None:
         raise NotFound(f"there is no API key {key_id!r}; `turnwise keys list` shows them")
     return _key(row)
@@ -209,6 +220,12 @@ def _instant(micros: int | None) -> datetime.datetime | None:
     return None if micros is None else from_micros(micros)
 
 
+def _select_keys() -> sa.Select[*tuple[Any, ...]]:
+    """Select keys with the names of their policies."""
+    name = sa.func.coalesce(policies.c.name, DEFAULT_POLICY_NAME).label("policy")
+    return sa.select(api_keys, name).outerjoin(policies, policies.c.policy_id == api_keys.c.policy_id)
+
+
 def _key(row: StoredRow) -> Key:
     return Key(
         key_id=row.key_id,
@@ -220,4 +237,6 @@ def _key(row: StoredRow) -> Key:
         expires_at=_instant(row.expires_at),
         last_used_at=_instant(row.last_used_at),
         token_budget=row.token_budget,
+        policy_id=row.policy_id,
+        policy=row.policy,
     )

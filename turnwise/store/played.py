@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from turnwise.store import lineage
 from turnwise.store.rows import StoredRow
 from turnwise.store.tables import sessions
-from turnwise.types import FORKED, IMPORT, SessionStatus, Split, Turn
+from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, SessionStatus, Split, Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class Played:
         return max(turn.policy_version_last for turn in self.turns)
 
 
-def first_sessions(conn: sa.Connection, num_sessions: int) -> list[Played]:
-    """Return so many of the live sessions that were over first."""
-    return _played(conn, num_sessions, sessions.c.last_active_at.asc())
+def first_sessions(conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY) -> list[Played]:
+    """Return so many of a policy's live sessions that were over first."""
+    return _played(conn, num_sessions, policy_id, sessions.c.last_active_at.asc())
 
 
-def newest_sessions(conn: sa.Connection, num_sessions: int) -> list[Played]:
-    """Return so many of the live sessions that were over last."""
-    return _played(conn, num_sessions, sessions.c.last_active_at.desc())
+def newest_sessions(conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY) -> list[Played]:
+    """Return so many of a policy's live sessions that were over last."""
+    return _played(conn, num_sessions, policy_id, sessions.c.last_active_at.desc())
 
 
 def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
@@ -48,7 +48,7 @@ def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> l
     return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
 
 
-def _played(conn: sa.Connection, num_sessions: int, order: sa.ColumnElement[int]) -> list[Played]:
+def _played(conn: sa.Connection, num_sessions: int, policy_id: int, order: sa.ColumnElement[int]) -> list[Played]:
     """Return live sessions of both ways to be over; each is read by its index."""
     found: list[StoredRow] = []
     for status in (SessionStatus.ENDED, SessionStatus.EXPIRED):
@@ -57,6 +57,7 @@ def _played(conn: sa.Connection, num_sessions: int, order: sa.ColumnElement[int]
             sessions.c.group_id.is_(None),
             sessions.c.ended_at.is_not(None),
             sessions.c.split == Split.TRAIN.value,
+            sessions.c.policy_id == policy_id,
         )
         over = sa.select(sessions).where(sessions.c.status == status.value, *is_live)
         found += conn.execute(over.order_by(order).limit(num_sessions)).all()

@@ -1,7 +1,8 @@
-"""Versions of the served model: published by the trainer, activated by the proxy, pinned by a person.
+"""Versions of policies: published by the trainer, activated by the proxy, pinned by a person.
 
-At most one version is active; it is recorded as active after engines serve it. The version that should be served (the
-pinned version, otherwise the newest that has not failed) is computed, not stored.
+At most one version of a policy is active; it is recorded as active after engines serve it. The version that should be
+served (the pinned version, otherwise the newest that has not failed) is computed, not stored. Version numbers are
+unique over all policies, and a change of one policy's versions changes nothing of another's.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound, SettingsError
-from turnwise.store import pages, rows
+from turnwise.store import named_policies, pages, rows
 from turnwise.store.database import to_micros
 from turnwise.store.statements import fetch, insert_ignoring
-from turnwise.store.tables import policies as table
-from turnwise.store.tables import serving
-from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
+from turnwise.store.tables import policies
+from turnwise.store.tables import policy_versions as table
+from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
 LOST = "lost: its trainer ended before its files were written"
 """Beginnings of the errors of versions that engines never got, or have loaded."""
-_SERVING = 1
-"""Key of the only row of `serving`."""
 
 
 class ServingState(NamedTuple):
-    """The versions that decide what engines serve."""
+    """The versions that decide what engines serve to the sessions of one policy."""
 
-    active: PolicyVersion | None
+    active: PolicyVersion | None = None
     """The version that engines serve."""
-    canary: PolicyVersion | None
-    pinned: PolicyVersion | None
-    newest: PolicyVersion | None
+    canary: PolicyVersion | None = None
+    pinned: PolicyVersion | None = None
+    newest: PolicyVersion | None = None
     """The newest version that has not failed."""
-    holdout: PolicyVersion | None
+    holdout: PolicyVersion | None = None
     """The older version that a share of the sessions stays on."""
+    base: PolicyVersion | None = None
+    """The adapter that a policy without a version samples with; None for the engine's own model."""
 
 
 def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
@@ -53,12 +54,21 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
     chooses it.
 
     Raises:
-        Conflict: the version exists with another path.
+        NotFound: the version's policy does not exist.
+        Conflict: the version exists with another path or of another policy, or it has whole weights beside named
+            policies.
     """
     status = PolicyStatus.PUBLISHED if policy.error is None else PolicyStatus.FAILED
-    if insert_ignoring(conn, table, rows.POLICIES.row(policy, status=status.value)):
-        return True
+    row = conn.execute(sa.select(table).where(table.c.version == policy.version)).one_or_none()
+    if row is None:
+        named_policies.check_publishable(conn, policy)
+        if policy.policy_id == DEFAULT_POLICY:
+            named_policies.store_default_policy(conn)
+        if insert_ignoring(conn, table, rows.POLICIES.row(policy, status=status.value)):
+            return True
     known = get_policy(conn, policy.version)
+    if known.policy_id != policy.policy_id:
+        raise Conflict(f"version {policy.version} is of another policy; publish the next number", param="version")
     if known.path != policy.path:
         raise Conflict(
             f"policy version {policy.version} is published from {known.path!r}, not {policy.path!r}; versions never "
@@ -71,12 +81,13 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
     return False
 
 
-def fail_unwritten(conn: sa.Connection, after: int) -> list[int]:
-    """Fail the versions above this one that a trainer published and never wrote; return them.
+def fail_unwritten(conn: sa.Connection, after: int, policy_id: int = DEFAULT_POLICY) -> list[int]:
+    """Fail a policy's versions above this one that a trainer published and never wrote; return them.
 
     Their turns keep their behaviour logprobs, and their numbers are not used again.
     """
     is_lost = sa.and_(
+        table.c.policy_id == policy_id,
         table.c.version > after,
         table.c.update_id.is_not(None),
         table.c.weights_digest.is_(None),
@@ -111,17 +122,23 @@ def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:
 
 
 def publish_next(
-    conn: sa.Connection, path: str, kind: PolicyKind, *, metrics: Json, version: int | None = None
+    conn: sa.Connection,
+    path: str,
+    kind: PolicyKind,
+    *,
+    metrics: Json,
+    version: int | None = None,
+    policy_id: int = DEFAULT_POLICY,
 ) -> PolicyVersion:
-    """Publish a version, by default the one after the newest, and return it.
+    """Publish a version of a policy, by default with the number after the highest of all policies, and return it.
 
     Raises:
-        Conflict: the version exists with another path.
+        Conflict: as `publish_policy`.
     """
     if version is None:
         newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
         version = 0 if newest is None else newest + 1
-    publish_policy(conn, PolicyVersion(version=version, path=path, kind=kind, metrics=metrics))
+    publish_policy(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
     return get_policy(conn, version)
 
 
@@ -132,7 +149,7 @@ def activate_policy(
     now: datetime.datetime | None = None,
     holdout_share: float = 0.0,
 ) -> PolicyVersion:
-    """Record that engines serve this version now, and retire the previous one, or make it the hold-out.
+    """Record that engines serve this version now, and retire its policy's previous one, or make it the hold-out.
 
     A hold-out stays until a version is served that is not newer.
 
@@ -148,11 +165,14 @@ def activate_policy(
     Raises:
         NotFound: no such version.
     """
-    previous, holdout = active_and_holdout(conn)
+    policy_id = get_policy(conn, version).policy_id
+    previous, holdout = active_and_holdout(conn, policy_id)
     if holdout is not None and holdout.version >= version:
         end_holdout(conn, holdout.version)
         holdout = None
-    was_active = sa.and_(table.c.status == PolicyStatus.ACTIVE.value, table.c.version != version)
+    was_active = sa.and_(
+        table.c.status == PolicyStatus.ACTIVE.value, table.c.policy_id == policy_id, table.c.version != version
+    )
     is_held = holdout_share > 0 and holdout is None and previous is not None and previous.version < version
     held = {"status": PolicyStatus.HOLDOUT.value, "arm_share": holdout_share}
     change = sa.update(table).where(was_active)
@@ -234,26 +254,28 @@ def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:
     return get_policy(conn, version)
 
 
-def pin_policy(conn: sa.Connection, version: int | None, *, until: int | None = None) -> None:
-    """Pin this version, so that later versions are not served; None follows the newest version again.
+def pin_policy(
+    conn: sa.Connection, version: int | None, *, until: int | None = None, policy_id: int = DEFAULT_POLICY
+) -> None:
+    """Pin a policy to this version, so that its later ones are not served; None follows the newest version again.
 
     Args:
         conn: A transaction of `Database.write`.
         version: The version to serve.
         until: The pin ends when a version above this one is published; None keeps the pin.
+        policy_id: The policy.
 
     Raises:
-        NotFound: no such version.
+        NotFound: it has no such version.
     """
-    if version is not None:
-        get_policy(conn, version)
-    row = {"serving_id": _SERVING, "pinned_version": version, "pinned_until": until}
-    if not insert_ignoring(conn, serving, row):
-        conn.execute(sa.update(serving).values(pinned_version=version, pinned_until=until))
+    if version is not None and get_policy(conn, version).policy_id != policy_id:
+        raise _no_version(version)
+    pinned = sa.update(policies).where(policies.c.policy_id == policy_id)
+    conn.execute(pinned.values(pinned_version=version, pinned_until=until))
 
 
 def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVersion:
-    """Serve a version, and load it again if it failed; return it.
+    """Serve a version to its policy's sessions, and load it again if it failed; return it.
 
     Without a pin it is served until a version above the newest is published.
 
@@ -261,14 +283,15 @@ def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVers
         NotFound: no such version.
     """
     chosen = reconsider_policy(conn, version)
-    newest = newest_policy(conn)
+    policy_id = chosen.policy_id
+    newest = newest_policy(conn, policy_id)
     if pin:
-        pin_policy(conn, version)
+        pin_policy(conn, version, policy_id=policy_id)
     elif newest is None or newest.version == version:
-        pin_policy(conn, None)
+        pin_policy(conn, None, policy_id=policy_id)
     else:
         highest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
-        pin_policy(conn, version, until=highest)
+        pin_policy(conn, version, until=highest, policy_id=policy_id)
     return chosen
 
 
@@ -314,19 +337,30 @@ def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
     """
     row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
     if row is None:
-        raise NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="version")
+        raise _no_version(version)
     return rows.POLICIES.record(row)
 
 
+def _no_version(version: int) -> NotFound:
+    return NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="version")
+
+
 def list_policies(
-    conn: sa.Connection, *, limit: int = 100, after: int | None = None, max_bytes: int | None = None
+    conn: sa.Connection,
+    *,
+    limit: int = 100,
+    after: int | None = None,
+    max_bytes: int | None = None,
+    policy_ids: Collection[int] | None = None,
 ) -> tuple[list[PolicyVersion], bool]:
     """Return versions below `after`, newest first, and whether there are more.
 
-    With `max_bytes` only the first that fit into so many bytes.
+    With `max_bytes` only the first that fit into so many bytes; with `policy_ids` only those of these policies.
     """
-    below = sa.true() if after is None else table.c.version < after
-    newest = sa.select(table).where(below).order_by(table.c.version.desc())
+    wanted = sa.true() if after is None else table.c.version < after
+    if policy_ids is not None:
+        wanted = sa.and_(wanted, table.c.policy_id.in_(policy_ids))
+    newest = sa.select(table).where(wanted).order_by(table.c.version.desc())
     if max_bytes is not None:
         size = pages.size_of(conn.dialect.name, table.c.metrics, table.c.error, table.c.arms)
         sizes = conn.execute(newest.with_only_columns(size).limit(limit + 1)).scalars()
@@ -335,28 +369,34 @@ def list_policies(
     return [rows.POLICIES.record(row) for row in found[:limit]], len(found) > limit
 
 
-def active_policy(conn: sa.Connection) -> PolicyVersion | None:
-    """Return the version that engines serve; None before the first activation."""
-    row = conn.execute(sa.select(table).where(table.c.status == PolicyStatus.ACTIVE.value)).one_or_none()
-    return None if row is None else rows.POLICIES.record(row)
+def active_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> PolicyVersion | None:
+    """Return the version that engines serve to a policy's sessions; None before its first activation."""
+    return _first_of(_with_status(conn, policy_id, PolicyStatus.ACTIVE), PolicyStatus.ACTIVE)
 
 
-def active_and_canary(conn: sa.Connection) -> tuple[PolicyVersion | None, PolicyVersion | None]:
-    """Return the version that engines serve, and the canary, in one statement; None for one that does not exist."""
-    wanted = table.c.status.in_([PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value])
-    found = conn.execute(sa.select(table).where(wanted).order_by(table.c.version)).all()
-    records = [rows.POLICIES.record(row) for row in found]
+def active_and_canary(
+    conn: sa.Connection, policy_id: int = DEFAULT_POLICY
+) -> tuple[PolicyVersion | None, PolicyVersion | None]:
+    """Return a policy's version that engines serve, and its canary; None for one that does not exist."""
+    records = _with_status(conn, policy_id, PolicyStatus.ACTIVE, PolicyStatus.CANARY)
     return _first_of(records, PolicyStatus.ACTIVE), _first_of(records, PolicyStatus.CANARY)
+
+
+def _with_status(conn: sa.Connection, policy_id: int, *statuses: PolicyStatus) -> list[PolicyVersion]:
+    wanted = table.c.status.in_([status.value for status in statuses]), table.c.policy_id == policy_id
+    found = conn.execute(sa.select(table).where(*wanted).order_by(table.c.version))
+    return [rows.POLICIES.record(row) for row in found]
 
 
 def _first_of(records: Sequence[PolicyVersion], status: PolicyStatus) -> PolicyVersion | None:
     return next((policy for policy in records if policy.status is status), None)
 
 
-def active_and_holdout(conn: sa.Connection) -> tuple[PolicyVersion | None, PolicyVersion | None]:
-    """Return the version that engines serve, and the hold-out; None for one that does not exist."""
-    wanted = table.c.status.in_([PolicyStatus.ACTIVE.value, PolicyStatus.HOLDOUT.value])
-    records = [rows.POLICIES.record(row) for row in conn.execute(sa.select(table).where(wanted)).all()]
+def active_and_holdout(
+    conn: sa.Connection, policy_id: int = DEFAULT_POLICY
+) -> tuple[PolicyVersion | None, PolicyVersion | None]:
+    """Return a policy's version that engines serve, and its hold-out; None for one that does not exist."""
+    records = _with_status(conn, policy_id, PolicyStatus.ACTIVE, PolicyStatus.HOLDOUT)
     return _first_of(records, PolicyStatus.ACTIVE), _first_of(records, PolicyStatus.HOLDOUT)
 
 
@@ -373,10 +413,9 @@ def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset
     return frozenset(conn.execute(sa.select(table.c.version).where(failed)).scalars())
 
 
-def refused_in_a_row(conn: sa.Connection, count: int) -> list[PolicyVersion]:
-    """Return so many newest versions, newest first, if engines refused each of them; else none."""
-    newest = conn.execute(sa.select(table).order_by(table.c.version.desc()).limit(count)).all()
-    found = [rows.POLICIES.record(row) for row in newest]
+def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_POLICY) -> list[PolicyVersion]:
+    """Return so many of a policy's newest versions, newest first, if engines refused each of them; else none."""
+    found, _ = list_policies(conn, limit=count, policy_ids=[policy_id])
     not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST
     is_refused = [
         each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
@@ -384,20 +423,20 @@ def refused_in_a_row(conn: sa.Connection, count: int) -> list[PolicyVersion]:
     return found if len(found) == count and all(is_refused) else []
 
 
-def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
-    """Return the newest version that has not failed."""
-    row = conn.execute(
-        sa.select(table).where(table.c.status != PolicyStatus.FAILED.value).order_by(table.c.version.desc()).limit(1)
-    ).one_or_none()
+def newest_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> PolicyVersion | None:
+    """Return a policy's newest version that has not failed."""
+    usable = table.c.policy_id == policy_id, table.c.status != PolicyStatus.FAILED.value
+    row = conn.execute(sa.select(table).where(*usable).order_by(table.c.version.desc()).limit(1)).one_or_none()
     return None if row is None else rows.POLICIES.record(row)
 
 
-def pinned_version(conn: sa.Connection) -> int | None:
-    """Return the pinned version; None if there is no pin."""
-    row = conn.execute(sa.select(serving.c.pinned_version, serving.c.pinned_until)).one_or_none()
+def pinned_version(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int | None:
+    """Return the version that a policy is pinned to; None if there is no pin."""
+    pinned = sa.select(policies.c.pinned_version, policies.c.pinned_until).where(policies.c.policy_id == policy_id)
+    row = conn.execute(pinned).one_or_none()
     if row is None:
         return None
-    newest = None if row.pinned_until is None else newest_policy(conn)
+    newest = None if row.pinned_until is None else newest_policy(conn, policy_id)
     return _pin_in_force(row.pinned_version, row.pinned_until, newest)
 
 
@@ -407,38 +446,54 @@ def _pin_in_force(pinned: int | None, until: int | None, newest: PolicyVersion |
     return None if is_over else pinned
 
 
-def serving_state(conn: sa.Connection) -> ServingState:
-    """Return what `active_and_canary`, `pinned_version` and `newest_policy` return, from one statement.
+def serving_states(conn: sa.Connection) -> dict[int, ServingState]:
+    """Return the state of each policy that has a version, a pin or a base, by its number, from one statement.
 
     Every proxy process calls it five times a second. SQLAlchemy would take five times as long to run it.
     """
-    found = fetch(conn, _serving_state_sql(conn.dialect), ())
-    records = sorted(map(_record, found), key=operator.attrgetter("version"))
-    newest = next((policy for policy in reversed(records) if policy.status is not PolicyStatus.FAILED), None)
-    pinned, until = found[0][-2:] if found else (None, None)
+    found = fetch(conn, _serving_states_sql(conn.dialect), ())
+    of_policy: dict[int, list[Sequence[Any]]] = {}
+    for row in found:
+        of_policy.setdefault(row[-4], []).append(row)
+    return {policy_id: _state(policy_id, of_policy[policy_id]) for policy_id in sorted(of_policy)}
+
+
+def _state(policy_id: int, found: Sequence[Sequence[Any]]) -> ServingState:
+    """Return the state of a policy from its rows of the statement."""
+    *_, pinned, until, base = found[0]
+    by_version = {policy.version: policy for policy in map(_record, found)}  # versions are never deleted
+    own = sorted(
+        (policy for policy in by_version.values() if policy.policy_id == policy_id), key=operator.attrgetter("version")
+    )
+    newest = next((policy for policy in reversed(own) if policy.status is not PolicyStatus.FAILED), None)
     pinned = _pin_in_force(pinned, until, newest)
-    by_version = {policy.version: policy for policy in records}  # versions are never deleted
     return ServingState(
-        _first_of(records, PolicyStatus.ACTIVE),
-        _first_of(records, PolicyStatus.CANARY),
+        _first_of(own, PolicyStatus.ACTIVE),
+        _first_of(own, PolicyStatus.CANARY),
         None if pinned is None else by_version[pinned],
         newest,
-        _first_of(records, PolicyStatus.HOLDOUT),
+        _first_of(own, PolicyStatus.HOLDOUT),
+        None if base is None else by_version[base],
     )
 
 
 @functools.lru_cache(maxsize=16)
-def _serving_state_sql(dialect: sa.Dialect) -> str:
-    """Return the statement that selects all versions of a `ServingState`, each with the pin."""
-    newest = sa.select(sa.func.max(table.c.version)).where(table.c.status != PolicyStatus.FAILED.value)
-    pinned = sa.select(serving.c.pinned_version)
+def _serving_states_sql(dialect: sa.Dialect) -> str:
+    """Return the statement that selects all versions of each policy's `ServingState`, with the policy and its pin."""
+    newer = table.alias("newer")
+    newest = sa.select(sa.func.max(newer.c.version)).where(
+        newer.c.policy_id == policies.c.policy_id, newer.c.status != PolicyStatus.FAILED.value
+    )
     in_use = (PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value, PolicyStatus.HOLDOUT.value)
-    is_in_use = table.c.status.in_(in_use)
-    is_named = table.c.version.in_([newest.scalar_subquery(), pinned.scalar_subquery()])
-    query = (
-        sa.select(table, serving.c.pinned_version, serving.c.pinned_until)
-        .select_from(table.outerjoin(serving, sa.true()))
-        .where(is_in_use | is_named)
+    is_of_policy = sa.or_(
+        sa.and_(table.c.status.in_(in_use), table.c.policy_id == policies.c.policy_id),
+        table.c.version == policies.c.pinned_version,
+        table.c.version == policies.c.base_version,
+        table.c.version == newest.correlate(policies).scalar_subquery(),
+    )
+    c = policies.c
+    query = sa.select(table, c.policy_id, c.pinned_version, c.pinned_until, c.base_version).select_from(
+        policies.join(table, is_of_policy)
     )
     return str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
 

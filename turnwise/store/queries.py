@@ -23,7 +23,7 @@ from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.statements import fetch_at_once, is_among, members, unindexed
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
-from turnwise.types import Credit, GroupStatus, Session, Turn, UpdateRecord, utc_now
+from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Session, Turn, UpdateRecord, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
 """How far back failed calls are counted."""
@@ -244,7 +244,7 @@ def stored_turn(conn: sa.Connection, tenant: str, session_id: str, turn_id: str,
 
 
 def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) -> tuple[list[UpdateRecord], bool]:
-    """Return updates below `after`, newest first, and whether there are more."""
+    """Return updates of all policies below `after`, newest first, and whether there are more."""
     found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(limit + 1)
     if after is not None:
         found = found.where(tables.updates.c.update_id < after)
@@ -252,17 +252,22 @@ def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) 
     return [rows.UPDATES.record(row) for row in page[:limit]], len(page) > limit
 
 
-def updates_after(conn: sa.Connection, update_id: int) -> list[UpdateRecord]:
-    """Return the updates above this one, oldest first."""
-    found = sa.select(tables.updates).where(tables.updates.c.update_id > update_id)
+def updates_after(conn: sa.Connection, update_id: int, policy_id: int = DEFAULT_POLICY) -> list[UpdateRecord]:
+    """Return the updates of a policy above this one, oldest first."""
+    u = tables.updates.c
+    found = sa.select(tables.updates).where(u.update_id > update_id, u.policy_id == policy_id)
     return [rows.UPDATES.record(row) for row in conn.execute(found.order_by(tables.updates.c.update_id))]
 
 
-def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRecord | None:
-    """Return the newest update; with a trainer id, the newest of this trainer."""
+def last_update(
+    conn: sa.Connection, trainer_id: str | None = None, *, policy_id: int | None = None
+) -> UpdateRecord | None:
+    """Return the newest update; with a trainer id or a policy, the newest of this trainer or policy."""
     found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(1)
     if trainer_id is not None:
         found = found.where(tables.updates.c.trainer_id == trainer_id)
+    if policy_id is not None:
+        found = found.where(tables.updates.c.policy_id == policy_id)
     row = conn.execute(found).one_or_none()
     return None if row is None else rows.UPDATES.record(row)
 

@@ -16,7 +16,18 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.types import Feedback, Label, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import (
+    Feedback,
+    Label,
+    Logprobs,
+    Policy,
+    PolicyVersion,
+    Reward,
+    Session,
+    TokenIds,
+    Turn,
+    UpdateRecord,
+)
 
 metadata = sa.MetaData(
     naming_convention={
@@ -176,6 +187,7 @@ groups = sa.Table(
     sa.Column("status", sa.Text, nullable=False),
     sa.Column("num_sessions", sa.Integer, nullable=False),
     sa.Column("num_finished", sa.Integer, nullable=False),
+    sa.Column("policy_id", sa.Integer, nullable=False),
     sa.Column("policy_version_first", sa.Integer),
     sa.Column("last_active_at", Instant, nullable=False),
     sa.Column("ready_at", Instant),
@@ -186,7 +198,7 @@ groups = sa.Table(
     sa.Column("reason", sa.Text),
     sa.Column("imported", sa.Integer),
     sa.UniqueConstraint("tenant", "group_id"),
-    sa.Index("ix_groups_status", "status", "ready_at"),
+    sa.Index("ix_groups_status", "status", "policy_id", "ready_at"),
     sa.Index("ix_groups_update", "update_id"),
     sa.Index("ix_groups_tenant", "tenant", "status"),
     sa.Index("ix_groups_activity", "status", "last_active_at"),
@@ -212,18 +224,21 @@ trained_sessions = sa.Table(
 """The sessions that an update trained; `advantages` has the advantage of each trained turn, by turn id."""
 
 policies = sa.Table(
-    "policies", metadata, *_columns(PolicyVersion, key="version"), sa.Index("ix_policies_status", "status")
-)
-
-serving = sa.Table(
-    "serving",
+    "policies",
     metadata,
-    sa.Column("serving_id", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("pinned_version", sa.Integer),
-    sa.Column("pinned_until", sa.Integer),
+    sa.Column("policy_id", Serial, primary_key=True, autoincrement=True),
+    *_columns(Policy, omit=frozenset({"policy_id"})),
+    sa.UniqueConstraint("tenant", "name"),
 )
-"""One row: the pinned version, or null to follow the newest. With `pinned_until`, the pin ends when a version above it
-is published."""
+"""The default policy's row is stored with the first version."""
+
+policy_versions = sa.Table(
+    "policy_versions",
+    metadata,
+    *_columns(PolicyVersion, key="version"),
+    sa.Index("ix_policy_versions_status", "status", "policy_id"),
+    sa.Index("ix_policy_versions_policy", "policy_id", "version"),
+)
 
 leases = sa.Table(
     "leases",
@@ -273,6 +288,7 @@ api_keys = sa.Table(
     sa.Column("tenant", sa.Text, nullable=False),
     sa.Column("role", sa.Text, nullable=False),
     sa.Column("name", sa.Text, nullable=False),
+    sa.Column("policy_id", sa.Integer, nullable=False),
     sa.Column("secret_hash", sa.LargeBinary, nullable=False),
     sa.Column("created_at", Instant, nullable=False),
     sa.Column("revoked_at", Instant),

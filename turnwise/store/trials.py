@@ -1,8 +1,8 @@
 """Which sessions sample with another version than the served one: the arms of a canary and of the hold-out.
 
 The transaction that creates a session assigns it to an arm or to none, and stores that with the session. So all
-processes agree on it, from the session's first call to its last. A canary takes a share of all sessions. The hold-out
-takes a share of the sessions without a group, and makes them `eval` sessions: what an old version samples is not
+processes agree on it, from the session's first call to its last. A canary takes a share of its policy's sessions. The
+hold-out takes a share of those without a group, and makes them `eval` sessions: what an old version samples is not
 trained, and nobody waits for it.
 """
 
@@ -35,8 +35,8 @@ def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
     """Return a session with its arm; the hold-out, which is the older version, takes its share first."""
     if session.opened_by == IMPORT:
         return session
-    for version, share, status in arms:
-        if not takes(version, share, session):
+    for policy_id, version, share, status in arms:
+        if policy_id != session.policy_id or not takes(version, share, session):
             continue
         if status == PolicyStatus.CANARY.value:
             return dataclasses.replace(session, arm=version)
@@ -46,7 +46,7 @@ def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
 
 
 _RUNNING = (
-    "SELECT version, arm_share, status FROM policies "  # noqa: S608  constants
+    "SELECT policy_id, version, arm_share, status FROM policy_versions "  # noqa: S608  constants
     f"WHERE status IN ('{PolicyStatus.CANARY.value}', '{PolicyStatus.HOLDOUT.value}') "
     "AND arm_share IS NOT NULL AND activated_at IS NOT NULL ORDER BY version"
 )

@@ -15,7 +15,7 @@ from support.ledger_samples import add_session, finish
 from turnwise.commands.cli import main
 from turnwise.store import claims
 from turnwise.store.database import Database
-from turnwise.store.tables import policies, rewards, trained_sessions, turns, updates
+from turnwise.store.tables import policy_versions, rewards, trained_sessions, turns, updates
 from turnwise.types import Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest, write_manifest
 
@@ -94,13 +94,13 @@ def change_batch(connection: sa.Connection) -> None:
 
 
 def change_file(connection: sa.Connection) -> None:
-    directory = Path(connection.execute(sa.select(policies.c.path)).scalar_one())
+    directory = Path(connection.execute(sa.select(policy_versions.c.path)).scalar_one())
     (directory / "model.safetensors").write_bytes(b"Weights")
 
 
 def change_published_digest(connection: sa.Connection) -> None:
     """Change the published digest: a file that is replaced together with its manifest looks the same."""
-    connection.execute(sa.update(policies).values(weights_digest="0" * 64))
+    connection.execute(sa.update(policy_versions).values(weights_digest="0" * 64))
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ async def test_an_engine_sleeps_while_the_trainer_computes_and_wakes_with_the_se
     assert not call.done()
     trainer.end()
     with stage.database.write() as connection:
-        connection.exec_driver_sql("UPDATE policies SET status = 'failed' WHERE version = 2")
+        connection.exec_driver_sql("UPDATE policy_versions SET status = 'failed' WHERE version = 2")
     await process.follow()
     assert engine.state.asleep == set()
     assert [path.rpartition("/")[2] for path in engine.state.reloads] == reloads

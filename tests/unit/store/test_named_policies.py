@@ -1,0 +1,280 @@
+"""Named policies: what is one policy's, its versions, pin, arms, groups and claims, is nobody else's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.ledger_samples import finish, make_turn
+
+from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
+from turnwise.store import (
+    arms,
+    claims,
+    evaluations,
+    groups,
+    keys,
+    ledger,
+    named_policies,
+    opening,
+    played,
+    policies,
+    queries,
+    regression,
+    trials,
+)
+from turnwise.store.database import Database
+from turnwise.types import (
+    DEFAULT_POLICY,
+    PolicyKind,
+    PolicyVersion,
+    Session,
+    Split,
+    UpdateRecord,
+    utc_now,
+)
+
+
+@pytest.fixture
+def two(database: Database) -> tuple[int, int]:
+    """Return two policies, of two tenants, of a ledger with version 0."""
+    with database.write() as conn:
+        policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
+        created = [named_policies.create_named_policy(conn, tenant, "support") for tenant in ("a", "b")]
+    (first, second), are_new = zip(*created, strict=True)
+    assert all(are_new)
+    assert (first.tenant, first.name, second.tenant) == ("a", "support", "b")
+    return first.policy_id, second.policy_id
+
+
+def adapter(version: int, policy_id: int, **fields: Any) -> PolicyVersion:
+    return PolicyVersion(version=version, policy_id=policy_id, path=f"/{version}", kind=PolicyKind.LORA, **fields)
+
+
+def publish(database: Database, *versions: PolicyVersion, is_served: bool = True) -> None:
+    with database.write() as conn:
+        for version in versions:
+            policies.publish_policy(conn, version)
+            if is_served:
+                policies.activate_policy(conn, version.version)
+
+
+def test_a_policy_is_created_once_and_found_by_its_tenant_only(database: Database, two: tuple[int, int]) -> None:
+    with database.write() as conn:
+        assert named_policies.create_named_policy(conn, "a", "support") == (
+            named_policies.policy_named(conn, "a", "support"),
+            False,
+        )
+        assert two[0] > DEFAULT_POLICY
+        assert named_policies.policy_named(conn, "b", "support").policy_id == two[1]
+        assert named_policies.policy_named(conn, "c", "default").policy_id == DEFAULT_POLICY
+        assert [each.policy_id for each in named_policies.list_named_policies(conn, "a")] == [DEFAULT_POLICY, two[0]]
+        assert named_policies.names_of_policies(conn) == {0: "default", two[0]: "support", two[1]: "support"}
+        with pytest.raises(NotFound, match="no policy 'support'"):
+            named_policies.policy_named(conn, "c", "support")
+
+
+def test_the_default_policy_is_there_in_an_empty_ledger(database: Database) -> None:
+    with database.read() as conn:
+        assert [each.name for each in named_policies.list_named_policies(conn)] == ["default"]
+        assert policies.serving_states(conn) == {}
+
+
+@pytest.mark.parametrize("name", ["", "default", "a/b", "a b", "support@7", "ü", "x" * 101, ".", "-_"])
+def test_a_name_that_could_be_mistaken_is_refused(database: Database, name: str) -> None:
+    with database.write() as conn, pytest.raises(InvalidRequest, match="cannot be named"):
+        named_policies.create_named_policy(conn, "a", name)
+
+
+def test_a_policy_starts_from_an_adapter_that_its_tenant_may_use(database: Database, two: tuple[int, int]) -> None:
+    publish(database, adapter(1, two[0]), adapter(2, DEFAULT_POLICY))
+    with database.write() as conn:
+        clone, _ = named_policies.create_named_policy(conn, "a", "clone", base_version=1)
+        assert clone.base_version == 1
+        assert named_policies.create_named_policy(conn, "b", "of-default", base_version=2)[0].base_version == 2
+        assert named_policies.create_named_policy(conn, "b", "plain", base_version=0)[0].base_version is None
+        states = policies.serving_states(conn)
+        assert states[clone.policy_id] == policies.ServingState(base=policies.get_policy(conn, 1))
+        refusals: list[tuple[type[TurnwiseError], Callable[[], object]]] = [
+            (NotFound, lambda: named_policies.create_named_policy(conn, "b", "thief", base_version=1)),
+            (NotFound, lambda: named_policies.create_named_policy(conn, "a", "none", base_version=9)),
+            (Conflict, lambda: named_policies.create_named_policy(conn, "a", "clone", base_version=2)),
+            (InvalidRequest, lambda: named_policies.create_named_policy(conn, "", "x")),
+        ]
+        for kind, refused in refusals:
+            with pytest.raises(kind):
+                refused()
+
+
+def test_the_weights_below_adapters_do_not_change(database: Database, two: tuple[int, int]) -> None:
+    with database.write() as conn:
+        with pytest.raises(Conflict, match="below the adapters"):
+            policies.publish_policy(conn, PolicyVersion(version=1, path="/1"))
+        with pytest.raises(Conflict, match="is an adapter"):
+            policies.publish_policy(conn, PolicyVersion(version=1, path="/1", policy_id=two[0]))
+        with pytest.raises(NotFound):
+            policies.publish_policy(conn, adapter(1, 99))
+        assert policies.publish_policy(conn, adapter(1, two[0]))
+        with pytest.raises(Conflict, match="another policy"):
+            policies.publish_policy(conn, adapter(1, two[1]))
+
+
+def test_no_policy_is_created_on_weights_that_were_trained(database: Database) -> None:
+    with database.write() as conn:
+        for version in (0, 1):
+            policies.publish_policy(conn, PolicyVersion(version=version, path=f"/{version}"))
+        with pytest.raises(Conflict, match="replaces all weights"):
+            named_policies.create_named_policy(conn, "a", "support")
+        with pytest.raises(InvalidRequest, match="whole weights"):
+            named_policies.create_named_policy(conn, "a", "support", base_version=1)
+        policies.fail_policy(conn, 1, "not finite")
+        assert named_policies.create_named_policy(conn, "a", "support")[1]
+
+
+def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two: tuple[int, int]) -> None:
+    """A serves 1, then 3 beside 1 as its hold-out, and is pinned to 1; B serves 2, and its 4 fails."""
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b))
+    with database.write() as conn:
+        policies.activate_policy(conn, 0)
+        policies.publish_policy(conn, adapter(3, a))
+        policies.activate_policy(conn, 3, holdout_share=0.5)
+        policies.publish_policy(conn, adapter(4, b, update_id=2))
+        policies.fail_policy(conn, 4, "refused")
+        policies.pin_policy(conn, 1, policy_id=a)
+        with pytest.raises(NotFound):
+            policies.pin_policy(conn, 1, policy_id=b)
+    with database.read() as conn:
+        states = policies.serving_states(conn)
+        numbers = {
+            policy_id: [None if each is None else each.version for each in state] for policy_id, state in states.items()
+        }
+        #                       active canary pinned newest hold-out base
+        assert numbers == {
+            DEFAULT_POLICY: [0, None, None, 0, None, None],
+            a: [3, None, 1, 3, 1, None],
+            b: [2, None, None, 2, None, None],
+        }
+        for policy_id, state in states.items():
+            assert policies.active_policy(conn, policy_id) == state.active
+            assert policies.active_and_holdout(conn, policy_id) == (state.active, state.holdout)
+            assert policies.newest_policy(conn, policy_id) == state.newest
+        assert [policies.pinned_version(conn, each) for each in (DEFAULT_POLICY, a, b)] == [None, 1, None]
+        assert [each.version for each in policies.list_policies(conn, policy_ids=[a])[0]] == [3, 1]
+        assert [each.version for each in policies.refused_in_a_row(conn, 1, b)] == [4]
+        assert policies.refused_in_a_row(conn, 1, a) == []
+    with database.write() as conn:
+        assert policies.choose_policy(conn, 3, pin=False).policy_id == a
+        assert policies.pinned_version(conn, a) is None
+        assert policies.publish_next(conn, "/5", PolicyKind.LORA, metrics={}, policy_id=a).version == 5
+        policies.publish_policy(conn, adapter(6, b, update_id=3))
+        assert policies.fail_unwritten(conn, 0, a) == []
+        assert policies.fail_unwritten(conn, 0, b) == [6]
+        evaluations.record_evaluation(conn, 3, {"reward_mean": 0.5})
+        assert evaluations.evaluated_versions(conn, a) == {3: 0.5}
+        assert evaluations.evaluated_versions(conn, b) == {}
+
+
+def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tuple[int, int]) -> None:
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, a), is_served=False)
+    with database.write() as conn:
+        policies.try_policy(conn, 2, 1.0)
+        wanted = [Session(session_id=f"s{number}", tenant="a", policy_id=number) for number in (DEFAULT_POLICY, a, b)]
+        assert [each.arm for each in trials.assign(conn, wanted)] == [None, 2, None]
+        opened = opening.open_sessions(conn, wanted)
+        stored = [queries.session(conn, "a", each.session_id) for each in wanted]
+    assert [(each.policy_id, each.arm) for each in stored] == [(DEFAULT_POLICY, None), (a, 2), (b, None)]
+    assert [one for one, _ in opened] == stored  # type: ignore[misc]
+
+
+def test_a_group_has_one_policy(database: Database, two: tuple[int, int]) -> None:
+    a, b = two
+    with database.write() as conn:
+        ledger.create_session(conn, Session(session_id="one", tenant="a", group_id="g", policy_id=a))
+        with pytest.raises(Conflict, match="of another policy"):
+            ledger.create_session(conn, Session(session_id="two", tenant="a", group_id="g", policy_id=b))
+        (refused,) = opening.open_sessions(conn, [Session(session_id="three", tenant="a", group_id="g")])
+        assert isinstance(refused, Conflict)
+
+
+def finished(database: Database, session_id: str, policy_id: int, version: int, **fields: Any) -> None:
+    """Store a session of one turn that this version sampled, with a reward."""
+    with database.write() as conn:
+        ledger.create_session(conn, Session(session_id=session_id, policy_id=policy_id, **fields))
+        sampled = {"policy_version_first": version, "policy_version_last": version}
+        turn = make_turn("t1", session_id=session_id, **sampled)
+        ledger.append_turns(conn, [dataclasses.replace(turn, turn_id=session_id, chain_id=session_id)])
+    finish(database, session_id)
+
+
+def claimed_groups(database: Database, policy_id: int, **options: Any) -> list[str]:
+    claim = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=policy_id, **options)
+    return [] if claim is None else [group.group_id for group in claim.groups]
+
+
+def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tuple[int, int]) -> None:
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b))
+    for session_id, policy_id, version in (("d", DEFAULT_POLICY, 0), ("a1", a, 1), ("b1", b, 2), ("a2", a, 1)):
+        finished(database, session_id, policy_id, version)
+    with database.read() as conn:
+        assert [claims.num_claimable(conn, policy_id=each) for each in (DEFAULT_POLICY, *two)] == [
+            (0, 1),
+            (0, 2),
+            (0, 1),
+        ]
+    assert claimed_groups(database, b, min_policy_version=3) == []  # it is stale; those of A are not B's to drop
+    assert claimed_groups(database, a) == ["a1", "a2"]
+    assert claims.take_back(database, "t", b) == 0
+    assert claims.take_back(database, "t", a) == 2
+    held = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=a)
+    assert held is not None
+    record = UpdateRecord(
+        update_id=1, policy_id=a, trainer_id="t", policy_version=3, num_groups=2, num_sessions=2, num_tokens=4
+    )
+    with database.write() as conn:
+        assert claims.ack(conn, held, record, adapter(3, a, update_id=1))
+        assert not claims.ack(conn, held, record, adapter(3, a, update_id=1))
+        assert queries.last_update(conn, policy_id=b) is None
+        assert (
+            queries.last_update(conn, policy_id=a) == queries.last_update(conn) == queries.updates_after(conn, 0, a)[0]
+        )
+        assert queries.updates_after(conn, 0, b) == []
+        assert policies.get_policy(conn, 3).policy_id == a
+    assert claimed_groups(database, DEFAULT_POLICY) == ["d"]
+
+
+def test_sessions_are_compared_within_their_policy(database: Database, two: tuple[int, int]) -> None:
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b))
+    since = utc_now()
+    finished(database, "of-a", a, 1)
+    finished(database, "of-b", b, 2)
+    finished(database, "held-out-of-b", b, 2, split=Split.EVAL)
+    with database.read() as conn:
+        newer, older = arms.arms_since(conn, since, (1, 2), a)
+        assert (newer.num_sessions, older.num_sessions) == (1, 0)
+        assert [one.session_id for one in played.newest_sessions(conn, 9, a)] == ["of-a"]
+        assert [one.session_id for one in played.first_sessions(conn, 9, b)] == ["of-b"]
+        named = {
+            policy_id: regression.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two
+        }
+        assert [list(named[policy_id]) for policy_id in two] == [[], [("default", "held-out-of-b")]]
+        assert groups.imported_groups(conn, a) == []
+
+
+def test_a_key_is_bound_to_a_policy_of_its_tenant(database: Database, two: tuple[int, int]) -> None:
+    with database.write() as conn:
+        key_id, key = keys.create_key(conn, "a", keys.KeyRole.AGENT, "x", policy="support")
+        plain_id, _ = keys.create_key(conn, "a", keys.KeyRole.AGENT, "y")
+        with pytest.raises(NotFound):
+            keys.create_key(conn, "c", keys.KeyRole.AGENT, "z", policy="support")
+    with database.read() as conn:
+        verified = keys.verify_key(conn, key)
+        assert verified is not None
+        assert (verified.key_id, verified.policy_id, verified.policy) == (key_id, two[0], "support")
+        plain = keys.get_key(conn, plain_id)
+        assert (plain.policy_id, plain.policy) == (DEFAULT_POLICY, "default")

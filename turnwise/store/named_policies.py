@@ -1,0 +1,195 @@
+"""Named policies: adapters with versions, pins and trainer state of their own, on the base model that all share.
+
+A policy is known by tenant and name outside of the store, and by `policy_id` inside. The default policy is the served
+model itself: it belongs to no tenant, and is all there is until a policy is created. Named policies are adapters, so
+the weights below them must not change: none is created once the default policy has whole weights of a later version,
+and none such is published while there are named policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sqlalchemy as sa
+
+from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.store import rows
+from turnwise.store.database import to_micros
+from turnwise.store.statements import insert_ignoring
+from turnwise.store.tables import NO_TENANT, policies, policy_versions
+from turnwise.types import (
+    DEFAULT_POLICY,
+    DEFAULT_POLICY_NAME,
+    Policy,
+    PolicyKind,
+    PolicyStatus,
+    PolicyVersion,
+    utc_now,
+)
+
+MAX_NAME = 100
+"""Longest name of a policy, in characters."""
+
+
+def create_named_policy(
+    conn: sa.Connection, tenant: str, name: str, *, base_version: int | None = None
+) -> tuple[Policy, bool]:
+    """Create a policy; a repeated creation with the same base changes nothing.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        tenant: Its owner.
+        name: Its name, unique within the tenant.
+        base_version: The version that it starts from; None or 0 for the engine's own model.
+
+    Returns:
+        The policy, and whether this call created it.
+
+    Raises:
+        InvalidRequest: the name is not usable, or the base is no adapter.
+        NotFound: the tenant may use no version of this number.
+        Conflict: the policy exists with another base, or the default policy has whole weights of a later version.
+    """
+    _check_name(tenant, name)
+    if base_version is not None:
+        base_version = _adapter_of(conn, tenant, base_version)
+    _check_base_is_frozen(conn)
+    # Without the number: the database assigns it, from 1 on.
+    row = rows.NAMED_POLICIES.row(Policy(policy_id=0, tenant=tenant, name=name, base_version=base_version))
+    is_new = insert_ignoring(conn, policies, {key: row[key] for key in row if key != "policy_id"})
+    stored = policy_named(conn, tenant, name)
+    if stored.base_version != base_version:
+        raise Conflict(f"policy {name!r} exists with another base; choose another name", param="name")
+    return stored, is_new
+
+
+def _check_name(tenant: str, name: str) -> None:
+    if tenant == NO_TENANT:
+        raise InvalidRequest("a policy needs a tenant; give one with --tenant", param="tenant")
+    is_plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
+    if not is_plain or len(name) > MAX_NAME or name == DEFAULT_POLICY_NAME:
+        raise InvalidRequest(
+            f"a policy cannot be named {name[:MAX_NAME]!r}: use up to {MAX_NAME} letters, digits, `-`, `_` and `.`, "
+            f"and not `{DEFAULT_POLICY_NAME}`, which is the policy of all other keys",
+            param="name",
+        )
+
+
+def _adapter_of(conn: sa.Connection, tenant: str, version: int) -> int | None:
+    """Return the version as a base; None where it is the engine's own model.
+
+    Raises:
+        NotFound: the tenant may use no version of this number.
+        InvalidRequest: its weights are not an adapter.
+    """
+    row = conn.execute(sa.select(policy_versions).where(policy_versions.c.version == version)).one_or_none()
+    if row is None or named_policy(conn, row.policy_id).tenant not in (NO_TENANT, tenant):
+        raise NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="base")
+    if row.kind == PolicyKind.LORA.value:
+        return version
+    if version == 0:
+        return None
+    raise InvalidRequest(
+        f"version {version} is whole weights, and a policy starts from an adapter or from the engine's own model; "
+        f"choose an adapter, or `{DEFAULT_POLICY_NAME}@0`",
+        param="base",
+    )
+
+
+def _check_base_is_frozen(conn: sa.Connection) -> None:
+    """Check that no engine may have other weights below the adapters than those that it was started with.
+
+    Raises:
+        Conflict: the default policy has whole weights of a later version.
+    """
+    c = policy_versions.c
+    is_trained = c.policy_id == DEFAULT_POLICY, c.kind == PolicyKind.FULL.value, c.version > 0
+    usable = sa.select(sa.func.max(c.version)).where(*is_trained, c.status != PolicyStatus.FAILED.value)
+    version = conn.execute(usable).scalar_one()
+    if version is not None:
+        raise Conflict(
+            f"the default policy has version {version}, which replaces all weights, and named policies are adapters of "
+            "the model that engines were started with; train the default policy with LoRA, in another database",
+            code="base_not_frozen",
+        )
+
+
+def check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
+    """Check that a new version leaves the weights below all adapters as they are.
+
+    Raises:
+        NotFound: there is no such policy.
+        Conflict: it has whole weights, and is of a named policy or would serve below named ones.
+    """
+    is_default = version.policy_id == DEFAULT_POLICY
+    if not is_default:
+        named_policy(conn, version.policy_id)
+    if version.kind is not PolicyKind.FULL or (is_default and version.version == 0):
+        return
+    if not is_default:
+        raise Conflict("a version of a named policy is an adapter; publish one with `kind` `lora`", param="kind")
+    if any_named_policy(conn):
+        raise Conflict(
+            f"version {version.version} has whole weights, which would change the model below the adapters of named "
+            "policies; publish an adapter (`kind` `lora`), or use another database",
+            code="base_not_frozen",
+            param="kind",
+        )
+
+
+def any_named_policy(conn: sa.Connection) -> bool:
+    """Return whether there is a policy besides the default one, archived ones included."""
+    found = sa.select(policies.c.policy_id).where(policies.c.policy_id > DEFAULT_POLICY).limit(1)
+    return conn.execute(found).first() is not None
+
+
+def store_default_policy(conn: sa.Connection) -> None:
+    """Store the default policy's row, if it is not stored."""
+    row = rows.NAMED_POLICIES.row(_DEFAULT, created_at=to_micros(utc_now()))
+    insert_ignoring(conn, policies, row)
+
+
+def named_policy(conn: sa.Connection, policy_id: int) -> Policy:
+    """Return a policy by its number.
+
+    Raises:
+        NotFound: no such policy.
+    """
+    row = conn.execute(sa.select(policies).where(policies.c.policy_id == policy_id)).one_or_none()
+    if row is not None:
+        return rows.NAMED_POLICIES.record(row)
+    if policy_id == DEFAULT_POLICY:
+        return _DEFAULT
+    raise NotFound(f"there is no policy with the number {policy_id!r}", param="policy")
+
+
+def policy_named(conn: sa.Connection, tenant: str, name: str) -> Policy:
+    """Return the tenant's policy of this name, or the default policy by its name.
+
+    Raises:
+        NotFound: the tenant has no policy of this name; another tenant may.
+    """
+    if name == DEFAULT_POLICY_NAME:
+        return named_policy(conn, DEFAULT_POLICY)
+    own = policies.c.tenant == tenant, policies.c.name == name
+    row = conn.execute(sa.select(policies).where(*own)).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no policy {name!r}; `turnwise policies` lists them", param="policy")
+    return rows.NAMED_POLICIES.record(row)
+
+
+def list_named_policies(conn: sa.Connection, tenant: str | None = None) -> list[Policy]:
+    """Return the policies by their numbers, the default one first; with a tenant, only its own and the default one."""
+    found = sa.select(policies).order_by(policies.c.policy_id)
+    if tenant is not None:
+        found = found.where(policies.c.tenant.in_([NO_TENANT, tenant]))
+    listed = [rows.NAMED_POLICIES.record(row) for row in conn.execute(found)]
+    return listed if listed and listed[0].policy_id == DEFAULT_POLICY else [_DEFAULT, *listed]
+
+
+def names_of_policies(conn: sa.Connection) -> Mapping[int, str]:
+    """Return the names of all policies by their numbers."""
+    return {policy.policy_id: policy.name for policy in list_named_policies(conn)}
+
+
+_DEFAULT = Policy(policy_id=DEFAULT_POLICY, tenant=NO_TENANT, name=DEFAULT_POLICY_NAME)
