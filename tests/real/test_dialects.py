@@ -140,6 +140,20 @@ def test_a_previous_response_is_found_in_the_store_and_in_its_session(
         client.responses.create(model="fake", input="two", previous_response_id="resp_nothing")
 
 
+def test_new_instructions_replace_those_of_the_previous_response(
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
+) -> None:
+    """OpenAI's rule; the new chain names this as its reason."""
+    assert shared_engine.url
+    client = responses_client(proxy, session_id)
+    first = client.responses.create(model="fake", input="one", instructions="Be kind.")
+    client.responses.create(model="fake", input="two", instructions="Be brief.", previous_response_id=first.id)
+    second = proxy.turns(session_id)[-1]
+    assert second.messages[0] == {"role": "system", "content": "Be brief."}
+    assert [each["content"] for each in second.messages[1:]] == ["one", "one", "two"]
+    assert second.turn.reason == "system_changed"
+
+
 def test_each_dialect_reports_its_own_finish_reason(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:

@@ -88,6 +88,16 @@ def test_only_a_claim_for_imported_groups_gets_them(database: Database, tmp_path
     assert np.isfinite(experience.logprobs).all()
 
 
+def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(
+    database: Database, tmp_path: Path, model: Path
+) -> None:
+    first = run_import(tmp_path, model, [HELLO, HELLO], "openai")
+    assert (first["sessions"], first["already_there"]) == (2, 0)
+    again = run_import(tmp_path, model, [HELLO, HELLO, {"messages": CONVERSATION}], "openai")
+    assert (again["sessions"], again["already_there"]) == (1, 2)
+    assert len(records(database)) == 3
+
+
 def test_bad_lines_are_reported_with_number_and_reason_and_the_rest_is_stored(
     database: Database, tmp_path: Path, model: Path
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
 
-from proxy.engines.engine import MAX_FAILED_CHECKS
+from proxy.engines.engine import MAX_FAILED_CHECKS, without_credentials
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState, EngineStatus
 from proxy.engines.vllm.engine import Vllm
@@ -57,6 +57,12 @@ async def test_a_call_waits_for_an_engine_that_may_return_and_keeps_its_place():
     lane = await asyncio.wait_for(waiting, 60)
     assert lane.engine is pool.engines[0]
     pool.release(lane)
+
+
+async def test_a_call_fails_once_no_engine_came_back_in_time():
+    pool, _ = make_pool(0.1)
+    with pytest.raises(EngineUnavailable, match="none of the 1 engines is ready"):
+        await asyncio.wait_for(pool.admit(SESSION), 60)
 
 
 async def test_a_call_does_not_wait_for_an_unsuitable_engine():
@@ -120,6 +126,12 @@ class SilentServer:
             writer.close()
         self._server.close()
         await self._server.wait_closed()
+
+
+def test_user_and_password_of_an_engine_appear_in_no_address():
+    assert without_credentials("http://user:secret@host:8000/base/") == "http://host:8000/base"
+    engine = Vllm("http://user:secret@host:8000", timeout_seconds=1)
+    assert "secret" not in engine.url + str(engine._unavailable(OSError("refused")))
 
 
 async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_the_engines_return():

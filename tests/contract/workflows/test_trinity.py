@@ -10,6 +10,7 @@ import pytest
 from support.stand_in_proxy import StandIn, serving
 
 from turnwise.errors import InvalidRequest
+from turnwise.workflows import trinity
 from turnwise.workflows.trinity import (
     EID,
     AsyncRewardPropagationWorkflow,
@@ -336,6 +337,22 @@ def test_a_task_makes_its_workflow_and_reads_its_sample(model):
         Task().to_workflow(model)
 
 
+FIELDS = {
+    Experience: "eid tokens prompt_length logprobs reward token_level_reward advantages returns truncate_status info "
+    "metrics response_text prompt_text action_mask messages tools chosen rejected chosen_messages rejected_messages "
+    "multi_modal_inputs teacher_logprobs routed_experts custom_fields experience_type",
+    Task: "workflow repeat_times format_args rollout_args workflow_args reward_fn_args is_eval reward_fn raw_task "
+    "batch_id task_id index",
+    EID: "batch task run step suffix",
+}
+
+
+@pytest.mark.parametrize("record", FIELDS)
+def test_records_have_the_fields_of_the_original(record):
+    """The names are the same, so a workflow's code works unchanged."""
+    assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(record)}
+
+
 def test_ids_are_empty_until_they_are_set():
     """Batch and task have no name yet; run and step are the first."""
     eid = EID()
@@ -425,3 +442,8 @@ def test_experiences_of_an_evaluation_are_not_returned(proxy, model):
     status, made = run_task(model, task_of(Stepped, is_eval=True))
     assert (status.ok, made) == (True, [])
     assert last_session(proxy)["split"] == "eval"
+
+
+def test_the_originals_names_are_in_one_module():
+    """A port changes only the import."""
+    assert set(trinity.__all__) >= {"Workflow", "Task", "Experience", "EID", "ModelWrapper", "StepWiseRewardWorkflow"}

@@ -91,6 +91,16 @@ def test_generate_returns_the_replies_to_each_prompt_and_history_has_them(model,
     assert all(len(exp.logprobs) == len(exp.tokens) - exp.prompt_length for exp in made)
 
 
+def test_chat_and_generate_use_the_wrappers_generate_kwargs(proxy, fake_engine):
+    """`generate_kwargs` apply where the call itself sets no other value."""
+    model = ModelWrapper(proxy.url, model="fake", generate_kwargs={"temperature": 0.5, "max_tokens": 3})
+    model.chat([USER])
+    model.generate(PROMPTS[:1], max_tokens=2)
+    asked = [(call.body["temperature"], call.body["max_tokens"]) for call in fake_engine.calls]
+    assert asked == [(0.5, 3), (0.5, 2)]
+    model.client.close()
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_chat_returns_one_experience_for_each_choice_and_history_has_them(model, fake_engine, is_async):
     """The tokens are those that the engine sampled."""
@@ -190,6 +200,16 @@ def wait_for_turn(proxy, session_id):
     """Return the session's first turn; a dropped stream is stored as soon as the proxy notices."""
     wait_until(lambda: proxy.turns(session_id), "the closed stream is stored")
     return proxy.turns(session_id)[0].turn
+
+
+def test_extracting_returns_and_clears(model, fake_engine):
+    """It keeps the history with `clear_history=False`."""
+    client = model.get_openai_client()
+    ask(client)
+    ask(client)
+    assert len(model.extract_experience_from_history(clear_history=False)) == 2
+    assert len(model.extract_experience_from_history()) == 2
+    assert model.extract_experience_from_history() == []
 
 
 def test_each_clone_has_its_own_history(model):

@@ -125,6 +125,20 @@ def test_a_killed_writing_process_loses_and_duplicates_no_turn(slow_engine, data
         assert metric(proxy, "turnwise_background_errors_total", task="writer") == WRITERS
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_writing_process_outlives_its_proxy(start_proxy, slow_engine, number):
+    """Under load, so that it has jobs when its proxy is killed; it ends without an error in the log."""
+    proxy = start_proxy(slow_engine.url)
+    with playing(proxy.url, 8) as agents:
+        agents.go()
+        wait_for(agents, 8)
+        writer = proxy.writing_process()
+        proxy.process.send_signal(number)
+        proxy.process.wait(DIES_SECONDS)
+        wait_until_gone(writer)
+    assert "Traceback" not in proxy.log.read_text()
+
+
 def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
     """Let the agents finish on a last proxy, then compare the counts."""
     agents.go()

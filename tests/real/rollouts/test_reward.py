@@ -110,6 +110,21 @@ def test_a_function_that_never_returns_fails_at_its_time_limit_and_does_not_keep
     assert (status, counts["num_failed"]) == (1, 1)
 
 
+def test_a_reward_that_the_proxy_refuses_leaves_its_session_alone_without_one(proxy, client, tmp_path):
+    """Here the grader makes up a turn and a name; the process goes on, or it would end there after each start."""
+    (tmp_path / "mine.py").write_text(
+        "def grade(session):\n"
+        "    name = session['session']['session_id']\n"
+        "    wrong = {'unknown': {'turn_id': 'made-up', 'value': 1}, 'invalid': {'name': 'x' * 9999, 'value': 1}}\n"
+        "    return wrong.get(name, 1)\n"
+    )
+    for name in ("good", "unknown", "invalid"):
+        play(client, name, "a")
+    status, counts, stderr = finished(tmp_path, proxy, "--source", "python", "--function", "mine:grade")
+    assert (status, counts["num_rewards"], counts["num_failed"]) == (1, 1, 2), stderr
+    assert [client.session(name)["reward"] for name in ("good", "unknown", "invalid")] == [1.0, None, None]
+
+
 KILLED_AT = """
 import os, signal, sys
 from turnwise.client import AsyncClient

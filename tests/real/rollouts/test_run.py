@@ -68,6 +68,17 @@ def test_a_term_signal_reaches_the_command_and_its_session_is_ended(url, client,
     assert (session["status"], session["termination_reason"]) == ("ended", "exit_status_143")
 
 
+def test_one_command_can_be_graded_and_limited(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\nimport time\ntime.sleep(600)\n")
+    grader = write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 1\n")
+    options = ("--reward-command", "./grade.sh", "--timeout", "5", "--json")
+    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
+    assert grader.exists()
+    assert done.returncode == 124
+    result = json.loads(done.stdout)
+    assert (result["reward"], result["termination_reason"]) == (0.0, "timeout")
+
+
 def test_every_run_of_a_task_gets_a_fresh_copy_its_variables_and_a_reward(url, client, tmp_path):
     """Two tasks twice: the agent writes into its copy, the grader compares it with the task's answer."""
     template = tmp_path / "template"
@@ -224,6 +235,19 @@ def test_after_a_kill_a_run_that_was_played_but_not_graded_is_only_graded(url, c
     assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0]
     assert (tmp_path / "played").read_text() == "x"
     assert len(sessions_of(client, tmp_path, "out")) == 1
+
+
+def test_a_run_whose_line_was_lost_is_read_from_its_session(url, tmp_path):
+    """The kill may come between the end of the session and the line in the results."""
+    agent = write_agent(tmp_path, "ask('hello')\nopen('../../../../played', 'a').write('x')\n")
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--tasks", str(tasks), "--reward-command", "true", "--out", "out", "--json")
+    arguments = ("--url", url, *options, "--", sys.executable, str(agent))
+    assert finished_run(tmp_path, *arguments).returncode == 0
+    (tmp_path / "out/results.jsonl").write_text("")
+    (run,) = json.loads(finished_run(tmp_path, *arguments).stdout)["runs"]
+    assert (run["reward"], run["num_turns"], run["termination_reason"]) == (1.0, 1, "exit_status_0")
+    assert (tmp_path / "played").read_text() == "x"
 
 
 async def test_a_library_plays_tasks_and_held_out_tasks_side_by_side(url, tmp_path, monkeypatch):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 
+import sqlalchemy as sa
+
 from turnwise.store.database import Database
-from turnwise.store.engine_activity import Activity, add_activity, idle_shares
+from turnwise.store.engine_activity import KEPT_MINUTES, Activity, add_activity, idle_shares
+from turnwise.store.tables import engine_minutes
 
 ALL = (1 << 60) - 1
 MINUTE = 29_000_000
@@ -36,3 +39,12 @@ def test_the_seconds_of_several_processes_are_combined(database: Database) -> No
         ]
         assert idle_shares(connection, periods) == [90 / 120, 70 / 90, None, None, None]
         assert idle_shares(connection, [None]) == [None]
+
+
+def test_old_minutes_are_deleted(database: Database) -> None:
+    with database.write() as connection:
+        add_activity(connection, {(MINUTE, "a"): Activity(1, 1)})
+        add_activity(connection, {(MINUTE + KEPT_MINUTES, "a"): Activity(1, 1)})
+        assert connection.execute(sa.select(sa.func.count()).select_from(engine_minutes)).scalar_one() == 2
+        add_activity(connection, {(MINUTE + KEPT_MINUTES + 1, "a"): Activity(1, 1)})
+        assert connection.execute(sa.select(sa.func.min(engine_minutes.c.minute))).scalar_one() == MINUTE + KEPT_MINUTES

@@ -12,7 +12,7 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import digests, groups, history, ledger, policies, queries, retention, rows
+from turnwise.store import digests, groups, history, idempotency, ledger, policies, queries, retention, rows
 from turnwise.store.database import Database
 from turnwise.types import Credit, Outcome, PolicyStatus, PolicyVersion, Reward, Session, SessionStatus, Split, utc_now
 
@@ -445,6 +445,30 @@ def test_a_version_is_published_before_it_is_written_and_fails_if_it_never_is(da
         ]
 
 
+def test_old_idempotent_answers_are_deleted(database: Database) -> None:
+    """A newer answer is returned again; an older one is deleted, so its key appends again."""
+    add_session(database, turns=1)
+    lines = [Reward(session_id="s", value=1)]
+    with database.write() as connection:
+        ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a")
+        assert idempotency.forget_answers(connection, utc_now() - HOUR) == 0
+        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [1]
+        assert queries.counts(connection).num_rewards == 1
+        assert idempotency.forget_answers(connection, utc_now() + HOUR) == 1
+        ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b")
+        assert queries.counts(connection).num_rewards == 2
+
+
+def test_idle_sessions_expire_in_batches(database: Database) -> None:
+    for number in range(5):
+        add_session(database, f"s{number}")
+    later = utc_now() + HOUR
+    with database.write() as connection:
+        assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 3
+    with database.write() as connection:
+        assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 2
+
+
 def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_chain(database: Database) -> None:
     """In one transaction or in several, whatever chain id each of them has."""
     with database.write() as connection:
@@ -459,3 +483,11 @@ def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_ch
     chains = {turn.turn_id: turn.chain_id for turn in stored}
     assert chains == {"t1": "t1", "t2": "t1", "t3": "t3", "t4": "t4", "t5": "t3"}
     assert session.num_chains == 3
+
+
+def test_one_call_expires_at_most_so_many_idle_sessions(database: Database) -> None:
+    with database.write() as connection:
+        for number in range(5):
+            ledger.create_session(connection, Session(session_id=f"s{number}"))
+        expired = [len(ledger.expire_idle_sessions(connection, utc_now() + HOUR, limit=2)) for _ in range(4)]
+    assert expired == [2, 2, 1, 0]

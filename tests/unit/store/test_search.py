@@ -95,3 +95,16 @@ def test_a_page_continues_where_it_stopped_until_the_end(filled: Database, monke
         assert ([each.session_id for each in second.sessions], second.next_after) == (["a"], None)
         exact = search_sessions(conn, HERE, Contents(min_reward=0.0), limit=1, after="b")
         assert exact.next_after is None
+
+
+@pytest.mark.parametrize(("name", "bound"), [("MAX_SEARCHED", 2), ("MAX_SECONDS", -1.0)])
+def test_one_search_is_bounded_and_returns_where_it_stopped(
+    filled: Database, monkeypatch: pytest.MonkeyPatch, name: str, bound: float
+) -> None:
+    monkeypatch.setattr(search, "WINDOW", 2)
+    monkeypatch.setattr(search, name, bound)
+    with filled.read() as conn:
+        stopped = search_sessions(conn, HERE, Contents(termination_reason="solved"))
+        assert (stopped.sessions, stopped.next_after, stopped.num_searched) == ([], "c", 2)
+        rest = search_sessions(conn, HERE, Contents(termination_reason="solved"), after="c")
+    assert ([each.session_id for each in rest.sessions], rest.next_after) == (["a"], None)

@@ -258,6 +258,17 @@ def test_commit_copies_names_and_resets():
     assert made.agent.trajectory.steps == []
 
 
+def test_commit_without_steps_adds_nothing_and_two_commits_add_two():
+    """Empty trajectories are dropped; repeated commits are not detected."""
+    made = workflow()
+    made.reset({}, "t:0")
+    made.commit(trajectory=Trajectory())
+    filled = Trajectory(steps=[step()])
+    made.commit(trajectory=filled)
+    made.commit(trajectory=filled)
+    assert len(made.collect_trajectories().trajectories) == 2
+
+
 def test_commit_takes_exactly_one_of_agent_and_trajectory():
     """Both or neither is an error."""
     made = workflow()
@@ -332,6 +343,13 @@ def test_a_last_step_without_a_reply_is_dropped_before_rewards_are_summed():
     assert (len(trajectory.steps), trajectory.reward) == (1, 1.0)
 
 
+def test_an_earlier_reward_of_a_trajectory_is_overwritten():
+    """The sum of steps is the only reward of a trajectory."""
+    trajectory = Trajectory(steps=[step(1.0), step(2.0)], reward=99.0)
+    workflow().compute_trajectory_reward(trajectory)
+    assert trajectory.reward == 3.0
+
+
 def test_an_episode_is_correct_when_its_rewards_add_up_to_more_than_zero():
     """The sum over all trajectories counts; one without a reward counts as 0."""
     made = workflow()
@@ -352,6 +370,16 @@ def test_metrics_are_mean_rewards_by_name():
     )
     workflow().collect_metrics(episode)
     assert episode.metrics == {"solver_acc": 0.5, "judge_acc": 2.0}
+
+
+def test_post_processing_twice_shapes_twice():
+    """Not idempotent, as in rLLM: 1 + 0.5 * 2 = 2, then 2 + 0.5 * 2 = 3."""
+    made = workflow(gamma=0.5)
+    made.reset({}, "t:0")
+    episode = Episode(trajectories=[Trajectory(steps=[step(1.0), step(2.0)])])
+    for _ in range(2):
+        made.postprocess_episode(episode)
+    assert episode.trajectories[0].steps[0].reward == 3.0
 
 
 def test_reset_clears_commits_resets_agents_and_passes_the_task_to_environments():
@@ -396,6 +424,18 @@ def test_a_trajectory_is_cumulative_when_each_conversation_begins_with_the_one_b
 def test_an_episode_id_splits_into_task_and_rollout():
     """The last colon separates; a task id may hold others."""
     assert (Episode(id="a:b:3").task_id, Episode(id="a:b:3").rollout_idx) == ("a:b", "3")
+
+
+def test_records_have_the_defaults_of_the_original():
+    """A trajectory has the name agent and reward 0; a step has reward 0 and is not done."""
+    assert (Trajectory().name, Trajectory().reward, Step().reward, Step().done, Step().mc_return) == (
+        "agent",
+        0.0,
+        0.0,
+        False,
+        0.0,
+    )
+    assert Trajectory().uid != Trajectory().uid
 
 
 FIELDS = {
