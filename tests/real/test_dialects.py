@@ -188,17 +188,6 @@ def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
     assert plain.output[0].content[0].logprobs == []
 
 
-def test_the_token_count_equals_the_prompt_tokens_of_the_call(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
-    """The engine's own template and tokenizer count."""
-    assert shared_engine.url
-    client = messages_client(proxy, session_id)
-    asked: Any = {"system": "Be kind.", "tools": [MESSAGES_TOOL], "messages": [{"role": "user", "content": "Hi."}]}
-    counted = client.messages.count_tokens(model="fake", **asked)
-    assert counted.input_tokens == message(client, stream=False, **asked).usage.input_tokens
-
-
 def test_the_token_count_of_a_continued_chain_equals_the_prompt_tokens_of_the_call(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:

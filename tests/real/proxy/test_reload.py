@@ -239,20 +239,6 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
         assert "cannot be reached" in (second.problem or "")  # from the round on that takes it out
 
 
-async def test_the_address_of_an_api_in_place_of_an_engine_is_named_once_in_the_log(stage: Stage, caplog):
-    """The commonest mistake of a first start: clients' base URLs end with /v1, those of engines do not."""
-    stage.engines[1] = dataclasses.replace(stage.engines[1], url=f"{stage.engines[1].url}/v1")
-    with caplog.at_level("INFO", "proxy.reload.reloader"):
-        async with stage.process() as process:
-            await process.look()
-            problem = process.pool.engines[1].problem
-            assert process.versions == [0, None]
-    assert problem is not None
-    assert problem.startswith("the engine answered 404")
-    assert problem.endswith("name the address of a vLLM server, without /v1")
-    assert sum(problem in line for line in caplog.messages) == 1
-
-
 async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_zero(stage: Stage):
     """The trial runs beside the served adapter; a pin serves a version to all, and a share of zero means no trial."""
     async with stage.process(canary_share=0.5) as process:

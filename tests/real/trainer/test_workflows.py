@@ -251,18 +251,6 @@ def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_fo
     assert groups_by_status(ledger) == {"trained": 6}
 
 
-def test_a_batch_from_a_mismatched_engine_is_refused_before_any_weight_moves(tmp_path, model, ledger):
-    Rollouts(ledger, load_model(model), gap=0.5).play("a", num_groups=3)
-    state = train(settings_for(tmp_path, model, total_batches=1))
-    assert state.progress.policy_version == 0
-    assert state.metrics["num_gap_refused_groups"] == 3
-    assert state.progress.num_refused_groups == 3
-    assert groups_by_status(ledger) == {"dropped": 3}
-    assert not (tmp_path / "policies" / "v000001").exists()
-    base = load_model(model).state_dict()
-    assert all(torch.equal(base[name], value) for name, value in state.policy.model.state_dict().items())
-
-
 def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, ledger):
     """A refused batch leaves no checkpoint, and its number is not used again."""
     policy = load_model(model)
@@ -271,15 +259,6 @@ def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, le
     Rollouts(ledger, policy).play("b", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=2))
     assert (state.progress.num_batches, state.progress.policy_version) == (2, 1)
-
-
-def test_sessions_that_are_compared_with_none_are_skipped_and_counted(tmp_path, model, ledger):
-    policy = load_model(model)
-    Rollouts(ledger, policy, sampled=1, num_turns=1).play("a", num_groups=3, group_size=1)
-    state = train(settings_for(tmp_path, model, total_batches=1, kind_pattern=".*"))
-    assert state.metrics["num_refused_groups"] == 3
-    assert state.progress.policy_version == 0
-    assert groups_by_status(ledger) == {"dropped": 3}
 
 
 def test_behaviour_at_another_temperature_is_reproduced(tmp_path, model, ledger):
