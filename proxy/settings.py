@@ -30,6 +30,7 @@ DIVIDED = (
 """Settings of the whole proxy that each worker gets a share of."""
 
 
+FeedbackRewards = dict[Literal["up", "down", "correction"], float]
 HOLDOUT_SHARE = 0.1
 """Default share of the hold-out where it costs no engine."""
 
@@ -65,9 +66,10 @@ class ProxySettings(Settings):
     retention_days: float | None = Field(default=None, gt=0)
     """Sessions that were over this many days ago are deleted with their turns and rewards, once they are trained or
     dropped; None keeps them."""
-    feedback_rewards: dict[Literal["up", "down"], float] = Field(default={"up": 1.0, "down": 0.0})
+    feedback_rewards: FeedbackRewards = Field(default={"up": 1.0, "down": 0.0})
     """Rewards of a thumb up and of a thumb down in `POST /v1/feedback`, as JSON. A rating on a scale lies between
-    them."""
+    them. With `correction` a comment or an edited reply is a reward too, of that name: set it to 0 where sessions are
+    corrected and not rated, so that they are ready to be trained by the algorithm `correction`."""
     retrain_revised: bool = False
     """Whether a reward for a session that was trained makes its group ready to be trained again."""
     policy_tenant: str | None = None
@@ -244,8 +246,8 @@ class ProxySettings(Settings):
 
     @field_validator("feedback_rewards")
     @classmethod
-    def _has_both_rewards(cls, table: dict[str, float]) -> dict[str, float]:
-        if table.keys() != {"up", "down"} or not all(abs(value) <= MAX_REWARD for value in table.values()):
+    def _has_both_rewards(cls, table: FeedbackRewards) -> FeedbackRewards:
+        if not table.keys() >= {"up", "down"} or not all(abs(value) <= MAX_REWARD for value in table.values()):
             raise ValueError(f'{table!r} needs a reward for "up" and one for "down", from -1e6 to 1e6')
         return table
 

@@ -1,4 +1,4 @@
-"""Asking teachers for the logprobs of a batch's tokens, over HTTP from any vLLM, by `prompt_logprobs`.
+"""Asking teachers for the logprobs of a batch's tokens, by `prompt_logprobs`, or for replies, over HTTP from any vLLM.
 
 One request carries the tokens of one chain. A teacher that is not reachable or overloaded is asked again for
 `RETRY_SECONDS`; what no teacher could score is counted by reason and gets no advantage from a teacher.
@@ -96,7 +96,7 @@ class Teachers:
 
     def score(self, batch: Batch, members: Sequence[int]) -> TeacherScores:
         """Return the teachers' logprobs of the members' trained tokens."""
-        self._failing_since = {}
+        self._failing_since.clear()
         asked = [(member, teacher) for member in members for teacher in self._teachers_of(batch, member)]
         unscored = Counter(
             "without_teacher"
@@ -118,6 +118,22 @@ class Teachers:
         logprobs = np.divide(sums, weights, out=np.zeros_like(sums), where=is_scored)
         return TeacherScores(logprobs=logprobs.astype(np.float32), is_scored=is_scored, unscored=dict(unscored))
 
+    def replies(self, prompts: Sequence[TokenIds], max_tokens: int) -> tuple[list[TokenIds], dict[str, int]]:
+        """Return what the first teacher samples after each prompt, and why others got nothing, by reason.
+
+        A prompt without a whole reply of at most `max_tokens` gets no tokens.
+        """
+        self._failing_since.clear()
+        unscored: Counter[str] = Counter()
+        replies = []
+        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="teacher") as pool:
+            for answer in pool.map(lambda prompt: self._reply(prompt, max_tokens), prompts):
+                if isinstance(answer, Unscored):
+                    unscored[answer.reason] += 1
+                    log.warning("a correction: %s", answer)
+                replies.append(np.empty(0, np.int32) if isinstance(answer, Unscored) else answer)
+        return replies, dict(unscored)
+
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
@@ -137,12 +153,22 @@ class Teachers:
         """Return a teacher's logprobs of a chain's trained tokens, or why there are none."""
         places = batch.table.place[batch.tokens_of[member]]
         tokens = batch.experiences[member].tokens[: places[-1] + 1]
+        body = {"prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
         try:
-            return read_logprobs(self._ask(teacher, tokens), tokens, places)
+            return read_logprobs(self._ask(teacher, body), tokens, places)
         except Unscored as error:
             return error
 
-    def _ask(self, teacher: Teacher, tokens: TokenIds) -> Json:
+    def _reply(self, prompt: TokenIds, max_tokens: int) -> TokenIds | Unscored:
+        """Return a teacher's reply to a prompt, or why there is none."""
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        body = {"prompt": prompt.tolist(), "max_tokens": max_tokens, "return_token_ids": True, **sampling}
+        try:
+            return read_reply(self._ask(self._teachers[0], body))
+        except Unscored as error:
+            return error
+
+    def _ask(self, teacher: Teacher, body: Json) -> Json:
         """Return a teacher's answer; ask again while it is not reachable or overloaded.
 
         Raises:
@@ -151,7 +177,7 @@ class Teachers:
         started, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:
-                answer = self._post(teacher, tokens)
+                answer = self._post(teacher, body)
             except Unscored as error:
                 if error.reason != "unreachable":
                     raise
@@ -164,11 +190,11 @@ class Teachers:
                 self._failing_since.pop(teacher, None)
                 return answer
 
-    def _post(self, teacher: Teacher, tokens: TokenIds) -> Json:
+    def _post(self, teacher: Teacher, body: Json) -> Json:
         headers = {} if teacher.key is None else {"Authorization": f"Bearer {teacher.key.get_secret_value()}"}
-        body = {"model": teacher.model, "prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+        url, named = f"{teacher.url.rstrip('/')}/completions", {"model": teacher.model, **body}
         try:
-            reply = self._http.post(f"{teacher.url.rstrip('/')}/completions", json=body, headers=headers)
+            reply = self._http.post(url, json=named, headers=headers)
         except httpx2.HTTPError as error:
             raise Unscored("unreachable", f"teacher {teacher.url} cannot be reached: {error}") from error
         if reply.status_code == TOO_MANY_REQUESTS or reply.status_code >= SERVER_ERRORS:
@@ -201,3 +227,23 @@ def read_logprobs(answer: Json, tokens: TokenIds, places: Indices) -> np.ndarray
     if len(shown) != len(tokens) or not np.isfinite(logprobs).all():
         raise Unscored("unreadable", "its prompt_logprobs are not one finite number a token")
     return logprobs
+
+
+def read_reply(answer: Json) -> TokenIds:
+    """Return the tokens of a whole reply from vLLM's answer with `return_token_ids`.
+
+    Raises:
+        Unscored: They are missing, or the reply was cut.
+    """
+    try:
+        choice = answer["choices"][0]
+        token_ids = np.array(choice["token_ids"], np.int32)
+        is_whole = choice["finish_reason"] == "stop" and len(token_ids) > 0
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Unscored(
+            "unreadable",
+            f"its answer has no token_ids ({error!r}): check that it is a vLLM that knows return_token_ids",
+        ) from error
+    if not is_whole:
+        raise Unscored("too_long", f"its reply of {len(token_ids)} tokens was cut; set a larger max_reply_tokens")
+    return token_ids

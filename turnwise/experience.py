@@ -13,6 +13,10 @@ import numpy.typing as npt
 
 from turnwise.types import Credit, GroupKey, Json, Logprobs, SessionKey, Split, TokenIds, TrainedIn
 
+HINTS = "hints"
+"""Key of `Experience.info`: what people corrected, by turn. The first `kept` tokens of the turn's prompt, and then
+`token_ids`, are its prompt with the correction."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EID:

@@ -178,6 +178,19 @@ class ChatTemplate:
         before, ids = self.tokenise(prompt), self.tokenise(prompt + sampled)
         return ids[len(before) :] if ids[: len(before)] == before else self.tokenise(sampled)
 
+    def hinted_ids(self, messages: Sequence[Json], hint: str, tools: Any, arguments: Json) -> list[int]:
+        """Return the prompt of these messages with a hint of the user after the last one.
+
+        Raises:
+            Unsafe: when the template refuses the conversation.
+        """
+        last = messages[-1]
+        if last.get("role") == "user" and isinstance(last.get("content"), str):
+            hinted = [*messages[:-1], {**last, "content": f"{last['content']}\n\n{hint}"}]
+        else:
+            hinted = [*messages, {"role": "user", "content": hint}]
+        return self.tokenise(self.render(hinted, tools, arguments, generate=True))
+
     def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each of these tokens on its own; a part of a character becomes U+FFFD."""
         return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids}

@@ -22,6 +22,7 @@ from proxy.dialects.base import template_arguments
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Number, RewardValue, Text
 from proxy.routes.serialise import PUBLIC, Caller, Here, answer, describe_answer, page
 from proxy.services import Services
+from proxy.settings import FeedbackRewards
 from turnwise.chains import is_trainable
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import feedback, queries
@@ -33,6 +34,10 @@ MAX_REPLY = 200_000
 """Most characters of a comment, and of an edited reply."""
 MAX_OVER = 16
 """Most replies that one is preferred to."""
+MAX_HINT = 32_768
+"""Most tokens of a correction with what follows it in its turn's prompt; one of more is stored and not trained."""
+BETTER_REPLY = "This would be a better reply:\n\n{}"
+"""How an edited reply is told to the policy that teaches."""
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["rewards"])
 
@@ -98,7 +103,8 @@ async def post_feedback(
     """Store what a person said; later feedback of the same target, kind and name replaces it.
 
     A thumb or a rating becomes a reward, by the table `feedback_rewards`. An edited or chosen reply becomes a group of
-    sessions with rewards 1 and 0 that SFT, DPO and CHORD train. A comment is stored. The request can be repeated.
+    sessions with rewards 1 and 0 that SFT, DPO and CHORD train. A comment or an edited reply is a correction, which the
+    algorithm of this name trains. The request can be repeated.
     """
     given, original = await asyncio.to_thread(_feedback, services, principal, wanted)
     group: Sequence[feedback.Member] = ()
@@ -108,10 +114,13 @@ async def post_feedback(
         for one in group:
             is_written = one.written is not None
             await services.sessions.fork(one.session, one.turn_id, before=is_written, is_sampled_here=not is_written)
+    if isinstance(wanted.value, str):
+        hint = await asyncio.to_thread(_hint, services, given)
+        given = dataclasses.replace(given, content=given.content | ({} if hint is None else {"hint": hint}))
     await services.writer.do(
         feedback.add,
         given,
-        reward=_reward(wanted, services.settings.feedback_rewards["up"], services.settings.feedback_rewards["down"]),
+        reward=_reward(wanted, services.settings.feedback_rewards),
         group=group,
         idempotency_key=idempotency_key,
         body_digest=hashlib.blake2b(await request.body(), digest_size=16).digest(),
@@ -165,6 +174,21 @@ def _feedback(services: Services, principal: Principal, wanted: NewFeedback) -> 
         written_by=principal.key_id,
     )
     return record, original
+
+
+def _hint(services: Services, given: Feedback) -> Json | None:
+    """Return a comment or an edited reply as it is put into the prompt of its turn, or of its session's first turn."""
+    with services.database.read() as connection:
+        turn_id = given.turn_id
+        if not turn_id:
+            first, _ = queries.turns(connection, given.tenant, given.session_id, limit=1)
+            if not first:
+                return None
+            turn_id = first[0].turn.turn_id
+        view = queries.turn(connection, given.tenant, turn_id, whole_prompt=True)
+    text = given.content["value"]
+    hint = text if given.kind is FeedbackKind.COMMENT else BETTER_REPLY.format(text)
+    return hint_of(services.sessions.template, view, hint)
 
 
 def _where(session_id: str | None) -> str:
@@ -234,10 +258,32 @@ def _reply_ids(template: ChatTemplate | None, view: TurnView, text: str) -> list
     )
 
 
-def _reward(wanted: NewFeedback, up: float, down: float) -> float | None:
-    """Return what a thumb or a rating counts in the reward ledger; None for text."""
-    if wanted.value is None or isinstance(wanted.value, str):
+def hint_of(template: ChatTemplate | None, view: TurnView, text: str) -> Json | None:
+    """Return a turn's prompt with a correction in it, as its first `kept` tokens and those that follow.
+
+    None where the template does not render it, or where it would be nearly all of a long prompt again.
+    """
+    if template is None or not view.messages:
         return None
+    prompt = view.prompt_token_ids
+    try:
+        hinted = np.array(
+            template.hinted_ids(view.messages, text, view.tools, template_arguments(view.turn.sampling)), np.int32
+        )
+    except Unsafe:
+        return None
+    length = min(len(prompt), len(hinted))
+    differs = np.flatnonzero(prompt[:length] != hinted[:length])
+    kept = int(differs[0]) if len(differs) else length
+    added = hinted[kept:].tolist()
+    return {"turn_id": view.turn.turn_id, "kept": kept, "token_ids": added} if len(added) <= MAX_HINT else None
+
+
+def _reward(wanted: NewFeedback, table: FeedbackRewards) -> float | None:
+    """Return what feedback counts in the reward ledger; None where it is not in the table."""
+    up, down = table["up"], table["down"]
+    if wanted.value is None or isinstance(wanted.value, str):
+        return table.get("correction")
     if wanted.scale is None:
         return (up if wanted.value else down) if isinstance(wanted.value, bool) else wanted.value
     low, high = wanted.scale

@@ -10,11 +10,13 @@ import pytest
 from support.proxies import RunningProxy, StartProxy
 from turnwise_fake_engine import RunningFakeEngine
 
+from trainer.algorithms.correction import hinted_prompt
 from trainer.algorithms.dpo import DPO
 from trainer.algorithms.sft import SFT
 from trainer.learning.selection import SelectionRule, offer
 from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
+from turnwise.experience import HINTS
 from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
 
@@ -121,6 +123,42 @@ def test_an_edited_reply_becomes_a_pair_that_sft_and_dpo_train_and_a_later_edit_
         httpx2.delete(f"{proxy.v1}/sessions/s").raise_for_status()
         assert feedback_groups(database) == []
         assert list(client.sessions(user_id="kim")) == []
+    database.close()
+
+
+def test_a_comment_or_an_edited_reply_is_put_into_the_prompt_of_its_turn(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+) -> None:
+    """A teacher is to reply to the prompt that a user who says it at once would have sent."""
+    proxy = start_proxy(fake_engine.url, "--feedback-rewards", '{"up": 1, "down": 0, "correction": 0}')
+    database = Database(proxy.database_url)
+    with Client(proxy.url) as client:
+        hints = {"comment": "Kim is in Rome.", "demonstration": "This would be a better reply:\n\nIn Rome."}
+        for kind, value in (("comment", "Kim is in Rome."), ("demonstration", "In Rome.")):
+            session = client.create_session(session_id=kind)
+            first = call(session.base_url)
+            reply = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+            more = {"role": "user", "content": "Where exactly?"}
+            second = call(session.base_url, [*ASKED, reply, more])
+            asked = [*ASKED, reply, {**more, "content": f"Where exactly?\n\n{hints[kind]}"}]
+            whole = call(client.create_session(session_id=f"{kind}-asked", split="eval").base_url, asked)
+            client.feedback(kind, value, turn_id=second["id"])
+            client.feedback("boolean", True, turn_id=second["id"])
+            session.end()
+            assert client.session(kind)["reward"] == 1.0, "a correction does not replace the thumb"
+            claim = claims.claim(database, "t", max_groups=9, lease_seconds=60)
+            with database.read() as conn:
+                (found,) = experiences.experiences_of_groups(conn, claim.group_pks)
+            assert hinted_prompt(found).tolist() == whole["prompt_token_ids"]
+        client.create_session(session_id="whole")
+        turn_id = call(f"{proxy.url}/sessions/whole/v1")["id"]
+        client.feedback("comment", "Kim is in Rome.", session_id="whole")
+        client.end_session("whole")
+        with database.read() as conn:
+            (found,) = experiences.experiences_of_groups(
+                conn, claims.claim(database, "t", max_groups=9, lease_seconds=60).group_pks
+            )
+        assert (found.reward, list(found.info[HINTS])) == (0.0, [turn_id])
     database.close()
 
 

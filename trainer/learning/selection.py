@@ -19,6 +19,8 @@ from turnwise.types import GroupKey, Json, SessionKey
 
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
+NO_TRAINABLE_TURN = "no_trainable_turn"
+"""Reason of a chain of which no turn was sampled in a way that has an importance ratio."""
 TOO_LONG = "chain_too_long"
 """Beginning of the reason of a chain over `max_chain_tokens`."""
 
@@ -216,7 +218,7 @@ def _left_out(experiences: Sequence[Experience], rule: SelectionRule) -> list[st
 
     def reason(experience: Experience) -> str | None:
         if None not in why_untrainable(experience):
-            return "no_trainable_turn"
+            return NO_TRAINABLE_TURN
         if experience.session_key in overlong:
             return "overlong"
         if rule.max_chain_tokens is not None and len(experience.tokens) > rule.max_chain_tokens:
@@ -230,7 +232,7 @@ def _groups_left_out(
     experiences: Sequence[Experience], reasons: Sequence[str | None], keys: Sequence[GroupKey]
 ) -> dict[GroupKey, str]:
     """Return the groups of which nothing is trained, with the reason of their first experience."""
-    refused = dict.fromkeys(keys, "no_trainable_turn")
+    refused = dict.fromkeys(keys, NO_TRAINABLE_TURN)
     for experience, reason in reversed(list(zip(experiences, reasons, strict=True))):
         if reason is not None:
             refused[experience.group_key] = reason

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
@@ -21,9 +22,10 @@ import sqlalchemy as sa
 from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.errors import InvalidRequest
-from turnwise.experience import EID, Experience
+from turnwise.experience import EID, HINTS, Experience
 from turnwise.store import lineage, rows, trained
-from turnwise.store.tables import DELETED, session_labels, sessions
+from turnwise.store.statements import is_among, members
+from turnwise.store.tables import DELETED, feedback, session_labels, sessions
 from turnwise.types import (
     IMPORT,
     TRAINED_ROLES,
@@ -217,6 +219,7 @@ def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Sh
     turns = lineage.turns_of(conn, pks)
     lines = lineage.rewards_of(conn, pks)
     updates_of = trained.trained_in(conn, pks)
+    hints = _hints(conn, pks)
     for row in found:
         in_session = [_trained(turn, shape) for turn in turns.get(row.session_pk, [])]
         in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
@@ -234,7 +237,25 @@ def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Sh
         by_id = {turn.turn_id: turn for turn in in_session}
         for sequence in sequences:
             agent = agent_digest(root_of(sequence.turns[0], by_id).messages)
-            yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()), agent, shape.credit)
+            found_in = updates_of.get(row.session_pk, ())
+            experience = _experience(session, sequence, assigned, found_in, agent, shape.credit)
+            own = {turn_id: hint for turn_id, hint in hints[row.session_pk].items() if turn_id in experience.turn_ids}
+            yield dataclasses.replace(experience, info=experience.info | {HINTS: own}) if own else experience
+
+
+def _hints(conn: sa.Connection, session_pks: Sequence[int]) -> defaultdict[int, dict[str, Json]]:
+    """Return the corrections of people as they are put into prompts, by session and by turn; the last one of a turn."""
+    is_own = is_among(conn.dialect.name, feedback.c.session_pk, "session_pks")
+    found = conn.execute(
+        sa.select(feedback.c.session_pk, feedback.c.content).where(is_own).order_by(feedback.c.created_at),
+        {"session_pks": members(conn.dialect.name, session_pks)},
+    ).all()
+    hints: defaultdict[int, dict[str, Json]] = defaultdict(dict)
+    for row in found:
+        hint = json.loads(row.content).get("hint")
+        if hint is not None:
+            hints[row.session_pk][hint["turn_id"]] = hint
+    return hints
 
 
 def root_of(turn: Turn, by_id: dict[str, Turn]) -> Turn:

@@ -17,10 +17,13 @@ from turnwise.chains import IMPORTED
 from turnwise.errors import InvalidRequest
 from turnwise.store import forks, idempotency, ledger, lineage, queries, retention, rows
 from turnwise.store.tables import feedback, sessions
-from turnwise.types import FEEDBACK, IMPORT, Feedback, Outcome, Reward, Session, TokenIds, Turn
+from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Outcome, Reward, Session, TokenIds, Turn
 
 MAX_FEEDBACK = 1000
 """Most feedback of one session."""
+RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
+CORRECTION = "correction"
+"""Name of the reward of a comment or an edited reply, where `feedback_rewards` gives them one."""
 NO_POLICY = -1
 """Policy version of a reply that no policy sampled."""
 
@@ -100,7 +103,7 @@ def add(
             tenant=given.tenant,
             turn_id=given.turn_id or None,
             value=reward,
-            name=given.name,
+            name=given.name if given.kind in RATINGS else CORRECTION,
             source=given.source or FEEDBACK,
             written_by=given.written_by,
         )

@@ -219,3 +219,23 @@ def test_teachers_are_tables_in_the_settings_and_must_fit():
     assert "secret" not in describe(given, "trainer")
     with pytest.raises(SettingsError, match=r"\[trainer.algorithm\] needs 'teachers'"):
         TrainerSettings(algorithm="distillation")
+
+
+def test_a_teacher_replies_to_prompts_with_whole_replies_alone(serve, teachers):
+    """The first prompt gets a reply after a retry, the second one a cut reply, the third one no token ids."""
+    asked = []
+    statuses = iter([503])
+
+    def answer(body):
+        asked.append(body)
+        if body["prompt"] == [1] and (status := next(statuses, None)):
+            return status, {}
+        finish = "length" if body["prompt"] == [2] else "stop"
+        return 200, {"choices": [{"finish_reason": finish} | ({} if body["prompt"] == [3] else {"token_ids": [7, 8]})]}
+
+    teacher = teachers(Teacher(url=serve(answer), model="v0"), concurrency=1)
+    found, unscored = teacher.replies([np.array([number], np.int32) for number in (1, 2, 3)], 5)
+    assert [each.tolist() for each in found] == [[7, 8], [], []]
+    assert unscored == {"too_long": 1, "unreadable": 1}
+    assert [each["prompt"] for each in asked] == [[1], [1], [2], [3]]
+    assert {(each["model"], each["max_tokens"], each["return_token_ids"]) for each in asked} == {("v0", 5, True)}

@@ -1,0 +1,147 @@
+"""Learning from corrections: a teacher that knows what a person said teaches the policy that has to do without it.
+
+The proxy stores a comment or an edited reply as the prompt of its turn with the correction in it. The policy's first
+version, or any other model with its tokenizer, replies to that prompt, and the policy learns to give this reply to the
+prompt without the correction: forward KL on the contexts that the policy came into itself. No reward is needed.
+Self-distillation: Shenfeld et al. 2026 (SDFT, arXiv:2601.19897) with a demonstration, Hübotter et al. 2026 (SDPO,
+arXiv:2601.20802) with feedback; that a model's own words forget less is from Yang et al. 2024 (arXiv:2402.13669).
+Legend: L tokens and K turns of a chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from trainer.algorithms.algorithm import Scorer, Weighed
+from trainer.learning.batch import Batch, build
+from trainer.learning.ratios import TrainedTokens
+from trainer.learning.selection import NO_TRAINABLE_TURN, Offer, Selection
+from trainer.teachers import Teacher, Teachers
+from turnwise.errors import BatchRefused
+from turnwise.experience import HINTS, Experience
+from turnwise.settings import parsed_json
+from turnwise.types import Json, TokenIds
+
+
+class Correction(Weighed):
+    """Imitation of the replies that a teacher gives with the correction in its prompt."""
+
+    name = "correction"
+    credits_tokens = True
+    needs_behaviour = False
+
+    class Settings(Weighed.Settings):
+        """The teacher."""
+
+        teacher: Teacher
+        """Table with `url`, `model` and optionally `key`: the engine's base model beside a LoRA policy, or any other
+        engine with the policy's first version."""
+        max_reply_tokens: int = Field(default=1024, ge=1)
+        """Most tokens of a teacher's reply; longer ones are not trained."""
+
+        @field_validator("teacher", mode="before")
+        @classmethod
+        def _parse(cls, value: Any) -> Any:
+            return parsed_json(value)
+
+    settings: Settings
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._asked: Teachers | None = None
+
+    def choose(self, offer: Offer) -> Selection:
+        """Choose the corrected sessions, also those whose own replies cannot be trained, such as greedy ones."""
+        corrected = [
+            experience
+            for experience, reason in zip(offer.experiences, offer.reasons, strict=True)
+            if reason in (None, NO_TRAINABLE_TURN) and corrected_turn(experience) is not None
+        ]
+        kept = {experience.group_key for experience in corrected}
+        refused = dict.fromkeys(offer.keys, "no_correction") | offer.refused
+        return Selection(
+            experiences=corrected,
+            advantages=[_of_corrected(experience) for experience in corrected],
+            refused={group: reason for group, reason in refused.items() if group not in kept},
+        )
+
+    def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:
+        """Put the teacher's replies in the place of the corrected ones.
+
+        Raises:
+            BatchRefused: The teacher gave no reply at all.
+        """
+        prompts = [hinted_prompt(batch.experiences[member]) for member in members]
+        replies, unscored = scorer.world.share(self._replies(prompts) if scorer.world.is_first else None)
+        if not any(map(len, replies)):
+            raise BatchRefused(f"the teacher gave no reply ({unscored}); the log says what was wrong")
+        experiences = list(batch.experiences)
+        for member, reply in zip(members, replies, strict=True):
+            experiences[member] = with_reply(experiences[member], reply)
+        taught = build(experiences, [_of_corrected(one) for one in experiences], policy_version=-1)
+        gauges = {"num_corrected": sum(len(reply) > 0 for reply in replies), "teacher_tokens": sum(map(len, replies))}
+        return taught, gauges | {f"num_teacher_{reason}": count for reason, count in sorted(unscored.items())}
+
+    def loss(self, tokens: TrainedTokens) -> Tensor:
+        """Return −log π of the teacher's tokens."""
+        return -tokens.logprobs
+
+    def close(self) -> None:
+        """Close the connection to the teacher."""
+        if self._asked is not None:
+            self._asked.close()
+
+    def _replies(self, prompts: Sequence[TokenIds]) -> tuple[list[TokenIds], dict[str, int]]:
+        if self._asked is None:
+            self._asked = Teachers((self.settings.teacher,))
+        return self._asked.replies(prompts, self.settings.max_reply_tokens)
+
+
+def corrected_turn(experience: Experience) -> int | None:
+    """Return the first turn of a chain that was corrected and is trained in it; None without one."""
+    hints = experience.info.get(HINTS) or {}
+    turns = (turn for turn, turn_id in enumerate(experience.turn_ids) if turn_id in hints)
+    return next((turn for turn in turns if (experience.turn_index == turn).any()), None)
+
+
+def hinted_prompt(experience: Experience) -> TokenIds:
+    """Return the prompt of the corrected turn with the correction in it."""
+    turn = corrected_turn(experience)
+    assert turn is not None, "only corrected chains are trained"
+    hint = experience.info[HINTS][experience.turn_ids[turn]]
+    return np.concatenate([experience.tokens[: hint["kept"]], np.array(hint["token_ids"], np.int32)])
+
+
+def with_reply(experience: Experience, reply: TokenIds) -> Experience:
+    """Return a chain up to its corrected turn, with another reply there, which is all that it trains.
+
+    The tokens are those of a plain model: what steered the sampling of the old reply does not concern the new one.
+    """
+    turn = corrected_turn(experience)
+    assert turn is not None, "only corrected chains are trained"
+    start = int(np.argmax(experience.turn_index == turn))
+
+    def joined(filler: float, value: float, dtype: type[np.generic]) -> Any:
+        return np.concatenate([np.full(start, filler, dtype), np.full(len(reply), value, dtype)])
+
+    return dataclasses.replace(
+        experience,
+        tokens=np.concatenate([experience.tokens[:start], reply]),
+        prompt_length=start,
+        loss_mask=joined(False, True, np.bool_),
+        turn_index=joined(-1, turn, experience.turn_index.dtype.type),
+        logprobs=joined(0.0, 0.0, np.float32),
+        routed_experts=None,
+        info={name: value for name, value in experience.info.items() if name != "sampling"},
+    )
+
+
+def _of_corrected(experience: Experience) -> np.ndarray:
+    """Return 1 for the corrected turn and 0 for the others. [K]."""
+    return np.array([float(turn == corrected_turn(experience)) for turn in range(len(experience.turn_ids))])
