@@ -24,7 +24,6 @@ from proxy.routes import (
     feedback,
     forks,
     keys,
-    labels,
     logprobs,
     openapi,
     operations,
@@ -84,7 +83,7 @@ def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_dire
         openapi_url=None,
         redirect_slashes=False,
     )
-    records = (sessions, forks, labels, tokens, logprobs, rewards, feedback)
+    records = (sessions, forks, tokens, logprobs, rewards, feedback)
     for module in (*records, policies, keys, operations, events, dashboard):
         app.include_router(module.router)
     app.include_router(operations.control)

@@ -20,10 +20,9 @@ from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
 from proxy.engines.activity import ActivityRecorder
-from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
-from proxy.engines.pool import EnginePool
+from proxy.engines.pool import EnginePool, ModelNames
 from proxy.engines.served_template import find_template, load_unchecked_template
 from proxy.events import Events
 from proxy.fault import FaultPoints

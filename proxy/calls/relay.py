@@ -12,11 +12,18 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from proxy.auth import Principal
-from proxy.calls import capture, reading
-from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
-from proxy.calls.failures import broken_stream, stored_reason, too_long
+from proxy.calls import capture
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
-from proxy.calls.running import Running
+from proxy.calls.running import (
+    ClientLeft,
+    Running,
+    broken_stream,
+    cancelled_when_client_leaves,
+    stored_reason,
+    take_events,
+    take_whole,
+    too_long,
+)
 from proxy.continuation.forest import Forest
 from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
@@ -165,7 +172,7 @@ class Relay:
                 f"the engine at {lane.engine.url} closed the connection before its reply was complete; retry"
             ) from error
         running.version_last = lane.version
-        return reading.take_whole(raw, running, lane)
+        return take_whole(raw, running, lane)
 
     async def _relay_events(self, answer: Answer, running: Running, lane: Lane, send: Send) -> bytes:
         """Send the events of a stream up to the finishing ones; return these."""
@@ -176,7 +183,7 @@ class Relay:
                 num_bytes += len(data)
                 if num_bytes > self._max_reply_bytes:
                     raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
-                held += reading.take_events(sse.data_of(buffer.feed(data)), running, lane)
+                held += take_events(sse.data_of(buffer.feed(data)), running, lane)
                 if held and not running.is_finished:
                     running.has_sent, encoded, held = True, held, b""
                     await send(encoded)

@@ -1,18 +1,29 @@
-"""The state of one call while it runs."""
+"""One call while it runs: its state, and the engine's reply, which is captured as it arrives.
+
+A whole reply is one part, and a stream many. Parts that arrived together are handled together, and no part waits for a
+later one.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import time
+
+import msgspec
+import orjson
 
 from proxy.calls.capture import Timing
 from proxy.calls.replays import RequestIdentity
 from proxy.continuation.memory import Placement
 from proxy.continuation.plan import Plan
+from proxy.dialects import sse
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured
+from proxy.engines.answers import AnswerTooLong
 from proxy.engines.engine import Lane
+from turnwise.errors import EngineReplyTooLong, EngineUnavailable
 from turnwise.types import Session, utc_now
 
 
@@ -72,3 +83,120 @@ class Running:
             policy_version_last=self.version_last,
             sampling=self.call.sampling if self.lane is None else self.lane.engine.effective_sampling(self.call),
         )
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before it had the whole reply."""
+
+
+class cancelled_when_client_leaves:  # noqa: N801  used like a function
+    """Cancel the block when the client closes its connection.
+
+    Raises:
+        ClientLeft: in place of the cancellation.
+    """
+
+    __slots__ = ("_is_inside", "_left", "_task")
+
+    def __init__(self, left: asyncio.Future[None]) -> None:
+        self._left = left
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._is_inside = True
+        self._left.add_done_callback(self._cancel)
+
+    def _cancel(self, _: asyncio.Future[None]) -> None:
+        if self._is_inside and self._task is not None:
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_inside = False
+        self._left.remove_done_callback(self._cancel)
+        if kind is asyncio.CancelledError and self._task is not None and self._left.done():
+            self._task.uncancel()
+            raise ClientLeft from None
+
+
+def stored_reason(error: EngineUnavailable, otherwise: str) -> str:
+    """Return the reason that the turn of a failed call is stored with."""
+    return "engine_reply_too_long" if isinstance(error, EngineReplyTooLong) else otherwise
+
+
+def not_a_completion(lane: Lane, error: Exception) -> EngineUnavailable:
+    """Return the error of a reply that cannot be decoded."""
+    return EngineUnavailable(
+        f"the engine at {lane.engine.url} answered something that is no completion ({error}); retry"
+    )
+
+
+def too_long(lane: Lane, error: AnswerTooLong) -> EngineReplyTooLong:
+    """Return the error of a reply over the limit of bytes."""
+    return EngineReplyTooLong(
+        f"the engine at {lane.engine.url} was cut off: {error}; ask for fewer tokens or a smaller `top_logprobs`, or "
+        "raise `max_reply_bytes`"
+    )
+
+
+def broken_stream(lane: Lane) -> EngineUnavailable:
+    """Return the error of a stream without an end."""
+    return EngineUnavailable(
+        f"the engine at {lane.engine.url} ended its stream early; what was sampled until then is stored, retry"
+    )
+
+
+CHOICES = b'"choices"'
+"""Present in every chunk of a completion; an event without it is an error."""
+NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError)
+"""What decoding a reply raises that is not a completion."""
+
+
+def take_whole(reply: bytes, running: Running, lane: Lane) -> bytes:
+    """Capture a whole reply; return it without the fields that the client did not ask for.
+
+    Raises:
+        EngineUnavailable: it is not a completion.
+    """
+    (shown,) = _take([reply], running, lane)
+    return shown
+
+
+def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
+    """Capture the events of a stream that arrived together; return the events for the client.
+
+    Raises:
+        EngineUnavailable: one is not a chunk of a completion.
+    """
+    call = running.call
+    is_over = events[-1:] == [sse.DONE]
+    chunks = events[:-1] if is_over else events
+    encoded = _encode(chunks, running, lane) if chunks else b""
+    if running.first_token_at is None and any(choice.token_ids for choice in running.captured.choices.values()):
+        running.first_token_at = time.perf_counter()
+        running.version_first = lane.version
+    return encoded + call.encoder.done() if is_over else encoded
+
+
+def _encode(chunks: list[bytes], running: Running, lane: Lane) -> bytes:
+    """Return the events for the client; an engine reports an error in an event without choices."""
+    try:
+        return running.call.encoder.chunks(_take(chunks, running, lane))
+    except EngineUnavailable:
+        errors = [chunk for chunk in chunks if CHOICES not in chunk]
+        if not errors:
+            raise
+    if len(chunks) == 1:
+        return running.call.encoder.error(errors[0])
+    return b"".join([_encode([chunk], running, lane) for chunk in chunks])
+
+
+def _take(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
+    call = running.call
+    inside, requested = lane.model, call.model or lane.engine.model
+    if inside != requested:
+        old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
+        parts = [part.replace(old, new, 1) for part in parts]
+    try:
+        return lane.engine.read_reply(parts, running.captured, call, running.plan)
+    except NOT_A_COMPLETION as error:
+        raise not_a_completion(lane, error) from error

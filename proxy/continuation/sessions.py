@@ -20,9 +20,8 @@ from proxy.continuation.conversation import Conversation, Prefixes, read_convers
 from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, LiveSessions, Placement, TokenCache
+from proxy.continuation.memory import LiveSession, LiveSessions, Placement, TokenCache, digest_stored, known_turns
 from proxy.continuation.plan import Plan, break_reason, new_chain, plan_call
-from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.continuation.template import ChatTemplate
 from proxy.continuation.which_session import (
     Caller,

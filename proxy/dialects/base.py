@@ -143,6 +143,22 @@ class Action(enum.StrEnum):
     GET_MODEL = "get_model"
 
 
+MESSAGES: Json = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
+}
+STREAM: Json = {"type": "boolean", "default": False}
+IDENTITY: Json = {
+    "type": "object",
+    "properties": {
+        "session_id": {"type": "string"},
+        "step": {"type": ["integer", "string"], "minimum": 0, "maximum": 2**31 - 1},
+    },
+}
+"""`metadata`, which may name the session and the step."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WireRoute:
     """One route of a dialect, with its OpenAPI description; it is also served under `/sessions/{session_id}`."""

@@ -9,10 +9,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from proxy.dialects.base import Call, Dialect, WireRoute
+from proxy.dialects.base import STREAM, Call, Dialect, WireRoute
 from proxy.dialects.captured import sampled_tokens
 from proxy.dialects.chat import check_kinds, number_of_choices
-from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, Turn
 

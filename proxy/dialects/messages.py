@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 import msgspec
 import orjson
 
-from proxy.dialects.base import Action, Call, WireRoute
+from proxy.dialects.base import MESSAGES, STREAM, Action, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments
 from proxy.dialects.chat import ChatCompletions, is_json_object
 from proxy.dialects.messages_request import chat_body, is_server_tool, previous_message_id, server_tool_name
-from proxy.dialects.schemas import MESSAGES, STREAM
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
 from turnwise.store.lineage import TurnView

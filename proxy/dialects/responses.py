@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import msgspec
 import orjson
 
-from proxy.dialects.base import Call, WireRoute
+from proxy.dialects.base import IDENTITY, STREAM, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
 from proxy.dialects.chat import ChatCompletions, check_kinds
 from proxy.dialects.response_items import chat_messages, output_item, referenced_turn, references, resolved
 from proxy.dialects.response_tools import ToolMap, chat_tool_choice, custom_input, read_tools
-from proxy.dialects.schemas import IDENTITY, STREAM
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
 from turnwise.store.lineage import TurnView

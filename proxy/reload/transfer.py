@@ -12,9 +12,12 @@ import logging
 import time
 from collections.abc import Callable
 
+import orjson
+
+from proxy.engines.answers import Disconnected
 from proxy.engines.engine import Engine
+from proxy.engines.http_client import HttpClient
 from proxy.metrics import Metrics
-from proxy.reload.trainer_http import ANSWER_SECONDS, CONNECT_SECONDS, ask_trainer
 from turnwise.errors import EngineError, EngineRefused, StoreError
 from turnwise.store import weight_servers
 from turnwise.store.database import Database
@@ -23,6 +26,9 @@ from turnwise.version_directory import Probe, probe_from
 
 log = logging.getLogger(__name__)
 
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 10.0
+"""How long a trainer may take to answer, unless it is asked to wait for a transfer."""
 REFUSED_SECONDS = 60.0
 """How long an engine that refused a transfer gets its versions from directories without being asked again."""
 
@@ -162,3 +168,20 @@ class Transfers:
         except StoreError as error:
             log.warning("the addresses of weights could not be read: %s", error)
             return []
+
+
+async def ask_trainer(url: str, method: str, path: str, body: Json, seconds: float) -> Json | None:
+    """Return a trainer's answer; None if it refuses, or does not answer."""
+    http = HttpClient(url, connect_seconds=CONNECT_SECONDS, silence_seconds=seconds)
+    data = orjson.dumps(body) if body else b""
+    try:
+        async with asyncio.timeout(seconds):
+            with await http.request(method, path, data, {"content-type": "application/json"}) as answer:
+                raw = await answer.read()
+        found: Json = orjson.loads(raw)
+    except (Disconnected, TimeoutError, orjson.JSONDecodeError) as error:
+        log.info("a trainer that the ledger names does not hand out weights: %s", error)
+        return None
+    finally:
+        http.close()
+    return found if answer.status == 200 else None

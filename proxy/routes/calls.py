@@ -18,9 +18,8 @@ from urllib.parse import parse_qsl
 from blake3 import blake3
 
 from proxy.auth import Principal
-from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import DIGEST_BYTES, RequestIdentity, identify_request, keyed_digest
-from proxy.calls.running import Running
+from proxy.calls.running import ClientLeft, Running, cancelled_when_client_leaves
 from proxy.continuation.which_session import name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS

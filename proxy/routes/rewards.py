@@ -33,7 +33,7 @@ from proxy.routes.search import session_filter
 from proxy.routes.serialise import Caller, Here, describe_answer
 from proxy.services import Services
 from proxy.settings import ProxySettings
-from proxy.writer.rewards import add_pickled
+from proxy.writer.process import add_pickled
 from turnwise.errors import InvalidRequest
 from turnwise.experience import experience_json
 from turnwise.store import queries, trained

@@ -1,4 +1,4 @@
-"""Routes of sessions and their turns: create, list, read, end and delete."""
+"""Routes of sessions and their turns: create, list, read, label, end and delete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from proxy.auth import Principal
 from proxy.continuation.which_session import SESSION_ID, check_id
-from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, Number, RewardValue, Text
+from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, LabelName, Number, RewardValue, Text
 from proxy.routes.search import contents, session_filter
 from proxy.routes.serialise import (
     Caller,
@@ -41,7 +41,7 @@ from turnwise.store import (
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.roles import set_chain_role
 from turnwise.store.search import Contents
-from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
+from turnwise.types import Credit, Json, Label, Reward, Role, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
@@ -308,3 +308,28 @@ def _deleted(services: Services, deleted: retention.Deleted) -> Json:
         "num_turns": deleted.num_turns,
         "policy_versions": list(deleted.policy_versions),
     }
+
+
+class NewLabel(Body):
+    """The content of a label."""
+
+    note: Text | None = None
+    """Free text; it replaces the note that the label has."""
+
+
+@router.put("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
+async def set_label(
+    session_id: Id, label: LabelName, services: Here, principal: Caller, wanted: NewLabel | None = None
+) -> Response:
+    """Give a session a label, or replace the label's note; the session may be over. Labels do not affect training."""
+    note = None if wanted is None else wanted.note
+    given = Label(label=label, note=note, written_by=principal.key_id)
+    return answer(record_json(await services.writer.do(session_changes.set_label, principal.tenant, session_id, given)))
+
+
+@router.delete("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
+async def remove_label(session_id: Id, label: LabelName, services: Here, principal: Caller) -> Response:
+    """Remove a label from a session; removing a label that it does not have changes nothing."""
+    return answer(
+        record_json(await services.writer.do(session_changes.remove_label, principal.tenant, session_id, label))
+    )

@@ -15,11 +15,12 @@ import gc
 import itertools
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -29,11 +30,11 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
-from turnwise.store import new_turns, opening, rows
+from turnwise.store import ledger, new_turns, opening, rows
 from turnwise.store.database import Connection, Database
 from turnwise.store.new_turns import TurnRow
 from turnwise.telemetry import LogFormat, configure_logging
-from turnwise.types import Outcome, Session, Turn
+from turnwise.types import Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 256
@@ -337,6 +338,21 @@ def _kill_both(proxy_pid: int) -> None:
     """Kill the proxy and this process, as a crash of the machine would."""
     os.kill(proxy_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def add_pickled(
+    connection: Connection,
+    slices: Sequence[bytes],
+    *,
+    idempotency_key: str | None,
+    body_digest: bytes,
+    retrain: bool,
+) -> list[int]:
+    """Do what `ledger.add_rewards` does with lines in slices: one pickle of all would hold the loop."""
+    lines: list[Reward] = [line for piece in slices for line in pickle.loads(piece)]  # noqa: S301  from our own process
+    return ledger.add_rewards(
+        connection, lines, idempotency_key=idempotency_key, body_digest=body_digest, retrain=retrain
+    )
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from support.conversations import history_of
 from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn, root_of
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
+from proxy.continuation.memory import digest_stored, known_turns
 from proxy.continuation.plan import Plan
-from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured, Choice
 from proxy.dialects.chat import ChatCompletions

@@ -93,7 +93,6 @@ def test_only_fields_that_were_not_requested_become_null(choices, separators, sh
 @pytest.mark.parametrize(
     ("echo", "is_sent"),
     [(b"[1, 22]", False), (b"[1,22]", True), (b"[1,22,3]", False), (b"[1,2]", False), (b"null", False)],
-    [(b"[1, 22]", False), (b"[1,22]", True), (b"[1,22,3]", False), (b"[1,2]", False), (b"null", False)],
 )
 def test_the_prompt_that_was_sent_is_recognised_in_the_reply(echo, is_sent):
     """The text of its ids, from bracket to bracket; any other prompt is captured."""

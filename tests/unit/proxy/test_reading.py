@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.conversations import history_of
 
-from proxy.calls.reading import take_events
 from proxy.calls.replays import RequestIdentity
-from proxy.calls.running import Running
+from proxy.calls.running import Running, take_events
 from proxy.continuation.memory import LiveSession, Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects import sse
