@@ -108,7 +108,7 @@ def build_turns(
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_delta=prompt.between,
             prompt_length=prompt.length,
-            token_ids=as_token_ids(choice.token_ids),
+            token_ids=np.frombuffer(array("i", choice.token_ids), np.int32),
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
@@ -126,11 +126,6 @@ def build_turns(
         )
         turns.append(turn)
     return turns
-
-
-def as_token_ids(numbers: list[int]) -> TokenIds:
-    """Return token ids as they are stored; `array` converts a list in half of numpy's time."""
-    return np.frombuffer(array("i", numbers), np.int32)
 
 
 def _common(call: Call, timing: Timing, session: Session, inferred_by: str | None) -> dict[str, Any]:

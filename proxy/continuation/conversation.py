@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import operator
 import time
 from collections.abc import Sequence
 
@@ -87,7 +88,7 @@ class Prefixes:
             for prefix in list(known)[-MAX_COMPARED:]
             if text.endswith(prefix.tail, 0, prefix.num_bytes) and text.startswith((b",", b"]"), prefix.num_bytes)
         ]
-        alike.sort(key=lambda prefix: prefix.num_bytes, reverse=True)
+        alike.sort(key=operator.attrgetter("num_bytes"), reverse=True)
         return next((each for each in alike[:MAX_HASHED] if each.digest == _digest(text, each.num_bytes)), None)
 
     def keep(self, owner: Owner, prefix: Prefix, replaced: Prefix | None) -> None:

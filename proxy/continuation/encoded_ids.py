@@ -31,10 +31,6 @@ class EncodedIds:
     """Memory of all pieces."""
     last_id: int
 
-    def extended(self, ids: TokenIds) -> EncodedIds:
-        """Return the list with more ids after it."""
-        return encode_ids(ids, self) if len(ids) else self
-
     def json(self) -> bytes:
         """Return the JSON array of all ids."""
         pieces, ids = [b"]"], self

@@ -72,7 +72,9 @@ class TokenCache:
 
     def add(self, live: LiveSession, turn: KnownTurn) -> None:
         """Count a new turn's ids, without those that it shares with its parent; evict sessions above the limit."""
-        own = _own_bytes(live, turn)
+        parent = live.forest.by_id.get(turn.parent_turn_id or "")
+        shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
+        own = 0 if turn.tokens is None else turn.tokens.num_bytes - shared
         _, size = self._cached.pop(id(live), (live, 0))
         self._cached[id(live)] = (live, size + own)
         self._num_bytes += own
@@ -86,15 +88,6 @@ class TokenCache:
             self._num_bytes -= entry[1]
             for turn in live.forest.by_id.values():
                 turn.tokens = None
-
-
-def _own_bytes(live: LiveSession, turn: KnownTurn) -> int:
-    """Return the bytes of a turn's ids without those of its parent that are in memory."""
-    if turn.tokens is None:
-        return 0
-    parent = live.forest.by_id.get(turn.parent_turn_id or "")
-    shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
-    return turn.tokens.num_bytes - shared
 
 
 class LiveSessions:

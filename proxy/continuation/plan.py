@@ -17,7 +17,7 @@ import numpy as np
 
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import History, has_media
-from proxy.continuation.encoded_ids import EncodedIds
+from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.reply import Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
@@ -120,7 +120,7 @@ async def _extended_prompt(
             outlines=outlines,
             thinking=thinking,
         )
-        return between, parent_tokens.extended(between)
+        return between, encode_ids(between, parent_tokens) if len(between) else parent_tokens
 
     num_outlined = min(len(outlines), replied)
     if num_outlined and not template.renders_in_short(messages, replied):

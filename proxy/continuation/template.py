@@ -25,41 +25,6 @@ from proxy.continuation.template_probes import OTHER_PROBE_VALUE, PROBE_VALUE, P
 from turnwise.template_messages import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
 
-SAMPLE = "\n\n  user: Žofie — 誰? 🙂\t<tool_call>{'a': [1, 20]}</tool_call> \r\n"
-"""Text that both must tokenise alike, with the special tokens around it."""
-
-
-def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Return a function that tokenises text as the tokenizer's `encode` does without special tokens.
-
-    If the tokenizer's class overrides `encode`, that method is called.
-    """
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def encode_fast(text: str) -> list[int]:
-        (found,) = backend.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = found.ids
-        return ids
-
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if not hasattr(backend, "encode_batch_fast") or not _encodes_in_the_usual_way(type(tokenizer)):
-        return encode
-    sample = SAMPLE.join(["", *tokenizer.all_special_tokens, ""])
-    expected = encode(sample)  # switches off truncation and padding that the tokenizer sets
-    return encode_fast if encode_fast(sample) == expected else encode
-
-
-def _encodes_in_the_usual_way(kind: type) -> bool:
-    """Return whether a tokenizer's class overrides none of the methods that lead to the Rust tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
-    methods = ("encode", "_encode_plus")
-    return all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name) for name in methods)
-
-
 MAX_CLOSINGS = 1024
 """Kinds of conversations whose closing text is known."""
 GIVEN_BYTES = 16
@@ -106,7 +71,6 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: ContentFormat) -> None:
         self._tokenizer = tokenizer
-        self._encode = text_encoder(tokenizer)
         self._format = content_format
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
@@ -160,7 +124,7 @@ class ChatTemplate:
 
     def tokenise(self, text: str) -> list[int]:
         """Return the ids of a rendered prompt."""
-        return self._encode(text)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def reply_ids(self, messages: Sequence[Json], reply: str, tools: Any, arguments: Json) -> list[int]:
         """Return the tokens of a reply that a person wrote, its end of turn included, as they would be sampled.
@@ -235,7 +199,7 @@ class ChatTemplate:
 
         A template may print the function of the call that a result answers, so that call must not be left out.
         """
-        return self.shortens and not answers_earlier_call(messages[replied:])
+        return self._outliner is not None and not answers_earlier_call(messages[replied:])
 
     def _continues_alike(self, probe: LongProbe) -> bool:
         """Return whether the short way answers like the whole way, also once it knows the kind of conversation."""
@@ -345,10 +309,16 @@ class ChatTemplate:
         return Checked(self._tokenise(reply, end, after), closing)
 
     def _tokenise(self, reply: Reply, end: str, after: str) -> TokenIds:
-        """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one."""
-        if not end or reply.last_token is None:
-            return np.asarray(self.tokenise(after), np.int32)
-        return self._tokenise_after(reply.last_token, end, after)
+        """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one.
+
+        The text is tokenised with that token before it: some tokenizers treat the start of a text differently.
+        """
+        ids = self.tokenise(end + after)
+        if end:
+            if ids[:1] != [reply.last_token]:
+                raise Unsafe("tokenizer_differs")
+            ids = ids[1:]
+        return np.asarray(ids, np.int32)
 
     def _after_marker(self, marked: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
         """Return the text after the marked reply's content."""
@@ -404,13 +374,6 @@ class ChatTemplate:
             raise Unsafe("template_unsafe")
         if not keep_thinking:
             raise Unsafe("thinking_stripped")
-
-    def _tokenise_after(self, token: int, spelled: str, text: str) -> TokenIds:
-        """Tokenise text that follows a special token: some tokenizers treat the start of a text differently."""
-        ids = self.tokenise(spelled + text)
-        if not ids or ids[0] != token:
-            raise Unsafe("tokenizer_differs")
-        return np.asarray(ids[1:], np.int32)
 
 
 def _last_common(closing: str, rest: str, end: str) -> int | None:

@@ -105,7 +105,7 @@ class HttpClient:
         if not self._idle:
             return None
         newest = self._idle.pop()
-        if newest.is_fresh():
+        if asyncio.get_running_loop().time() - newest.heard_at < IDLE_SECONDS:
             return newest
         newest.abort()
         self.close()
@@ -209,10 +209,11 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._overdue_since = 0.0
-        """`_heard_at` when a check found that the server has been silent for too long."""
+        """`heard_at` when a check found that the server has been silent for too long."""
         self._patience = 0.0
         """How long the server may be silent, seconds."""
-        self._heard_at = 0.0
+        self.heard_at = 0.0
+        """When the server was heard last, or a request was sent to it."""
         self._answer: Answer | None = None
         self._is_paused = False
         self._is_full = False
@@ -224,13 +225,9 @@ class _Connection(asyncio.Protocol):
         self._has_length = False
         """Whether the answer declares its length; otherwise it ends with the connection."""
 
-    def is_fresh(self) -> bool:
-        """Return whether it may be reused."""
-        return self._loop.time() - self._heard_at < IDLE_SECONDS
-
     async def exchange(self, request: Pieces, patience: float) -> Answer:
         """Send a request and return its answer once the head has arrived."""
-        self._heard_at = self._loop.time()
+        self.heard_at = self._loop.time()
         if self._timer is not None and patience < self._patience:
             self._timer.cancel()
             self._timer = None
@@ -278,7 +275,7 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Continue with a long request."""
         self._is_full = False
-        self._heard_at = self._loop.time()
+        self.heard_at = self._loop.time()
         if self._answer is not None:
             self._answer.wake()
 
@@ -290,7 +287,7 @@ class _Connection(asyncio.Protocol):
         """Resume reading."""
         if self._is_paused and not self._transport.is_closing():
             self._is_paused = False
-            self._heard_at = self._loop.time()
+            self.heard_at = self._loop.time()
             self._transport.resume_reading()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -301,7 +298,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received data."""
-        self._heard_at = self._loop.time()
+        self.heard_at = self._loop.time()
         self._may_be_stale = False
         try:
             self._parser.feed_data(data)
@@ -321,7 +318,7 @@ class _Connection(asyncio.Protocol):
         if answer.status and not self._has_length and exc is None:
             self._answer = None
             answer.end()
-        elif self._may_be_stale and self._loop.time() - self._heard_at < STALE_SECONDS:
+        elif self._may_be_stale and self._loop.time() - self.heard_at < STALE_SECONDS:
             self.fail(_Stale("the server closed the connection"))
         else:
             self.fail(Disconnected(str(exc or "the server closed the connection")))
@@ -371,11 +368,11 @@ class _Connection(asyncio.Protocol):
         self._timer = None
         if self._answer is None:
             return
-        silent = 0.0 if self._is_paused else self._loop.time() - self._heard_at  # while paused, the silence is ours
+        silent = 0.0 if self._is_paused else self._loop.time() - self.heard_at  # while paused, the silence is ours
         if silent < self._patience:
             self._timer = self._loop.call_later(self._patience - silent, self._check)
-        elif self._overdue_since != self._heard_at:
-            self._overdue_since = self._heard_at
+        elif self._overdue_since != self.heard_at:
+            self._overdue_since = self.heard_at
             self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check)
         else:
             self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))

@@ -191,7 +191,8 @@ class EnginePool:
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
         """
-        self._take_place()
+        self._check_limit(self._in_flight)
+        self._in_flight += 1
         try:
             if self.read_served is not None and self._may_be_outdated(session):
                 await self._read_served(self.read_served)
@@ -213,10 +214,6 @@ class EnginePool:
             Overloaded: all places are taken.
         """
         self._check_limit(self.num_served)
-
-    def _take_place(self) -> None:
-        self._check_limit(self._in_flight)
-        self._in_flight += 1
 
     def _check_limit(self, num_calls: int) -> None:
         if num_calls >= self._max_concurrent_calls:

@@ -41,20 +41,19 @@ async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
         TooLarge: it is longer than `max_bytes`.
         InvalidRequest: the client disconnected before it was complete.
     """
-    message = _checked_part(await receive())
-    data: bytes = message.get("body", b"")
-    if not message.get("more_body"):
-        return _checked_size(data, max_bytes)
-    parts, size = [data], len(data)
-    while message.get("more_body"):
-        message = _checked_part(await receive())
+    parts: list[bytes] = []
+    num_bytes, has_more = 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequest("the client disconnected before its request was complete")
         part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            break
+        has_more = bool(message.get("more_body"))
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise TooLarge(f"the request body is larger than {max_bytes} bytes, which is the limit; send less")
         parts.append(part)
-    _checked_size(b"", max_bytes, size)
-    return await joined(parts, size)
+    return parts[0] if len(parts) == 1 else await joined(parts, num_bytes)
 
 
 async def joined(parts: list[bytes], num_bytes: int) -> bytes:
@@ -68,18 +67,6 @@ def _join(parts: list[bytes]) -> bytes:
     while parts:
         parts.pop()
     return joined
-
-
-def _checked_part(message: Message) -> Message:
-    if message["type"] == "http.disconnect":
-        raise InvalidRequest("the client disconnected before its request was complete")
-    return message
-
-
-def _checked_size(data: bytes, max_bytes: int, size: int | None = None) -> bytes:
-    if (size or len(data)) > max_bytes:
-        raise TooLarge(f"the request body is larger than {max_bytes} bytes, which is the limit; send less")
-    return data
 
 
 async def parse_object(raw: bytes, **limits: int) -> Json:

@@ -38,7 +38,9 @@ def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
         return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
     if call.messages:
         body["messages"] = readable_messages(call)
-    if not _is_refused(body):
+    # vLLM refuses both of these; capture's options must not change that error.
+    is_refused = not body.get("messages") or (body.get("top_logprobs") and not body.get("logprobs"))
+    if not is_refused:
         body |= FORCED
     if plan.prompt is not None:
         body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(plan.prompt.json())}
@@ -47,11 +49,6 @@ def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
             # it was sampled, so its experts are this turn's.
             body["routed_experts_prompt_start"] = plan.prompt.num_ids - len(plan.between) - 1
     return body
-
-
-def _is_refused(body: Json) -> bool:
-    """Return whether vLLM refuses the request; capture's options must not change that error."""
-    return not body.get("messages") or (bool(body.get("top_logprobs")) and not body.get("logprobs"))
 
 
 def reject_prompt_logprobs(body: Json) -> None:

@@ -175,7 +175,7 @@ async def test_a_read_from_a_silent_server_times_out():
 def pass_time(client: HttpClient, seconds: float) -> None:
     """Let the connection's checks find a silence that is longer by this time; the second check has no grace."""
     (connection,) = client._open
-    connection._heard_at -= seconds
+    connection.heard_at -= seconds
     for _ in range(2):
         connection._check()
 

@@ -67,7 +67,7 @@ def extending(call: Call) -> Plan:
         dialogue_digest=b"",
     )
     tokens, between = encode_ids(np.array([1, 2, 3], np.int32)), np.array([4], np.int32)
-    return plan_of(call, parent=parent, parent_tokens=tokens, between=between, prompt=tokens.extended(between))
+    return plan_of(call, parent=parent, parent_tokens=tokens, between=between, prompt=encode_ids(between, tokens))
 
 
 def stored(turn: NewTurn) -> NewTurn:
