@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from trainer.evaluate import LedgerEvaluator
 from trainer.learning.optimizer import make_optimizer
 from trainer.policy.agent import PolicyAgent
 from trainer.policy.critic import Critic
 from trainer.policy.model import Policy
 from trainer.settings import TrainerSettings
+from trainer.source import LedgerSource, UpdateIds
+from turnwise.store.database import Database
+from turnwise.types import Policy as NamedPolicy
 from turnwise.types import PolicyKind
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Parameter]], torch.optim.Optimizer]
 """A torch optimizer, whose class and defaults are used, or a function that makes one for given parameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the workflows of one process share."""
+
+    db: Database
+    model: Policy
+    """They train adapters of it, in turns (`State.enter`)."""
+    update_ids: UpdateIds
 
 
 def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
@@ -31,13 +46,28 @@ def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
     return TrainerSettings(**{str(key): value for key, value in plain.items()})
 
 
-def make_agent(settings: TrainerSettings, shared: Policy | None = None) -> PolicyAgent:
-    """Return the policy with its loss; nothing is loaded yet.
+def make_source(
+    settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None, *, with_imported: bool = False
+) -> tuple[LedgerSource, Database]:
+    """Return the source of a policy's experiences, and its store; `policy` None is the default one."""
+    if shared is None:
+        db = Database(settings.database.get_secret_value())
+        return LedgerSource(db, settings, with_imported=with_imported, policy=policy), db
+    ids = shared.update_ids
+    return LedgerSource(shared.db, settings, with_imported=with_imported, policy=policy, update_ids=ids), shared.db
 
-    `shared` is the model of other policies, which are trained as adapters of it.
-    """
+
+def make_evaluator(settings: TrainerSettings, policy: NamedPolicy | None, db: Database) -> LedgerEvaluator:
+    """Return what measures a policy."""
+    command, seconds = settings.evaluation_command, settings.evaluation_seconds
+    return LedgerEvaluator(db, command, seconds, settings.proxy_url, policy)
+
+
+def make_agent(settings: TrainerSettings, shared: Shared | None = None) -> PolicyAgent:
+    """Return the policy with its loss; nothing is loaded yet."""
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
-    policy, reference = shared or Policy(settings), Policy(settings) if needs_reference else None
+    policy = Policy(settings) if shared is None else shared.model
+    reference = Policy(settings) if needs_reference else None
     return PolicyAgent(policy, settings, reference, Critic(policy) if settings.algorithm.needs_values else None)
 
 

@@ -40,11 +40,13 @@ class Claims:
         self._agent = agent
         self._is_sample = is_sample
         self.config = config
+        self.patience: float | None = None
+        """Seconds to wait for a batch; None without an end, 0 where other policies train meanwhile."""
 
     def next(self, state: State) -> ClaimedBatch | Rewind | None:
-        """Return the next batch, or the request to go on from another version; None when the source was closed."""
+        """Return the next batch, or the request to go on from another version; None where there is none in time."""
         world = self._agent.world
-        found = self._env.next_batch(self._position(state)) if world.is_first else None
+        found = self._env.next_batch(self._position(state), self.patience) if world.is_first else None
         claimed: ClaimedBatch | Rewind | None = world.share(found)
         return claimed
 
@@ -52,10 +54,11 @@ class Claims:
         """Return the batch with further groups in the place of those of equal rewards, as far as there are any.
 
         With `refill_seconds` all are replaced: Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling. Without it, a
-        quarter of the batch is to have an advantage.
+        quarter of the batch is to have an advantage. Nothing is waited for while other policies could train.
         """
         config, world = self.config, self._agent.world
-        most, until = MAX_REFILL_FACTOR * len(claimed.claim.groups), time.monotonic() + config.refill_limit
+        patience = 0.0 if self.patience == 0 else config.refill_limit
+        most, until = MAX_REFILL_FACTOR * len(claimed.claim.groups), time.monotonic() + patience
         size = claimed.claim.size(config.singles_per_group)
         needed = -(-size // SMALLEST_PART) if config.refill_seconds is None else size
         while len(claimed.claim.groups) < most:

@@ -239,6 +239,7 @@ class Commits:
         self._wait_for_directory()  # one at a time: of the versions in memory only the newest is not on disk
         policy = PolicyVersion(
             version=made.version,
+            policy_id=self._env.policy_id,
             path=str(self._checkpoints.policy_directory(made.version).resolve()),
             kind=self._config.kind,
             update_id=after.progress.update_id,
@@ -328,6 +329,7 @@ class Commits:
         num_groups, num_sessions, num_tokens = learnt
         return UpdateRecord(
             update_id=progress.update_id,
+            policy_id=self._env.policy_id,
             trainer_id=self._config.trainer_id,
             policy_version=progress.policy_version,
             num_groups=num_groups,

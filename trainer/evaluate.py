@@ -23,7 +23,17 @@ from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import child_environment, variable_name
 from turnwise.store import evaluations, experiences, keys, policies, queries
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyStatus, Session, SessionKey, SessionStatus, Split, utc_now
+from turnwise.types import (
+    DEFAULT_POLICY,
+    Json,
+    Policy,
+    PolicyStatus,
+    Session,
+    SessionKey,
+    SessionStatus,
+    Split,
+    utc_now,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +64,12 @@ class LedgerEvaluator:
         command: Sequence[str] = (),
         timeout_seconds: float = 600.0,
         proxy_url: str = DEFAULT_BASE_URL,
+        policy: Policy | None = None,
     ) -> None:
+        """`policy` is the named policy whose sessions count; None for the default one."""
         self._db = db
+        self._policy = policy
+        self._policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
         self._proxy_url = proxy_url.rstrip("/")
         self._command = list(command)
         self._timeout_seconds = timeout_seconds
@@ -114,17 +128,17 @@ class LedgerEvaluator:
         return gauges
 
     def _over(self) -> list[Session]:
-        """Return the newest eval sessions that are over."""
+        """Return the policy's newest eval sessions that are over."""
         with self._db.read() as conn:
             found, _ = queries.sessions(conn, experiences.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
-        return [one for one in found if one.status is not SessionStatus.OPEN]
+        return [one for one in found if one.status is not SessionStatus.OPEN and one.policy_id == self._policy_id]
 
     def _wait_until_served(self, version: int) -> None:
         """Wait until the proxy serves the version, unless it will not: the version failed, or another one is pinned."""
         deadline = time.monotonic() + SERVED_SECONDS
         while time.monotonic() < deadline and not self._stopped.is_set():
             with self._db.read() as conn:
-                policy, pinned = policies.get_policy(conn, version), policies.pinned_version(conn)
+                policy, pinned = policies.get_policy(conn, version), policies.pinned_version(conn, self._policy_id)
             if policy.status not in COMING or pinned not in (None, version):
                 return
             self._stopped.wait(POLL_SECONDS)
@@ -161,13 +175,19 @@ class LedgerEvaluator:
     def _temporary_key(self) -> Iterator[str]:
         """Create an agent key for one evaluation and revoke it afterwards; `none` where the proxy asks for no key.
 
+        A named policy's sessions always need one.
         It expires by itself, because a trainer that is killed revokes nothing.
         """
         lifetime = datetime.timedelta(seconds=self._timeout_seconds + KEY_MARGIN_SECONDS)
         with self._db.write() as conn:
             made = None
-            if keys.any_keys(conn):
-                expires_at = utc_now() + lifetime
+            expires_at = utc_now() + lifetime
+            if self._policy is not None:
+                tenant, name = self._policy.tenant, self._policy.name
+                made = keys.create_key(
+                    conn, tenant, keys.KeyRole.AGENT, "evaluation", expires_at=expires_at, policy=name
+                )
+            elif keys.any_keys(conn):
                 made = keys.create_key(conn, "default", keys.KeyRole.AGENT, "evaluation", expires_at=expires_at)
         if made is None:
             yield "none"

@@ -1,4 +1,4 @@
-"""The trainer process: it builds the workflow and trains until a signal or the configured end.
+"""The trainer process: it trains the policies of a ledger until a signal or the configured end.
 
 A signal only closes the source: the batch in progress is finished and committed, and no further batch is waited for.
 An evaluation in progress is ended. So a stop takes at most the time of one batch. It loses no work unless the database
@@ -19,6 +19,7 @@ import torch
 from trainer.algorithms.trial import try_algorithm
 from trainer.learning.optimizer import check_optimizer
 from trainer.parallel import World, leave_world
+from trainer.policies import Policies
 from trainer.policy.agent import NO_SHARDED_CRITIC
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
@@ -44,15 +45,16 @@ def run(settings: TrainerSettings) -> int:
         torch.set_num_threads(settings.num_threads)
     try:
         check_startable(settings)
-        workflow = _workflow_class(settings).build_from_config(
-            settings, enable_multi_devices=settings.multi_devices, enable_jit=settings.compile
-        )
-        workflow.add_recorders(_optional_recorders(settings))
-        with contextlib.closing(workflow), _stopped_by_signals(workflow), _failures_reported(workflow):
-            state = workflow.learn(workflow.setup(settings.seed))
+        trained = Policies(settings, _workflow_class(settings), _optional_recorders)
+        with contextlib.closing(trained), _stopped_by_signals(trained):
+            trained.learn()
     finally:
         leave_world()
-    log.info("stopped after batch %d at policy version %d", state.progress.num_batches, state.progress.policy_version)
+    for number, state in trained.states.items():
+        progress = state.progress
+        log.info(
+            "policy %d: stopped after batch %d at version %d", number, progress.num_batches, progress.policy_version
+        )
     return 0
 
 
@@ -130,23 +132,12 @@ def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
 
 
 @contextlib.contextmanager
-def _failures_reported(workflow: RLWorkflow) -> Iterator[None]:
-    """Let page, doctor and metrics show the error that ends the trainer."""
-    try:
-        yield
-    except Exception as error:
-        if World().is_first:
-            workflow.env.note_failure(error)
-        raise
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(workflow: RLWorkflow) -> Iterator[None]:
+def _stopped_by_signals(trained: Policies) -> Iterator[None]:
     """Let SIGTERM and SIGINT end the loop after the batch in progress."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         log.info("stopping after this batch (%s)", signal.Signals(number).name)
-        workflow.stop()
+        trained.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

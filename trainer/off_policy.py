@@ -14,12 +14,11 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from trainer.build import OptimizerLike, make_agent, optimizer_factory
-from trainer.evaluate import Evaluator, LedgerEvaluator
+from trainer.build import OptimizerLike, Shared, make_agent, make_evaluator, make_source, optimizer_factory
+from trainer.evaluate import Evaluator
 from trainer.outages import StopFlag, outlast
 from trainer.pacing import SourceRule
 from trainer.policy.agent import PolicyAgent
-from trainer.policy.model import Policy
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource
 from trainer.state import State
@@ -28,6 +27,7 @@ from turnwise.experience import Experience
 from turnwise.store import experiences
 from turnwise.store.database import Database
 from turnwise.types import Json
+from turnwise.types import Policy as NamedPolicy
 
 Sampling = Literal["uniform", "recency", "priority"]
 
@@ -145,8 +145,8 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         self.replay_buffer = replay_buffer
 
     @classmethod
-    def _build(cls, settings: TrainerSettings, model: Policy | None) -> Self:
-        db = Database(settings.database.get_secret_value())
+    def _build(cls, settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None) -> Self:
+        source, db = make_source(settings, policy, shared)
         buffer = ReplayBuffer(
             db,
             capacity=settings.buffer_groups,
@@ -154,10 +154,10 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             sampling=settings.buffer_sampling,
         )
         return cls(
-            LedgerSource(db, settings),
-            make_agent(settings, model),
+            source,
+            make_agent(settings, shared),
             optimizer_factory(settings),
-            LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url),
+            make_evaluator(settings, policy, db),
             buffer,
             settings,
         )

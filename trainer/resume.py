@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from trainer.settings import TrainerSettings
 from trainer.source import LedgerSource
 from trainer.state import Progress, State
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.types import Json, PolicyKind, UpdateRecord
+from turnwise.types import Json, PolicyKind, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +44,29 @@ class States:
         self._checkpoints = checkpoints
         self._optimizer = optimizer
         self._config = config
+        self.first: PolicyVersion | None = None
+        """The adapter that the policy started from; None for the base model. `setup` sets it."""
 
-    def of_version(self, version: int, seed: int, *, reports_changes: bool = False) -> State:
-        """Return the state of a published version, under the current settings.
+    @property
+    def first_version(self) -> int:
+        """The version that a new run starts from; its state needs no checkpoint."""
+        return 0 if self.first is None else self.first.version
+
+    def policy_directory(self, version: int) -> Path:
+        """Return where a version's files are."""
+        if self.first is not None and version == self.first.version:
+            return Path(self.first.path)
+        return self._checkpoints.policy_directory(version)
+
+    def of_version(self, version: int | None, seed: int, *, reports_changes: bool = False) -> State:
+        """Return the state of a published version, under the current settings; None is that of a new run.
 
         Raises:
             BadCheckpoint: Its state is not on disk, or does not fit the model.
             SettingsError: A setting changed that cannot change within a run.
         """
-        if version == 0:
-            return self._new(seed)
+        if version is None or version == self.first_version:
+            return self._first(seed)
         saved = self._read(version)
         check_resumable(saved.get("settings", {}), self._config)
         if reports_changes and self._agent.world.is_first:
@@ -103,6 +117,14 @@ class States:
         on_device = self._config.optimizer_state == "device"
         return 8 * sum(parameter.numel() for parameter in self._agent.parameters()) if on_device else 0
 
+    def _first(self, seed: int) -> State:
+        """Return the state of a run without a version."""
+        state = self._new(seed)
+        if self.first is None:
+            return state
+        self._agent.policy.load_adapter(Path(self.first.path))
+        return state.with_progress(policy_version=self.first.version, recent_versions=(self.first.version,))
+
     def _new(self, seed: int, *, with_weights: bool = True) -> State:
         """Return the state of a new run: the base model, unless a saved state replaces it, and a fresh optimizer."""
         self._agent.load(seed, with_weights=with_weights)
@@ -143,7 +165,8 @@ class States:
 
     def _newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
         """Return the newest of these versions that can be resumed from."""
-        return max((version for version in known if self._checkpoints.has_state(version)), default=otherwise)
+        held = [one for one in known if one == self.first_version or self._checkpoints.has_state(one)]
+        return max(held, default=otherwise)
 
 
 def check_resumable(saved: Json, settings: TrainerSettings) -> None:

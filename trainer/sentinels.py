@@ -19,7 +19,7 @@ from typing import Literal
 from turnwise.store import played, policies
 from turnwise.store.database import Connection
 from turnwise.store.played import Played
-from turnwise.types import Json, SessionStatus, Turn
+from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
 Sentinel = Literal["broken_calls", "failed_calls", "questions", "repeats", "empty", "given_up", "length", "certainty"]
 """`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
@@ -69,16 +69,16 @@ class Alarm:
         )
 
 
-def check(conn: Connection, bounds: Mapping[Sentinel, float]) -> str | None:
-    """Return why no further version may be made, None if none of the sentinels is beyond its bound."""
-    active, holdout = policies.active_and_holdout(conn)
+def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = DEFAULT_POLICY) -> str | None:
+    """Return why no further version of a policy may be made, None if no sentinel is beyond its bound."""
+    active, holdout = policies.active_and_holdout(conn, policy_id)
     if not bounds or active is None:
         return None
-    now = [one for one in played.newest_sessions(conn, MAX_SESSIONS) if one.version == active.version]
+    now = [one for one in played.newest_sessions(conn, MAX_SESSIONS, policy_id) if one.version == active.version]
     if holdout is not None:
         level, level_of = played.held_out_sessions(conn, holdout.version, MAX_SESSIONS), f"hold-out {holdout.version}"
     else:
-        level = [one for one in played.first_sessions(conn, MAX_SESSIONS) if one.version < active.version]
+        level = [one for one in played.first_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version]
         level_of = "the first sessions"
     found = next(iter(alarms(now, level, bounds)), None)
     return None if found is None else found.describe(active.version, level_of)

@@ -22,12 +22,22 @@ from trainer.outages import Lease, SignsOfLife, SteadyClock, StopFlag, outlast
 from trainer.pacing import MOST_REFUSED, Look, Position, Rewind, SourceRule, WaitingLog, describe_claim, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.experience import Experience
-from turnwise.store import claims, evaluations, experiences, groups, policies, queries, regression, weight_servers
+from turnwise.store import (
+    claims,
+    evaluations,
+    experiences,
+    groups,
+    named_policies,
+    policies,
+    queries,
+    regression,
+    weight_servers,
+)
 from turnwise.store.database import Connection, Database, clock, from_micros
 from turnwise.store.regression import SessionLabels
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
-from turnwise.types import GroupKey, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.types import DEFAULT_POLICY, GroupKey, Policy, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +87,16 @@ class FinishedBatch:
     """The sessions that were trained, with the advantages of their turns."""
 
 
+@dataclasses.dataclass(slots=True)
+class Wait:
+    """A wait for a batch, over as many calls of `next_batch` as it takes."""
+
+    log: WaitingLog
+    started_at: float = dataclasses.field(default_factory=time.monotonic)
+    seen_at: float | None = None
+    """When a group or a single session was ready first."""
+
+
 class UpdateIds:
     """The ids of updates, one after the other for all policies of a process: batches are acknowledged later."""
 
@@ -93,7 +113,13 @@ class LedgerSource:
     """Claims groups from the store."""
 
     def __init__(
-        self, db: Database, rule: SourceRule, *, with_imported: bool = False, update_ids: UpdateIds | None = None
+        self,
+        db: Database,
+        rule: SourceRule,
+        *,
+        with_imported: bool = False,
+        policy: Policy | None = None,
+        update_ids: UpdateIds | None = None,
     ) -> None:
         """Claim for one policy.
 
@@ -101,11 +127,16 @@ class LedgerSource:
             db: The store.
             rule: When a batch is claimed.
             with_imported: Claim groups of imported sessions too: the loss must read no behaviour logprobs.
-            update_ids: Of all policies of this process.
+            policy: A named policy; None for the default one.
+            update_ids: Of all policies of this process, which share the store; None where there is no other.
         """
         self._db = db
         self._rule = rule
+        self._policy = policy
+        self.policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
+        self._owns_db = update_ids is None
         self._update_ids = update_ids or UpdateIds()
+        self._wait: Wait | None = None
         self._with_imported = with_imported
         self._closed = StopFlag()
         self._leases: dict[claims.Claim, Lease] = {}
@@ -118,32 +149,44 @@ class LedgerSource:
         self._checked_at = -math.inf
         """When the sentinels were read last, on the monotonic clock, and what they found."""
 
-    def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
-        """Wait until a batch is ready and claim it; None after `close`.
+    def next_batch(self, at: Position, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
+        """Wait until a batch is ready and claim it; None after `close`, or after so many seconds.
 
         Args:
             at: The trainer's version, and the oldest version that it still trains.
+            seconds: None waits without an end, 0 looks once. The next call goes on with the same wait.
 
         Raises:
             StoreUnavailable: The database fails in a way that repetitions cannot help.
         """
-        started, waiting = time.monotonic(), WaitingLog(self._rule, self._report_status)
-        while True:
-            ready = self._wait_until_ready(at, waiting)
-            if not ready or isinstance(ready, Rewind):
-                return ready or None
-            claim = self._claim(self._rule.groups_per_batch, at)
-            if claim is None:
-                continue
-            self._report_status(f"training on {describe_claim(claim)}", None)
-            self._leases[claim] = Lease(self._db, claim, LEASE_SECONDS)
-            return ClaimedBatch(
-                claim=claim,
-                experiences=self._read(claim),
-                waited_seconds=time.monotonic() - started,
-                held_seconds=waiting.held_seconds,
-                pinned=self._found(policies.pinned_version),
-            )
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        pause = min(0.02, POLL_SECONDS)
+        while not self._closed.is_set():
+            wait = self._wait = self._wait or Wait(WaitingLog(self._rule, self._report_status))
+            ready = self._is_ready(at, wait)
+            claim = self._claim(self._rule.groups_per_batch, at) if ready is True else None
+            if isinstance(ready, Rewind):
+                self._wait = None
+                return ready
+            if claim is not None:
+                self._wait = None
+                return self._claimed(claim, wait)
+            if time.monotonic() >= until:
+                break
+            self._closed.wait(pause)
+            pause = min(pause * 1.5, POLL_SECONDS)
+        return None
+
+    def _claimed(self, claim: claims.Claim, wait: Wait) -> ClaimedBatch:
+        self._report_status(f"training on {describe_claim(claim)}", None)
+        self._leases[claim] = Lease(self._db, claim, LEASE_SECONDS)
+        return ClaimedBatch(
+            claim=claim,
+            experiences=self._read(claim),
+            waited_seconds=time.monotonic() - wait.started_at,
+            held_seconds=wait.log.held_seconds,
+            pinned=self._found(lambda conn: policies.pinned_version(conn, self.policy_id)),
+        )
 
     def refill(self, batch: ClaimedBatch, num_groups: int, at: Position, until: float) -> ClaimedBatch | None:
         """Return the batch with up to so many further groups; None if none became ready until then."""
@@ -184,6 +227,7 @@ class LedgerSource:
                 lease_seconds=LEASE_SECONDS,
                 min_policy_version=at.min_policy_version,
                 with_imported=self._with_imported,
+                policy_id=self.policy_id,
             )
 
         return outlast(claim, self._closed)
@@ -245,24 +289,28 @@ class LedgerSource:
         """
         self._report_status("starting", None)
         self._signs = SignsOfLife(self._db, self._rule.trainer_id)
-        freed = claims.take_back(self._db, self._rule.trainer_id)
+        freed = claims.take_back(self._db, self._rule.trainer_id, self.policy_id)
         if freed:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, self._rule.trainer_id)
         with self._db.write() as conn:
             policies.adopt_base(conn, base)
-            last = queries.last_update(conn)
-            lost = policies.fail_unwritten(conn, after=last.policy_version if last else 0)
+            last = queries.last_update(conn, policy_id=self.policy_id)
+            lost = policies.fail_unwritten(conn, last.policy_version if last else 0, self.policy_id)
         for version in lost:
             log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
 
+    def first_version(self) -> PolicyVersion | None:
+        """Return the adapter that the policy's training starts from; None for the base model."""
+        version = None if self._policy is None else self._policy.base_version
+        return None if version is None else self._found(lambda conn: policies.get_policy(conn, version))
+
     def last_update(self) -> UpdateRecord | None:
-        """Return the update that was committed last."""
-        with self._db.read() as conn:
-            return queries.last_update(conn)
+        """Return the policy's update that was committed last."""
+        return self._found(lambda conn: queries.last_update(conn, policy_id=self.policy_id))
 
     def updates_after(self, update_id: int) -> list[UpdateRecord]:
-        """Return the updates that were committed after this one, oldest first."""
-        return self._found(lambda conn: queries.updates_after(conn, update_id))
+        """Return the policy's updates that were committed after this one, oldest first."""
+        return self._found(lambda conn: queries.updates_after(conn, update_id, self.policy_id))
 
     def next_update_id(self) -> int:
         """Return the id after those of the ledger and those that this process has given to any policy."""
@@ -270,37 +318,43 @@ class LedgerSource:
         return self._update_ids.after(last.update_id if last else 0)
 
     def newest_version(self) -> int:
-        """Return the highest version that was ever published, failed ones included."""
+        """Return the highest version that was ever published, of any policy, failed ones included."""
         newest, _ = self._found(lambda conn: policies.list_policies(conn, limit=1))
         return newest[0].version if newest else 0
 
     def versions_in_use(self) -> set[int]:
-        """Return the active version, the one on trial, the hold-out, the pinned and the newest good one."""
+        """Return the active version, the one on trial, the hold-out, the pinned and the newest good one.
 
-        def read(conn: Connection) -> tuple[list[PolicyVersion | None], int | None]:
-            _, holdout = policies.active_and_holdout(conn)
-            named = [*policies.active_and_canary(conn), policies.newest_policy(conn), holdout]
-            return named, policies.pinned_version(conn)
+        And those that named policies started from: they serve them until they have versions of their own.
+        """
 
-        found, pinned = self._found(read)
-        return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
+        def read(conn: Connection) -> set[int | None]:
+            of = self.policy_id
+            _, holdout = policies.active_and_holdout(conn, of)
+            found = [*policies.active_and_canary(conn, of), policies.newest_policy(conn, of), holdout]
+            bases = [policy.base_version for policy in named_policies.list_named_policies(conn)]
+            return {*bases, policies.pinned_version(conn, of), *(one.version for one in found if one is not None)}
+
+        return {version for version in self._found(read) if version is not None}
 
     def best_versions(self, count: int) -> set[int]:
         """Return so many versions with the best evaluations, by mean reward; of equal ones the newer."""
         if not count:
             return set()
-        measured = self._found(evaluations.evaluated_versions)
+        measured = self._found(lambda conn: evaluations.evaluated_versions(conn, self.policy_id))
         return set(sorted(measured, key=lambda version: (measured[version], version))[-count:])
 
     def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         return self._found(
-            lambda conn: regression.regression_set(conn, num_sessions, labels, roles=self._rule.train_roles)
+            lambda conn: regression.regression_set(
+                conn, num_sessions, labels, roles=self._rule.train_roles, policy_id=self.policy_id
+            )
         )
 
     def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
         """Return the chains of so many imported groups, drawn at random; of all where there are fewer."""
-        stored = self._found(groups.imported_groups)
+        stored = self._found(lambda conn: groups.imported_groups(conn, self.policy_id))
         drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
         roles = self._rule.train_roles
         return self._found(
@@ -342,44 +396,42 @@ class LedgerSource:
             self._signs.stop()
             if not self._has_failed:
                 self._report_status("stopped", None, TrainerState.STOPPED)
-        self._db.close()
+        if self._owns_db:
+            self._db.close()
 
     def _end_lease(self, held: claims.Claim) -> None:
         lease = self._leases.pop(held, None)
         if lease is not None:
             lease.stop()
 
-    def _wait_until_ready(self, at: Position, waiting: WaitingLog) -> bool | Rewind:
-        """Return True once a claim can succeed, False after `close`, or the rewind that a pin asks for."""
-        pause = min(0.02, POLL_SECONDS)
+    def _is_ready(self, at: Position, wait: Wait) -> bool | Rewind:
+        """Return whether a claim can succeed now, or the rewind that a pin asks for."""
         patience = self._rule.wait_seconds
         if at.is_first_batch and patience is not None:
             patience = min(patience, FIRST_WAIT_SECONDS)
-        seen_at: float | None = None
-        while not self._closed.is_set():
-            look = self._look(at)
-            held = why_held(look, at, self._rule)
-            if isinstance(held, Rewind):
-                return held
-            num_filled, now = look.num_filled(self._rule), time.monotonic()
-            if seen_at is None and (look.num_ready or look.num_singles):
-                seen_at = now
-            is_enough = num_filled >= self._rule.smallest_batch
-            left = None if patience is None or seen_at is None or not is_enough else seen_at + patience - now
-            self._is_blocked = bool(look.refused) or look.alarm is not None
-            waiting.observe(look, left, held)
-            is_late = left is not None and left <= 0
-            if held is None and (is_late or num_filled >= self._rule.groups_per_batch):
-                waiting.end()
-                return True
-            self._closed.wait(pause)
-            pause = min(pause * 1.5, POLL_SECONDS)
-        return False
+        look = self._look(at)
+        held = why_held(look, at, self._rule)
+        if isinstance(held, Rewind):
+            return held
+        num_filled, now = look.num_filled(self._rule), time.monotonic()
+        if wait.seen_at is None and (look.num_ready or look.num_singles):
+            wait.seen_at = now
+        is_enough = num_filled >= self._rule.smallest_batch
+        left = None if patience is None or wait.seen_at is None or not is_enough else wait.seen_at + patience - now
+        self._is_blocked = bool(look.refused) or look.alarm is not None
+        wait.log.observe(look, left, held)
+        is_late = left is not None and left <= 0
+        if held is not None or not (is_late or num_filled >= self._rule.groups_per_batch):
+            return False
+        wait.log.end()
+        return True
 
     def _report_status(self, text: str, seconds_left: float | None, state: TrainerState = TrainerState.RUNNING) -> None:
         """Store what the trainer is doing, for the page; training does not depend on it."""
         if state is TrainerState.RUNNING and self._is_blocked:
             state = TrainerState.BLOCKED
+        if self._policy is not None:
+            text = f"policy {self._policy.name!r}: {text}"
         try:
             with self._db.write() as conn:
                 now = from_micros(clock(conn))
@@ -404,14 +456,15 @@ class LedgerSource:
             self._close_unrewarded(now)
             since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
             with self._db.read() as conn:
-                num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported)
+                of = self.policy_id
+                num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
                 return Look(
                     num_ready=num_ready,
                     num_singles=num_singles,
-                    pinned=policies.pinned_version(conn) if at.is_paced else None,
-                    oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
+                    pinned=policies.pinned_version(conn, of) if at.is_paced else None,
+                    oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if at.is_paced else None,
                     failed=policies.failed_versions(conn, at.recent_versions),
-                    refused=policies.refused_in_a_row(conn, MOST_REFUSED),
+                    refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
                     alarm=self._read_sentinels(conn, Look(num_ready=num_ready, num_singles=num_singles)),
                 )
         except StoreUnavailable as error:
@@ -424,7 +477,7 @@ class LedgerSource:
         """Return the alarm of the sentinels: read once there is a batch that it could stop, and again after a while."""
         is_due = look.num_filled(self._rule) >= self._rule.smallest_batch
         if is_due and self._rule.sentinels and time.monotonic() - self._checked_at >= SENTINEL_SECONDS:
-            self._alarm = sentinels.check(conn, self._rule.sentinels)
+            self._alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id)
             self._checked_at = time.monotonic()
         return self._alarm
 

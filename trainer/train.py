@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from trainer.build import OptimizerLike, as_settings, make_agent, optimizer_factory
+from trainer.build import OptimizerLike, Shared, as_settings, make_agent, make_evaluator, make_source, optimizer_factory
 from trainer.claims import Claims, group_keys, num_minibatches
 from trainer.commit import Commits, NewVersion, probe_of
 from trainer.evaluate import Evaluator, LedgerEvaluator
@@ -36,7 +36,6 @@ from trainer.policy.memory import (
     note_out_of_memory,
     read_limits,
 )
-from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
@@ -46,8 +45,8 @@ from trainer.source import ClaimedBatch, LedgerSource
 from trainer.state import State
 from trainer.update import FittingGroups, Updates
 from turnwise.errors import BatchRefused
-from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, UpdateRecord
+from turnwise.types import Policy as NamedPolicy
 from turnwise.version_directory import base_version, read_manifest
 
 log = logging.getLogger(__name__)
@@ -96,14 +95,13 @@ class RLWorkflow(abc.ABC):
         config: TrainerSettings | Mapping[str, Any],
         enable_multi_devices: bool = False,
         enable_jit: bool = True,
-        model: Policy | None = None,
+        *,
+        policy: NamedPolicy | None = None,
+        shared: Shared | None = None,
     ) -> Self:
-        """Return a workflow over the ledger that the config names.
-
-        `model` is that of another workflow: both train adapters of it, in turns (`State.enter`).
-        """
+        """Return a workflow over the ledger that the config names, of the default policy or of a named one."""
         settings = as_settings(config)
-        workflow = cls._build(settings, model)
+        workflow = cls._build(settings, policy, shared)
         workflow.add_recorders([JsonLines(settings.policies_dir / "trainer.jsonl")])
         if enable_multi_devices:
             workflow.enable_multi_devices()
@@ -113,7 +111,7 @@ class RLWorkflow(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _build(cls, settings: TrainerSettings, model: Policy | None) -> Self:
+    def _build(cls, settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None) -> Self:
         """Return a workflow from its resolved settings."""
 
     def add_recorders(self, recorders: Sequence[Recorder]) -> None:
@@ -148,12 +146,13 @@ class RLWorkflow(abc.ABC):
         check_shared(self.checkpoints, world)
         self._apply_memory_limits(world.share(read_limits(self.config.policies_dir) if world.is_first else None))
         last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
-        state = self.states.of_version(last.policy_version if last else 0, seed, reports_changes=True)
+        self.states.first = world.share(self.env.first_version() if world.is_first else None)
+        state = self.states.of_version(last.policy_version if last else None, seed, reports_changes=True)
         if world.is_first:
             self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
             self.env.open(base_version(self.config.model))
             self._serve_weights()
-        probe = read_manifest(self.checkpoints.policy_directory(state.progress.policy_version)).get("probe")
+        probe = read_manifest(self.states.policy_directory(state.progress.policy_version)).get("probe")
         self.commits.start(state.progress.policy_version, probe)
         self.agent.find_row_tokens(0 if last else self.states.moments_bytes())
         if last is None:
@@ -167,7 +166,7 @@ class RLWorkflow(abc.ABC):
 
     @abc.abstractmethod
     def step(self, state: State) -> tuple[Json, State]:
-        """Train on one batch; return its gauges, empty when the source was closed."""
+        """Train on one batch; return its gauges, empty when the source had none."""
 
     def evaluate(self, state: State) -> tuple[Json, State]:
         """Measure the served policy on held-out tasks."""
@@ -177,19 +176,28 @@ class RLWorkflow(abc.ABC):
 
     def learn(self, state: State) -> State:
         """Step until the configured end, or until the source is closed."""
-        total = self.config.total_batches
-        while total is None or state.progress.num_batches < total:
-            metrics, state = self.step(state)
-            if not metrics:
-                break
-            done = state.progress.num_batches
-            self._record(metrics, done)
-            every = self.config.evaluate_every
-            if every is not None and (done % every == 0 or done == total):
-                metrics, state = self.evaluate(state)
-                self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
+        goes_on = True
+        while goes_on and not self.is_done(state):
+            goes_on, state = self.advance(state)
         self.commits.flush(state)
         return state
+
+    def is_done(self, state: State) -> bool:
+        """Return whether the configured end is reached."""
+        return self.config.total_batches is not None and state.progress.num_batches >= self.config.total_batches
+
+    def advance(self, state: State) -> tuple[bool, State]:
+        """Step, record, and evaluate if it is time; return whether there was a batch."""
+        metrics, state = self.step(state)
+        if not metrics:
+            return False, state
+        done = state.progress.num_batches
+        self._record(metrics, done)
+        every = self.config.evaluate_every
+        if every is not None and (done % every == 0 or self.is_done(state)):
+            metrics, state = self.evaluate(state)
+            self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
+        return True, state
 
     def stop(self) -> None:
         """End the loop after the batch in progress, and an evaluation at once; safe in a signal handler."""
@@ -266,11 +274,10 @@ class OnPolicyWorkflow(RLWorkflow):
     """Claims rewarded groups, trains on them, publishes a version, and acknowledges them."""
 
     @classmethod
-    def _build(cls, settings: TrainerSettings, model: Policy | None) -> Self:
-        db = Database(settings.database.get_secret_value())
-        evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url)
-        source = LedgerSource(db, settings, with_imported=not settings.algorithm.needs_behaviour)
-        return cls(source, make_agent(settings, model), optimizer_factory(settings), evaluator, settings)
+    def _build(cls, settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None) -> Self:
+        source, db = make_source(settings, policy, shared, with_imported=not settings.algorithm.needs_behaviour)
+        evaluator = make_evaluator(settings, policy, db)
+        return cls(source, make_agent(settings, shared), optimizer_factory(settings), evaluator, settings)
 
     def step(self, state: State) -> tuple[Json, State]:
         """Train on one claimed batch: claim, advantages, optimizer steps, gate, publish, acknowledge."""

@@ -12,12 +12,13 @@ from support.migrated import migrated
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.off_policy import OffPolicyWorkflow
+from trainer.policies import Policies
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.chains import IMPORTED
-from turnwise.store import ledger
+from turnwise.store import ledger, named_policies
 from turnwise.store.database import Database
-from turnwise.types import IMPORT, Credit, Outcome, Reward, Session, Split, Turn
+from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn
 
 VOCABULARY = 48
 GOOD = 24
@@ -69,6 +70,7 @@ class Rollouts:
     """False plays sessions without a group."""
     gap: float = 0.0
     """Error that is added to the engine's logprobs."""
+    policy_id: int = DEFAULT_POLICY
 
     def play(self, name: str, *, num_groups: int, group_size: int = 4, seed: int = 0) -> None:
         """Play and finish groups of sessions; the same arguments give the same tokens."""
@@ -88,6 +90,7 @@ class Rollouts:
             group_size=group_size if self.split is Split.TRAIN and self.has_groups else None,
             split=self.split,
             credit=self.credit,
+            policy_id=self.policy_id,
         )
         tokens, turns, rewards = list(prompt), [], []
         fresh = list(prompt)
@@ -173,6 +176,27 @@ def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSetting
         "progress": False,
     }
     return TrainerSettings(**(values | changes))
+
+
+def new_policy(db: Database, name: str, base_version: int | None = None) -> int:
+    """Create a policy; return its number."""
+    with db.write() as conn:
+        return named_policies.create_named_policy(conn, "default", name, base_version=base_version)[0].policy_id
+
+
+def train_policies(settings: TrainerSettings, **options: Any) -> dict[int, Any]:
+    """Train all policies of a ledger in this process until the last batch of each; return their states."""
+    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
+    policies = Policies(settings, kind, **options)
+    try:
+        policies.learn()
+    except BaseException:
+        for workflow in policies.workflows:  # as the end of a process does
+            workflow.commits.close()
+            workflow.checkpoints.close()
+        raise
+    policies.close()
+    return policies.states
 
 
 def train(settings: TrainerSettings) -> Any:

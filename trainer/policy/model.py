@@ -399,6 +399,27 @@ class Policy:
         weights = load_model(self.spec, "eager").state_dict() if reads else {}
         self.load_trained_state(weights, from_first=is_divided)
 
+    def load_adapter(self, directory: Path) -> None:
+        """Load the adapter of a version's files into the present one.
+
+        Raises:
+            BadCheckpoint: It cannot be read, or has another shape.
+        """
+        from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
+
+        try:
+            saved, own = PeftConfig.from_pretrained(str(directory)), cast("Any", self.model).peft_config["default"]
+            for name in ("r", "lora_alpha", "target_modules"):
+                if getattr(saved, name, None) != getattr(own, name):
+                    raise BadCheckpoint(
+                        f"the adapter {str(directory)!r} has {name}={getattr(saved, name, None)!r}, and the trainer's "
+                        f"settings give {getattr(own, name)!r}: start from an adapter of the same shape, or set "
+                        "lora_rank and lora_targets"
+                    )
+            set_peft_model_state_dict(self.model, load_peft_weights(str(directory), device="cpu"))
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise BadCheckpoint(f"the adapter {str(directory)!r} cannot be loaded: {error}") from error
+
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.compute_dtype is torch.float32:
             return contextlib.nullcontext()

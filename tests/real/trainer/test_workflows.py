@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import threading
+from collections import defaultdict
+from pathlib import Path
 from typing import ClassVar
 from unittest.mock import Mock
 
@@ -14,7 +16,15 @@ import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, train
+from support.trainer_ledger import (
+    Rollouts,
+    load_model,
+    make_model,
+    new_ledger,
+    new_policy,
+    train,
+    train_policies,
+)
 from support.waiting import wait_until
 
 from trainer.algorithms.algorithm import loss_of
@@ -150,46 +160,6 @@ def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, m
     assert (tmp_path / "policies" / "latest").read_text() == "v000001\n"
 
 
-def adapter(directory, version):
-    return load_file(directory / "policies" / f"v{version:06d}" / "adapter_model.safetensors")
-
-
-def test_two_policies_over_one_model_get_the_weights_of_two_runs_of_their_own(tmp_path, model):
-    """Bit for bit, with batches in turns: nothing of one policy's tensors, moments or random numbers reaches another's.
-
-    The second run's model is the first one's.
-    """
-    changes = {"kind": "lora", "lora_rank": 4, "learning_rate": 1e-2}
-    runs, shared = [], None
-    for number, name in enumerate("ab"):
-        for directory in (tmp_path / name, tmp_path / f"{name} alone"):
-            directory.mkdir()
-            ledger = new_ledger(directory / "ledger.db")
-            Rollouts(ledger, load_model(model)).play(name, num_groups=6, seed=number)
-            ledger.close()
-        train(settings_for(tmp_path / f"{name} alone", model, **changes))
-        workflow = OnPolicyWorkflow.build_from_config(
-            settings_for(tmp_path / name, model, **changes), enable_jit=False, model=shared
-        )
-        shared = workflow.agent.policy
-        runs.append([workflow, workflow.setup(0)])
-    assert runs[0][1].policy is runs[1][1].policy
-    for _ in range(2):
-        for run_of_policy in runs:
-            workflow, state = run_of_policy
-            state.enter()
-            _, run_of_policy[1] = workflow.step(state)
-    for workflow, state in runs:
-        state.enter()
-        workflow.commits.flush(state)
-        workflow.close()
-    for name in "ab":
-        for version in (1, 2):
-            alone, beside = adapter(tmp_path / f"{name} alone", version), adapter(tmp_path / name, version)
-            assert all(torch.equal(alone[key], beside[key]) for key in alone)
-    assert any(not torch.equal(alone[key], adapter(tmp_path / "a", 2)[key]) for key in alone)
-
-
 def test_a_changed_weight_file_is_detected_by_its_digest(tmp_path, model, ledger):
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     train(settings_for(tmp_path, model, total_batches=1))
@@ -202,25 +172,56 @@ def test_a_changed_weight_file_is_detected_by_its_digest(tmp_path, model, ledger
 
 
 SMALL_ROWS = {"row_tokens": 16, "buffer_min_groups": 3, "buffer_groups": 5}
+TWO_POLICIES = "two policies"
 KILLS = [
     pytest.param(workflow, stage, marks=() if stage in quick else pytest.mark.slow)
-    for workflow, quick in (("on_policy", STAGES_IN_EVERY_RUN), ("off_policy", STAGES_IN_EVERY_RUN[:1]))
+    for workflow, quick in (
+        ("on_policy", STAGES_IN_EVERY_RUN),
+        ("off_policy", STAGES_IN_EVERY_RUN[:1]),
+        (TWO_POLICIES, STAGES_IN_EVERY_RUN),
+    )
     for stage in STAGES
 ]
 
 
+def play_for(workflow, db, model):
+    Rollouts(db, load_model(model)).play("a", num_groups=6)
+    if workflow == TWO_POLICIES:
+        Rollouts(db, load_model(model), policy_id=new_policy(db, "other")).play("b", num_groups=6, seed=1)
+
+
+def train_as(workflow, directory, model):
+    if workflow == TWO_POLICIES:
+        train_policies(settings_for(directory, model, kind="lora", lora_rank=4, **SMALL_ROWS))
+    else:
+        train(settings_for(directory, model, workflow=workflow, **SMALL_ROWS))
+
+
+def trained_weights(db):
+    """Return the weights that each update made, by policy, and the groups by status."""
+    made = defaultdict(list)
+    with db.read() as conn:
+        for record in reversed(queries.updates(conn)[0]):
+            made[record.policy_id].append(policies.get_policy(conn, record.policy_version).path)
+    return {
+        policy_id: [load_file(next(Path(path).glob("*model.safetensors"))) for path in paths]
+        for policy_id, paths in made.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, model):
-    """Return the directory of an uninterrupted run of a workflow; each is played once."""
+    """Return the weights of an uninterrupted run of a workflow; each is played once."""
 
     @functools.cache
     def made(workflow):
-        directory = tmp_path_factory.mktemp(workflow)
-        ledger = new_ledger(directory / "ledger.db")
-        Rollouts(ledger, load_model(model)).play("a", num_groups=6)
-        train(settings_for(directory, model, workflow=workflow, **SMALL_ROWS))
-        ledger.close()
-        return directory
+        directory = tmp_path_factory.mktemp("uninterrupted")
+        db = new_ledger(directory / "ledger.db")
+        play_for(workflow, db, model)
+        train_as(workflow, directory, model)
+        weights = trained_weights(db)
+        db.close()
+        return weights
 
     return made
 
@@ -230,25 +231,18 @@ def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_fo
     tmp_path, model, ledger, uninterrupted, stage, workflow, monkeypatch
 ):
     """After a resume, state, claims, buffer and random numbers are those of the last commit."""
-    twin = uninterrupted(workflow)
-    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
-    changes = {"workflow": workflow, **SMALL_ROWS}
-
-    def die():
-        raise Killed
-
-    monkeypatch.setattr(*dying(STAGES[stage], die))
+    expected = uninterrupted(workflow)
+    play_for(workflow, ledger, model)
+    monkeypatch.setattr(*dying(STAGES[stage], Mock(side_effect=Killed)))
     with pytest.raises(Killed):
-        train(settings_for(tmp_path, model, **changes))
-    assert train(settings_for(tmp_path, model, **changes)).progress.num_batches == 2
-
-    with ledger.read() as conn:
-        made = {record.update_id: record.policy_version for record in queries.updates(conn)[0]}
-    assert list(made) == [2, 1]
-    for update_id, version in made.items():
-        expected, resumed = weights(twin, update_id), weights(tmp_path, version)
-        assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-    assert groups_by_status(ledger) == {"trained": 6}
+        train_as(workflow, tmp_path, model)
+    train_as(workflow, tmp_path, model)
+    resumed = trained_weights(ledger)
+    assert {policy_id: len(made) for policy_id, made in resumed.items()} == dict.fromkeys(expected, 2)
+    for policy_id, made in expected.items():
+        for one, other in zip(made, resumed[policy_id], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    assert groups_by_status(ledger) == {"trained": 6 * len(expected)}
 
 
 def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, ledger):

@@ -1,0 +1,135 @@
+"""Several policies in one trainer: adapters of one model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import trainer_ledger
+from support.trainer_ledger import Rollouts, load_model, new_ledger, new_policy, train, train_policies
+
+from trainer import policies as trained_policies
+from turnwise.errors import Conflict, EngineDisagrees
+from turnwise.store import policies, queries
+from turnwise.store.trainer_status import TrainerState, trainer_statuses
+from turnwise.version_directory import read_manifest
+
+
+def settings_for(directory, model, **changes):
+    defaults = {"kind": "lora", "lora_rank": 4, "learning_rate": 1e-2, "num_minibatches": 2, "total_batches": 2}
+    return trainer_ledger.settings_for(directory, model, max_staleness=10, **(defaults | changes))
+
+
+def play(db, model, policy_id, *, num_groups=6, **options):
+    """Play sessions that depend on the policy's number alone."""
+    rollouts = Rollouts(db, load_model(model), policy_id=policy_id, **options)
+    rollouts.play(f"of {policy_id}", num_groups=num_groups, seed=policy_id)
+
+
+def updates(db):
+    """Return policy and version of each update, oldest first."""
+    with db.read() as conn:
+        return [(each.policy_id, each.policy_version) for each in reversed(queries.updates(conn)[0])]
+
+
+def adapter(db, version):
+    with db.read() as conn:
+        return load_file(Path(policies.get_policy(conn, version).path, "adapter_model.safetensors"))
+
+
+def are_equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def reports(db):
+    with db.read() as conn:
+        return {each.trainer_id: (each.state, each.text) for each in trainer_statuses(conn)}
+
+
+def test_two_policies_get_the_weights_of_two_trainers_of_their_own_and_take_turns(tmp_path, model, ledger):
+    """Bit for bit: nothing of one policy's tensors, moments or random numbers reaches another's."""
+    other = new_policy(ledger, "other")
+    for policy_id in (0, other):
+        play(ledger, model, policy_id)
+    states = train_policies(settings_for(tmp_path, model))
+    assert states[0].policy is states[other].policy
+    assert updates(ledger) == [(0, 1), (other, 2), (0, 3), (other, 4)]
+    for policy_id, versions in ((0, (1, 3)), (other, (2, 4))):
+        directory = tmp_path / f"alone {policy_id}"
+        directory.mkdir()
+        alone = new_ledger(directory / "ledger.db")
+        Rollouts(alone, load_model(model)).play(f"of {policy_id}", num_groups=6, seed=policy_id)
+        train(settings_for(directory, model))
+        for number, version in enumerate(versions, 1):
+            assert are_equal(adapter(alone, number), adapter(ledger, version))
+        alone.close()
+    assert not are_equal(adapter(ledger, 3), adapter(ledger, 4))
+
+
+def test_a_policy_that_is_created_during_a_run_takes_turns_with_a_longer_queue(tmp_path, model, ledger, monkeypatch):
+    monkeypatch.setattr(trained_policies, "LOOK_SECONDS", 0.0)
+    play(ledger, model, 0, num_groups=12)
+
+    class CreatesPolicy:
+        def write(self, scalars, step):
+            if "num_groups" in scalars and step == 1:
+                play(ledger, model, new_policy(ledger, "late"), num_groups=12)
+
+        def close(self):
+            pass
+
+    def recorders(settings):
+        return [CreatesPolicy()] if settings.trainer_id == "trainer" else []
+
+    train_policies(settings_for(tmp_path, model, total_batches=4), recorders=recorders)
+    assert [policy_id for policy_id, _ in updates(ledger)] == [0, 0, 1, 0, 1, 0, 1, 1]
+
+
+def test_a_policy_that_fails_is_set_aside_with_its_reason_and_the_others_go_on(tmp_path, model, ledger):
+    """Its sessions were sampled by another model. The next start tries it again, and the others are where they were."""
+    bad, good = new_policy(ledger, "bad"), new_policy(ledger, "good")
+    play(ledger, model, bad, num_groups=12, gap=0.5)
+    for policy_id in (0, good):
+        play(ledger, model, policy_id, num_groups=12)
+    with pytest.raises(EngineDisagrees):
+        train_policies(settings_for(tmp_path, model, groups_per_batch=12, total_batches=1))
+    assert updates(ledger) == [(0, 1), (good, 2)]
+    state, text = reports(ledger)[f"trainer/{bad}"]
+    assert (state, text[:30]) == (TrainerState.DIED, "policy 'bad': EngineDisagrees:")
+    with ledger.read() as conn:
+        assert queries.counts(conn).groups == {"trained": 24, "ready": 12}
+    settings = settings_for(tmp_path, model, groups_per_batch=12, total_batches=1, max_logprob_gap=1.0)
+    assert train_policies(settings)[good].progress.policy_version == 2
+    assert updates(ledger) == [(0, 1), (good, 2), (bad, 3)]
+
+
+def test_a_policy_starts_from_the_version_that_it_was_cloned_from_also_after_a_restart(tmp_path, model, ledger):
+    """Its first batch is refused, which leaves no checkpoint. The version stays on disk as long as it is needed."""
+    play(ledger, model, 0, num_groups=9)
+    train_policies(settings_for(tmp_path, model, total_batches=1))
+    clone = new_policy(ledger, "clone", base_version=1)
+    Rollouts(ledger, load_model(model), policy_id=clone, version=1).play("of clone", num_groups=3)
+    states = train_policies(settings_for(tmp_path, model, total_batches=1, max_logprob_gap=1e-9))
+    assert states[clone].progress.recent_versions == (1,)
+    states[clone].enter()
+    started = {name.replace(".default", ""): value for name, value in states[clone].policy.trained_state().items()}
+    assert are_equal(started, adapter(ledger, 1))
+    Rollouts(ledger, load_model(model), policy_id=clone, version=1).play("more of clone", num_groups=3)
+    states = train_policies(settings_for(tmp_path, model, total_batches=2, keep_versions=1, max_logprob_gap=10.0))
+    assert states[clone].progress.recent_versions == (1, states[clone].progress.policy_version)
+    with ledger.read() as conn:
+        made = Path(policies.get_policy(conn, states[clone].progress.policy_version).path)
+    assert made.parent == tmp_path / "policies" / str(clone)
+    assert read_manifest(made)["parent"] == 1
+
+
+def test_whole_weights_are_not_trained_below_named_policies_and_the_reports_say_why(tmp_path, model, ledger):
+    other = new_policy(ledger, "other")
+    play(ledger, model, 0)
+    with pytest.raises(Conflict, match="which would change the model below the adapters of named policies"):
+        train_policies(settings_for(tmp_path, model, kind="full"))
+    died = {name: text for name, (state, text) in reports(ledger).items() if state is TrainerState.DIED}
+    assert died["trainer"].startswith("Conflict: version 1 has whole weights")
+    assert died[f"trainer/{other}"].startswith("policy 'other': SettingsError: named policies are adapters")
