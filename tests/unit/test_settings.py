@@ -41,6 +41,12 @@ def test_each_source_overrides_the_one_before_it(tmp_path, monkeypatch):
     assert load(port=3, host=None).host == "a"
 
 
+def test_a_file_without_sections_applies_to_the_process_that_reads_it(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("port = 7\n")
+    assert load(path).port == 7
+
+
 def test_a_process_ignores_the_sections_of_others(tmp_path):
     path = tmp_path / "all.toml"
     path.write_text("[trainer]\nlr = 1.0\n[proxy]\nport = 7\n")
@@ -128,3 +134,10 @@ def test_a_secret_never_shows_in_an_error():
     with pytest.raises(SettingsError) as caught:
         load(token=["hunter2"])
     assert "hunter2" not in str(caught.value)
+
+
+def test_direct_construction_reads_nothing_from_outside(tmp_path, monkeypatch):
+    """A test or a program that builds settings itself gets exactly what it wrote."""
+    monkeypatch.setenv("TURNWISE_PROXY_PORT", "2")
+    (tmp_path / "turnwise.toml").write_text("[proxy]\nport = 1\n")
+    assert Shop().port == 8000

@@ -152,12 +152,28 @@ async def test_a_request_after_which_a_new_connection_closes_is_not_sent_again()
     assert len(server.requests) == 1
 
 
+async def test_a_request_with_an_incomplete_answer_is_not_sent_again():
+    async with serving(answering_once_then(OK[:-1])) as (server, client):
+        await get(client)
+        with pytest.raises(Disconnected):
+            await get(client)
+    assert len(server.requests) == 2
+
+
 async def test_a_request_on_a_kept_connection_with_a_first_byte_of_answer_is_not_sent_again():
     async with serving(answering_once_then(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")) as (server, client):
         await get(client)
         with pytest.raises(Disconnected, match="closed the connection"):
             await get(client)
     assert len(server.requests) == 2
+
+
+async def test_a_connection_that_has_idled_too_long_is_not_used(monkeypatch):
+    monkeypatch.setattr("proxy.engines.http_client.IDLE_SECONDS", 0.0)
+    async with serving(answering(OK, times=2)) as (server, client):
+        await asyncio.gather(get(client), get(client))
+        assert await get(client) == (200, b"ok")
+    assert server.num_connections == 3
 
 
 async def test_a_read_from_a_silent_server_times_out():
@@ -236,6 +252,20 @@ async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
                 await asyncio.sleep(0.01)  # much data arrives meanwhile
     assert b"".join(parts) == body
     assert max(map(len, parts)) <= BUFFERED_BYTES + ONE_READ
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+    ],
+)
+async def test_an_answer_that_is_not_http_is_an_error(answer):
+    async with serving(answering(answer)) as (_, client):
+        with pytest.raises(Disconnected, match="not valid HTTP"):
+            await get(client)
 
 
 async def test_a_closed_port_is_a_connection_error():

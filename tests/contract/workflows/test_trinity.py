@@ -226,6 +226,13 @@ def test_a_run_has_one_reward_and_counts_its_steps(proxy, model, kind):
 
 
 @pytest.mark.parametrize("kind", PROPAGATED)
+def test_the_steps_of_a_run_are_counted_up_to_the_one_that_stopped(model, kind):
+    """Step 1 returns False: two environment steps, although `max_step_num` allows more."""
+    made = run(make(kind, model, stop_after=1))
+    assert [exp.metrics for exp in made] == [{"actual_env_steps": 2}] * 3
+
+
+@pytest.mark.parametrize("kind", PROPAGATED)
 def test_a_run_without_any_call_is_judged_too(proxy, model, kind):
     """`reward` is called with an empty list; the session's line finishes it, so that its group need not wait."""
     workflow = make(kind, model, calls=(0, 0, 0))

@@ -16,7 +16,7 @@ from support.trainer_ledger import VOCABULARY, settings_for
 from trainer.learning.attention import BLOCK, dense_mask
 from trainer.main import check_startable
 from trainer.policy.context_parallel import ContextGroup, part_of
-from trainer.policy.mesh import divide_layers
+from trainer.policy.mesh import Division, check_divisible, divide_layers
 from turnwise.errors import SettingsError
 
 CPU = torch.device("cpu")
@@ -172,3 +172,17 @@ def test_a_model_that_cannot_be_divided_is_named_with_the_setting_to_change(plan
     model._tp_plan = plan
     with pytest.raises(SettingsError, match=rf"LlamaForCausalLM: transformers has {reason}.* Set tensor_parallel=1"):
         divide_layers(model, None)
+
+
+def test_numbers_that_do_not_divide_are_refused_by_name(models: Path):
+    with pytest.raises(SettingsError, match=r"6 processes cannot be divided by replicas=2, tensor_parallel=2"):
+        Division(replicas=2, tensor=2).check(6)
+    config = transformers.AutoConfig.from_pretrained(models / "Qwen3")
+    with pytest.raises(SettingsError, match="does not divide the model's num_attention_heads=4"):
+        check_divisible(config, 3)
+
+
+def test_experts_that_do_not_divide_are_refused_by_name(models: Path):
+    config = transformers.Qwen3MoeConfig(**SIZES | {"num_attention_heads": 8}, num_experts=6)
+    with pytest.raises(SettingsError, match="tensor_parallel=4 does not divide the model's num_experts=6"):
+        check_divisible(config, 4)

@@ -156,6 +156,13 @@ def test_schedules_give_the_numbers_worked_by_hand(schedule, expected):
     assert rates == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_schedule_that_ends_needs_an_end():
+    settings = TrainerSettings(model="m", schedule="cosine")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(SettingsError, match="total_batches"):
+        make_scheduler(optimizer, settings)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -189,3 +196,8 @@ def test_the_default_learning_rate_follows_the_size_of_the_model(tmp_path, monke
 def test_several_devices_exclude_the_memory_settings_of_one_process(changes):
     with pytest.raises(SettingsError, match="multi_devices=true shards float32 weights and moments"):
         run(TrainerSettings(model="m", multi_devices=True, **changes))
+
+
+def test_an_optimizer_of_a_missing_package_is_refused_at_the_start():
+    with pytest.raises(SettingsError, match="needs the package 'bitsandbytes', which is not installed"):
+        run(TrainerSettings(model="m", optimizer_state="8bit"))

@@ -128,6 +128,12 @@ def test_a_session_key_may_reward_only_with_that_permission_and_expires_at_its_t
         who(gate, key)
 
 
+def test_session_keys_of_two_tenants_are_different_principals(database, gate):
+    creator = who(gate, new_key(database)[1])
+    keys_of = [gate.session_key(Session(session_id="s", tenant=tenant), creator) for tenant in ("a", "b")]
+    assert who(gate, keys_of[0]).key_id != who(gate, keys_of[1]).key_id
+
+
 def test_a_session_key_is_valid_while_the_key_that_made_it_is(database, gate):
     """It ends when that is revoked or expires, and that of a proxy without keys when the first key is created."""
     session = Session(session_id="s")

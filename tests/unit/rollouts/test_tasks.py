@@ -39,6 +39,12 @@ def test_an_invalid_tasks_file_is_reported_in_one_sentence_with_its_line(tmp_pat
     assert "\n" not in str(raised.value)
 
 
+def test_a_unicode_line_separator_inside_of_a_text_does_not_end_a_task(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": "t1", "prompt": "first\u2028second\u0085third"}\n{"id": "t2"}\n')
+    assert [task.task_id for task in load_tasks(path)] == ["t1", "t2"]
+
+
 def test_different_ids_have_different_slugs():
     slugs = {Task(task_id, {}).slug for task_id in ("a/b", "a-b", "a b", "ä")}
     assert len(slugs) == 4

@@ -33,6 +33,27 @@ def test_a_recorder_that_fails_stops_neither_the_training_nor_the_other_recorder
     assert "JsonLines did not record step 1 (4 records are lost so far): OSError: [Errno 28]" in caplog.text
 
 
+class FailsToClose(JsonLines):
+    """As TensorBoard on a full disk."""
+
+    def close(self) -> None:
+        raise OSError("no space left on device")
+
+
+class Closable(JsonLines):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_recorder_that_cannot_be_closed_neither_ends_the_run_in_an_error_nor_keeps_others_open(tmp_path, caplog):
+    other = Closable(tmp_path / "other.jsonl")
+    ChainRecorder([FailsToClose(tmp_path / "trainer.jsonl"), other]).close()
+    assert other.is_closed
+    assert "FailsToClose was not closed and may have lost its last records: OSError: no space left" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_keeps_optimizer_steps_apart_from_batches(tmp_path):
     pytest.importorskip("tensorboard")
