@@ -79,6 +79,7 @@ def _session_span(session: Json, rewards: Sequence[Json]) -> Json:
         "turnwise.reward": session["reward"],
         "langfuse.trace.metadata.reward": session["reward"],
         "langfuse.trace.metadata.session_id": session["session_id"],
+        "langfuse.trace.metadata.tenant": session["tenant"],
     }
     return {
         "traceId": trace_id_of(session),
