@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.browser import running_browser, visit
 from support.engines import RunningEngine, load_own_weights
 from support.proxies import RunningProxy, StartProxy
 
@@ -25,16 +26,19 @@ pytestmark = pytest.mark.engine
 
 AGENT = Path(__file__).parents[2] / "examples" / "trail" / "agent.py"
 GROUPS, GROUP_SIZE = 2, 4
+NUM_RATED = 8
 UPDATE_SECONDS = 120.0
 
 
 @contextlib.contextmanager
-def running_trainer(proxy: RunningProxy, model_dir: Path, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running_trainer(
+    proxy: RunningProxy, model_dir: Path, directory: Path, *more: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a trainer that publishes a version for every two groups."""
     flags = ["--database", proxy.database_url, "--model", str(model_dir), "--policies-dir", str(directory / "policies")]
     flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--no-progress"]
     # The small model is hardly warmed up; what is tested is the loop, so a step must change something.
-    flags += ["--learning-rate", "0.01", "--max-staleness", "100"]
+    flags += ["--learning-rate", "0.01", "--max-staleness", "100", *more]
     with (directory / "trainer.log").open("ab") as log:
         process = subprocess.Popen(command("train", *flags), stdout=log, stderr=log, start_new_session=True)
     try:
@@ -110,6 +114,30 @@ def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(
     served = Path(second["path"])
     assert json.loads((served / "turnwise.json").read_text())["version"] == 2
     assert (served / "model.safetensors").read_bytes() != (engine.model_dir / "model.safetensors").read_bytes()
+
+
+def test_thumbs_that_a_person_gives_in_a_browser_become_a_served_version(
+    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, base_weights
+):
+    """Conversations without a group, a reward or a task: only the clicks on the page say which replies were good."""
+    proxy = start_proxy(engine.url)
+    singles = ("--singles-per-group", str(NUM_RATED // GROUPS))
+    with Client(proxy.url) as client, running_browser() as browser, visit(browser, proxy) as window:
+        for number in range(NUM_RATED):
+            session = client.create_session(session_id=f"chat-{number}")
+            asked = [{"role": "user", "content": "Hello."}]
+            session.openai().chat.completions.create(model="small", messages=asked, max_completion_tokens=8)
+            session.end()
+        with running_trainer(proxy, engine.model_dir, tmp_path, *singles):
+            for number in range(NUM_RATED):
+                page = window.open(f"#session/chat-{number}")
+                page.click("summary:text-is('Feedback')")
+                page.click(f"button[aria-label='{'Good' if number % 2 else 'Bad'} reply']")
+                page.wait_for_selector(f".given:text('reward feedback {number % 2}')")
+            served = wait_for_version(client, 1, tmp_path / "trainer.log")
+        assert [update["num_sessions"] for update in client.updates()] == [NUM_RATED]
+    weights = [directory / "model.safetensors" for directory in (Path(served["path"]), engine.model_dir)]
+    assert weights[0].read_bytes() != weights[1].read_bytes()
 
 
 def test_the_demo_agent_does_not_import_turnwise():
