@@ -32,7 +32,7 @@ FROM ${PYTHON_IMAGE}
 # A fresh named volume takes the owner of the directory it is mounted over.
 RUN groupadd --gid 10001 turnwise \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin turnwise \
-    && install --directory --owner=turnwise --group=turnwise /policies /models/policy /secrets /operator
+    && install --directory --owner=turnwise --group=turnwise /policies /models/policy /plugin /secrets /operator
 COPY --from=build /opt/turnwise /opt/turnwise
 ENV PATH=/opt/turnwise/bin:${PATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 USER 10001:10001

@@ -64,7 +64,7 @@ class Processes:
         environment = {
             key: self._database_url if key.endswith("_DATABASE") else value
             for key, value in service["environment"].items()
-            if key not in {"HOME", "USER"}
+            if key not in {"HOME", "USER", "PYTHONPATH"}
         }
         return Child(
             name=name,

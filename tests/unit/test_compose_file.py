@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,8 @@ from compose import compose_file
 from compose.compose_file import COMPOSE_FILE, ROOT, Service
 
 from turnwise.commands.cli import main
+from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
+from turnwise.engine_plugin.__main__ import write_plugin
 from turnwise.processes.engine_command import EngineSettings, build_command
 
 FILLED_IN = {"MODEL_DIR": "/srv/model"}
@@ -123,7 +126,7 @@ def test_the_engines_are_vllms_own_images_of_one_release() -> None:
 def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
     """The container runs the command that `turnwise engine --dry-run` prints, with the share of the GPU added.
 
-    vLLM's images have no plugin of Turnwise, so their engines read weights from directories.
+    vLLM's images have no package of Turnwise, so their engines read weights from directories.
     """
     name = "engine" if profile == "gpu" else "engine-cpu"
     service = service_of(profile, name)
@@ -140,6 +143,21 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
     share = ["--gpu-memory-utilization", "0.4", "--tensor-parallel-size", "1"] if profile == "gpu" else []
     assert shlex.split(service["command"]) == ["/models/policy", *flags, *share]
     assert wanted.environment.items() <= service["environment"].items() | {("HF_HUB_OFFLINE", "1")}
+
+
+def test_the_engine_on_a_cpu_loads_the_plugin_that_the_model_service_writes(tmp_path: Path) -> None:
+    """Without it a tied output head stays old after a reload, and each version is refused."""
+    services = compose_file.services("cpu", FILLED_IN)
+    assert "plugin:/plugin" in services["model"]["volumes"]
+    assert services["model"]["command"][0].endswith("python3 -m turnwise.engine_plugin /plugin")
+    assert "plugin:/plugin:ro" in services["engine-cpu"]["volumes"]
+    assert services["engine-cpu"]["environment"]["PYTHONPATH"] == "/plugin"
+    for _ in range(2):
+        write_plugin(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    ours = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=BACKEND)
+    assert [point.value for point in found.entry_points] == [point.value for point in ours]
+    assert (tmp_path / "turnwise" / "engine_plugin" / "tied_head.py").is_file()
 
 
 @each_profile
