@@ -167,7 +167,7 @@ def _engine_problem(url: str, error: Exception) -> str:
         reply = error.response
         hint = ADDRESS_HINT if reply.status_code == HTTPStatus.NOT_FOUND else "the log of that server states the reason"
         return f"{url} answers {reply.status_code} to GET {reply.request.url.path}; {hint}"
-    return f"{url} does not answer ({error}); start one with `turnwise engine --model DIR`"
+    return f"{url} does not answer ({error}); start one with `turnwise engine --model DIR`, or all with `turnwise up`"
 
 
 def _requirements(http: httpx2.Client, model: str, model_path: str) -> list[Requirement]:

@@ -60,6 +60,9 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
             key = lambda line: json.dumps(line["messages"] if "messages" in line else line["tokens"])  # noqa: E731
             assert sorted(map(key, served)) == sorted(map(key, stored))
         assert set(stored[0]) - set(served[0]) == {"tenant", "routed_experts"}  # of the last format, experiences
+        written = run("export", "--format", "trl", "--output", str(tmp_path / "trl.jsonl"), *there)
+        assert written.stderr == f"wrote 2 lines of trl to {tmp_path / 'trl.jsonl'}\n"
+        assert "the newest 1; --limit shows more" in run("sessions", "--limit", "1", *there).stderr
         (document,) = lines_of(run("export", "--format", "sessions", "--session-id", "a", *there))
         (whole,) = lines_of(run("export", "--format", "sessions", "--session-id", "a", "--database", url))
         assert set(document) == set(whole)

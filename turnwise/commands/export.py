@@ -85,6 +85,8 @@ def export(
             count = _write_stored(database, archive, format_name, lines, path, given | {"min_reward": min_reward})
     if as_json:
         click.echo(json.dumps({"format": format_name, "count": count}), err=True)
+    elif path is not None:
+        click.echo(f"wrote {count} {'line' if count == 1 else 'lines'} of {format_name} to {path}", err=True)
 
 
 def _remote_lines(

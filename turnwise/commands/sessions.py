@@ -48,7 +48,7 @@ def sessions(
     with remote(url, api_key, database) as client:
         if client is not None:
             listed = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
-            print_stored(listed, "matching sessions", client.base_url, as_json=as_json, columns=COLUMNS)
+            _print_sessions(listed, limit, client.base_url, as_json=as_json)
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
@@ -57,7 +57,13 @@ def sessions(
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
         found = [values_of(session) for session in queries.sessions(conn, filter_of(chosen), limit=limit)[0]]
+    _print_sessions(found, limit, place, as_json=as_json)
+
+
+def _print_sessions(found: list[Json], limit: int, place: str, *, as_json: bool) -> None:
     print_stored(found, "matching sessions", place, as_json=as_json, columns=COLUMNS)
+    if len(found) == limit and not as_json:
+        click.echo(f"these are the newest {limit}; --limit shows more", err=True)
 
 
 @click.command("prune")
