@@ -15,7 +15,7 @@ from proxy.continuation.forest import NO_ROOT, KnownTurn, Root
 from proxy.continuation.plan import NO_IDS, Plan
 from proxy.continuation.roles import Found, read_root
 from proxy.dialects.base import Call
-from proxy.dialects.captured import Captured, Choice
+from proxy.dialects.captured import SENT, Captured, Choice
 from proxy.writer.process import NewTurn
 from turnwise.types import Json, Outcome, Role, Session, TokenIds
 
@@ -84,7 +84,7 @@ def build_turns(
         found: its role.
         aborted: what cut the reply off; None for a complete reply.
     """
-    echo = _echoed_prompt(captured.prompt_ids, plan, echoes_sent=captured.echoes_prompt and not captured.prompt_ids)
+    echo = _echoed_prompt(captured.prompt_ids, plan)
     unsampled = unsampled_reason(call)
     common = _common(call, timing, session, inferred_by)
     turns = []
@@ -159,10 +159,10 @@ class _Prompt(NamedTuple):
     parent: KnownTurn | None
 
 
-def _echoed_prompt(echo: bytes, plan: Plan, *, echoes_sent: bool = False) -> _Prompt:
-    """Return the prompt that the engine says it sampled after; with `echoes_sent` it is known to be the one sent."""
+def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
+    """Return the prompt that the engine says it sampled after."""
     sent = plan.prompt
-    if sent is not None and (echoes_sent or echo == sent.json()[1:-1]):
+    if sent is not None and (echo == SENT or echo == sent.json()[1:-1]):
         return _Prompt(sent.num_ids, plan.between, b"", True, plan.parent)
     return _Prompt(count_ids(echo), NO_IDS, echo, sent is None, None)
 

@@ -14,6 +14,9 @@ import msgspec
 
 from turnwise.types import Json, Turn
 
+SENT = b"-0"
+"""Stands for the ids of the prompt that was sent, where the engine returns these; no engine writes an id so."""
+
 
 @dataclasses.dataclass(slots=True)
 class Choice:
@@ -35,11 +38,10 @@ class Captured:
     """Everything that the engine has returned for one call."""
 
     prompt_ids: bytes = b""
-    """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
+    """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them. `SENT` for those that were
+    sent."""
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
     model: str = ""
-    echoes_prompt: bool = False
-    """Whether the engine has returned the ids of the prompt that was sent; `prompt_ids` is empty then."""
     has_routing: bool = False
     """Whether the engine has returned the experts of the tokens."""
 

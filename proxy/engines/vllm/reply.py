@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from proxy.continuation.encoded_ids import EncodedIds
-from proxy.dialects.captured import Captured, Choice
+from proxy.dialects.captured import SENT, Captured, Choice
 from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
@@ -23,6 +23,7 @@ ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
 """The experts of each token; no JSON string can contain this text, because it escapes quotes."""
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
+SENT_IDS = b"[%b]" % SENT
 LOGPROBS, NO_LOGPROBS = b'"logprobs":{', b'"logprobs":null'
 SEPARATOR = b",\n"
 """Between the parts: no JSON string has a line feed, and no chunk has one elsewhere."""
@@ -88,7 +89,7 @@ def read_parts(
     """
     text = SEPARATOR.join(parts)
     if prompt is not None and not shows_token_ids:
-        text = _without_echo(text, captured, prompt)
+        text = _without_echo(text, prompt)
     replies = _replies.decode(b"[%b]" % text)
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
@@ -112,7 +113,7 @@ def read_ids(array: msgspec.Raw) -> bytes:
     text = bytes(array)
     if text == NULL:
         return b""
-    if not _is_list_of_ids(text):
+    if text != SENT_IDS and not _is_list_of_ids(text):
         text = text.translate(None, SPACES)
         if not _is_list_of_ids(text):
             raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {text[:80]!r}")
@@ -203,13 +204,12 @@ def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:
     return text
 
 
-def _without_echo(text: bytes, captured: Captured, prompt: EncodedIds) -> bytes:
-    """Return parts with `null` for the ids of the prompt if they are those that were sent: the decoder skips slowly."""
+def _without_echo(text: bytes, prompt: EncodedIds) -> bytes:
+    """Return parts with `SENT` in the place of the ids that were sent: the decoder skips a long list slowly."""
     begin = text.find(PROMPT_IDS) + len(PROMPT_IDS)
     if begin < len(PROMPT_IDS) or not text.startswith(b"[", begin) or not text.startswith(sent := prompt.json(), begin):
         return text
-    captured.echoes_prompt = True
-    return b"".join((text[:begin], NULL, memoryview(text)[begin + len(sent) :]))
+    return b"".join((text[:begin], SENT_IDS, memoryview(text)[begin + len(sent) :]))
 
 
 def without_thinking(raw: bytes) -> bytes:

@@ -16,7 +16,7 @@ from proxy.continuation.forest import KnownTurn
 from proxy.continuation.memory import digest_stored, known_turns
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
-from proxy.dialects.captured import Captured, Choice
+from proxy.dialects.captured import SENT, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.vllm.sampling import effective, request
 from proxy.writer.process import NewTurn, complete
@@ -176,7 +176,7 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
 
 def test_each_of_several_choices_extends_the_parent():
     call = call_of(USER, REPLY, USER, n=2, key="k")
-    captured = Captured(choices={1: choice(8), 0: choice(7)}, echoes_prompt=True)
+    captured = Captured(SENT, {1: choice(8), 0: choice(7)})
     turns = built(call, extending(call), captured)
     assert [(turn.turn_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
         ("chatcmpl-1", "parent", "k#0"),

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from proxy.continuation.encoded_ids import encode_ids
-from proxy.dialects.captured import Captured, read_logprobs
+from proxy.dialects.captured import SENT, Captured, read_logprobs
 from proxy.engines.vllm.reply import read_parts
 from proxy.settings import ProxySettings
 
@@ -100,8 +100,15 @@ def test_the_prompt_that_was_sent_is_recognised_in_the_reply(echo, is_sent):
     parts = [b'{"choices":[],"prompt_token_ids":%b}' % echo, b'{"choices":[],"prompt_token_ids":null}']
     shown = read_parts(parts, captured, sent, shows_logprobs=False, shows_token_ids=False, shows_empty=True)
     assert shown == [b'{"choices":[],"prompt_token_ids":null}'] * 2
-    assert captured.echoes_prompt == is_sent
-    assert captured.prompt_ids == (b"" if is_sent else echo.strip(b"[]nul").replace(b" ", b""))
+    assert captured.prompt_ids == (SENT if is_sent else echo.strip(b"[]nul").replace(b" ", b""))
+
+
+def test_ids_of_another_field_are_not_taken_for_the_prompt():
+    """Such as the parameters of a transfer, which a reply may repeat."""
+    captured, sent = Captured(), encode_ids(np.array([1, 22], np.int32))
+    part = b'{"kv_transfer_params":{"prompt_token_ids":[1,22]},"choices":[],"prompt_token_ids":[3]}'
+    read_parts([part], captured, sent, shows_logprobs=False, shows_token_ids=False, shows_empty=True)
+    assert captured.prompt_ids == b"3"
 
 
 @pytest.mark.parametrize("separators", [COMPACT, SPACED])
