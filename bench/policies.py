@@ -6,6 +6,9 @@ model's layers over all of them and each row's own adapter: by stacked products 
 gradients must agree. Times are CPU seconds of one thread; the candidates run alternately, and the best round counts.
 The model has the shape of the demo's. Packed rows without any adapter are the least that packing could take.
 
+`python bench/policies.py --trainer` trains them with the trainer, and prints the share of each part of a batch in the
+CPU seconds of its main thread, and what a policy takes on disk.
+
 Legend: P policies, R rows of a policy, T tokens of a row.
 """
 
@@ -13,18 +16,33 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
+from rollouts import SIZES, play, write_model
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from trainer.claims import Claims
+from trainer.commit import Commits
+from trainer.policies import Policies
 from trainer.policy.adapters import Adapter
+from trainer.policy.agent import PolicyAgent
+from trainer.settings import TrainerSettings
+from trainer.train import OnPolicyWorkflow
+from trainer.update import Updates
 from turnwise.demo.small_model import SmallModelSpec
+from turnwise.store import named_policies
+from turnwise.store.database import Database
 
 FASTER = 2.0
 """Required speedup of packed steps at 8 policies."""
@@ -189,6 +207,84 @@ def check(found: Sequence[list[list[Tensor]]]) -> None:
                     sys.exit(f"gradients differ by {gap:.2g} of the largest")
 
 
+PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "claims": (Claims, ("next", "refilled", "selected", "batch_of")),
+    "step": (Updates, ("with_token_credit", "take")),
+    "export": (PolicyAgent, ("export",)),
+    "publish": (Commits, ("next_version", "_published")),
+    "state": (Commits, ("_write_behind", "settle")),
+}
+"""The parts of a batch, and the methods that do them; the state is written and acknowledged by a thread."""
+BATCHES, GROUPS = 3, 8
+
+
+def train(num_policies: int, scratch: Path) -> dict[str, Any]:
+    """Train policies over one ledger; return shares of the parts, and sizes."""
+    database = Database(f"sqlite:///{scratch}/ledger.db")
+    database.upgrade()
+    size, num_turns = SIZES["small"], 4
+    write_model(scratch / "model", size, num_turns)
+    with database.write() as conn:
+        made = [named_policies.create_named_policy(conn, "default", f"p{n}")[0] for n in range(1, num_policies)]
+    for policy_id in [0, *(policy.policy_id for policy in made)]:
+        play(database, size, 4 * GROUPS * BATCHES, num_turns, policy_id)
+    seconds: Counter[str] = Counter()
+    for part, (owner, names) in PARTS.items():
+        for name in names:
+            setattr(owner, name, _timed(getattr(owner, name), part, seconds))
+    settings = TrainerSettings(
+        database=f"sqlite:///{scratch}/ledger.db",
+        model=str(scratch / "model"),
+        policies_dir=scratch / "policies",
+        kind="lora",
+        lora_rank=RANK,
+        groups_per_batch=GROUPS,
+        num_minibatches=2,
+        total_batches=BATCHES,
+        wait_seconds=0.0,
+        progress=False,
+        max_logprob_gap=10.0,  # all batches were sampled by version 0
+    )
+    policies = Policies(settings, OnPolicyWorkflow)
+    began = time.monotonic()
+    policies.learn()
+    wall = time.monotonic() - began
+    policies.close()
+    database.close()
+    total = sum(seconds.values())
+    files = {
+        name: _size(path)
+        for name, path in (("version", "v000001"), ("state", "v000001.trainer"))
+        for path in [scratch / "policies" / path]
+    }
+    return {
+        "policies": num_policies,
+        "batches": num_policies * BATCHES,
+        "seconds_a_batch": round(total / num_policies / BATCHES, 3),
+        "wall_seconds": round(wall, 1),
+        **{f"{part}_share": round(seconds[part] / total, 3) for part in PARTS},
+        **{f"{name}_bytes": value for name, value in files.items()},
+    }
+
+
+def _timed(function: Callable[..., Any], part: str, seconds: Counter[str]) -> Callable[..., Any]:
+    """Return a function that adds its CPU seconds to those of a part."""
+
+    @functools.wraps(function)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return function(*arguments, **options)
+        finally:
+            seconds[part] += time.thread_time() - began
+
+    return timed
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
 def main() -> None:
     """Print a line of JSON for each number of policies and size of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,8 +292,14 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--rows", type=int, default=2, help="rows of each policy in a step")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trainer", action="store_true", help="train them, and time the parts of a batch")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.trainer:
+        for count in given.policies:
+            with tempfile.TemporaryDirectory() as scratch:
+                print(json.dumps(train(count, Path(scratch))), flush=True)
+        return
     for row_tokens in given.row_tokens:
         for count in given.policies:
             seconds = measure(count, row_tokens, given.rows, given.rounds)

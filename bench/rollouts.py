@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from turnwise.experience import Experience
 from turnwise.store import experiences, ledger
 from turnwise.store.database import Database
-from turnwise.types import Reward, Session, Turn
+from turnwise.types import DEFAULT_POLICY, Reward, Session, Turn
 
 GROUP_SIZE = 4
 
@@ -84,12 +84,16 @@ def write_model(directory: Path, size: Size, max_turns: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
-def play(database: Database, size: Size, num_sessions: int, num_turns: int) -> None:
+def play(database: Database, size: Size, num_sessions: int, num_turns: int, policy_id: int = DEFAULT_POLICY) -> None:
     """Write finished sessions of random tokens with logprobs of about log(1 / vocabulary), as under random weights."""
     for number in range(num_sessions):
-        group_id = f"{num_turns}-turns-{number // GROUP_SIZE}"
+        group_id = f"{num_turns}-turns-{number // GROUP_SIZE}" + (f"-of-{policy_id}" if policy_id else "")
         session = Session(
-            session_id=f"{group_id}-{number}", task_id=f"{num_turns}", group_id=group_id, group_size=GROUP_SIZE
+            session_id=f"{group_id}-{number}",
+            task_id=f"{num_turns}",
+            group_id=group_id,
+            group_size=GROUP_SIZE,
+            policy_id=policy_id,
         )
         with database.write() as connection:
             ledger.create_session(connection, session)
