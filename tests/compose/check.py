@@ -156,8 +156,7 @@ def _volumes_alone_are_left(engine: ContainerEngine) -> list[str]:
     volumes = leftovers.pop("volumes")
     if any(leftovers.values()):
         raise CheckError(f"`down` left {leftovers} behind")
-    names = ("database", "demo-model", "operator", "policies", "secrets")
-    wanted = sorted(f"{containers.PROJECT}_{name}" for name in names)
+    wanted = sorted(f"{containers.PROJECT}_{name}" for name in compose_file.volumes())
     if not set(wanted) - {f"{containers.PROJECT}_demo-model"} <= set(volumes) <= set(wanted):
         raise CheckError(f"`down` was to leave the volumes {wanted}, there are {sorted(volumes)}")
     return sorted(volumes)

@@ -33,6 +33,11 @@ def services(profile: str, variables: Mapping[str, str]) -> dict[str, Service]:
     return _in_start_order(chosen)
 
 
+def volumes() -> list[str]:
+    """Return the names of the file's volumes."""
+    return list(yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))["volumes"])
+
+
 def variables() -> dict[str, str | None]:
     """Return the variables that the file reads, each with its default; None where a value is required."""
     found: dict[str, str | None] = {}
