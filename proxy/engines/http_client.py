@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import os
 import socket
@@ -92,13 +93,16 @@ class HttpClient:
         sent: Pieces = [head.encode("latin-1"), *pieces]
         sent = [b"".join(sent)] if length < COPIED_BYTES else sent
         patience = silence_seconds or self._silence_seconds
-        idle = self._take_idle()
-        if idle is not None:
-            try:
-                return _not_redirected(await idle.exchange(sent, patience))
-            except _Stale:
-                pass
-        return _not_redirected(await (await self._connect()).exchange(sent, patience))
+        connection, answer = self._take_idle(), None
+        if connection is not None:
+            with contextlib.suppress(_Stale):
+                answer = await connection.exchange(sent, patience)
+        if answer is None:
+            answer = await (await self._connect()).exchange(sent, patience)
+        if 300 <= answer.status < 400:
+            with answer:
+                raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
+        return answer
 
     def _take_idle(self) -> _Connection | None:
         """Return the most recently used idle connection; if even that is too old, close all and return None."""
@@ -134,18 +138,6 @@ class HttpClient:
         """Fail all running requests with `Disconnected`, and close all connections."""
         for connection in list(self._open):
             connection.fail(Disconnected(reason))
-
-
-def _not_redirected(answer: Answer) -> Answer:
-    """Return an answer.
-
-    Raises:
-        Disconnected: it is a redirect.
-    """
-    if 300 <= answer.status < 400:
-        with answer:
-            raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
-    return answer
 
 
 def in_steps(pieces: Pieces) -> Iterator[list[memoryview]]:
