@@ -21,16 +21,20 @@ from turnwise.store.database import Connection
 from turnwise.store.played import Played
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
-Sentinel = Literal["broken_calls", "failed_calls", "questions", "repeats", "empty", "given_up", "length", "certainty"]
+Sentinel = Literal[
+    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty"
+]
 """`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
-`failed_calls`: of tool results that report an error.
-`questions`: of replies that end with a question mark. `repeats`: of replies that repeat an earlier one of the session.
-`empty`: of replies that are empty or cut. `given_up`: sessions that expired. `length`: tokens of a reply. `certainty`:
-mean logprob of a token, which rises as the entropy falls."""
+`failed_calls`: of tool results that report an error or that the call was refused.
+`questions`: of replies that end with a question mark. `refusals`: of replies that decline, in English.
+`repeats`: of replies that repeat an earlier one of the session. `empty`: of replies that are empty or cut.
+`given_up`: sessions that expired. `length`: tokens of a reply. `certainty`: mean logprob of a token, which rises as the
+entropy falls."""
 BOUNDS: Mapping[Sentinel, float] = {
     "broken_calls": 0.1,
     "failed_calls": 0.2,
     "questions": 0.2,
+    "refusals": 0.2,
     "repeats": 0.2,
     "empty": 0.1,
     "given_up": 0.2,
@@ -45,6 +49,10 @@ MAX_SESSIONS = 200
 """Sessions that are read of each side."""
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of an alarm: about 2.5 % of normal draws lie beyond."""
+FAILURES = ("error", "denied", "permission denied", "refused", "rejected")
+"""How a tool's result begins that says that the call failed, or that a person or a rule refused it."""
+DECLINES = ("i can't", "i can\N{RIGHT SINGLE QUOTATION MARK}t", "i cannot", "i'm sorry", "i am sorry", "sorry, ")
+"""How a reply begins that declines."""
 NUM_NAMED = 3
 """Sessions that an alarm names, the most extreme ones first."""
 
@@ -146,7 +154,7 @@ def _failed_calls(one: Played) -> float | None:
 
 
 def _reports_error(result: Json) -> bool:
-    """Return whether a tool's result says that it failed: by its first word, or by `error` in its JSON object."""
+    """Return whether a tool's result says that it failed: by its first words, or by `error` in its JSON object."""
     content = result.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -157,7 +165,7 @@ def _reports_error(result: Json) -> bool:
         except ValueError:
             return False
         return bool(found.get("error") or found.get("is_error"))
-    return text[: len("error")].lower() == "error"
+    return text.lower().startswith(FAILURES)
 
 
 def _text(turn: Turn) -> str:
@@ -169,6 +177,12 @@ def _questions(one: Played) -> float | None:
     replies = [_text(turn) for turn in one.turns if not _calls(turn) and _text(turn)]
     asking = [text.endswith(("?", "\N{FULLWIDTH QUESTION MARK}")) for text in replies]
     return statistics.fmean(asking) if asking else None
+
+
+def _refusals(one: Played) -> float | None:
+    replies = [turn for turn in one.turns if not _calls(turn) and (_text(turn) or turn.response.get("refusal"))]
+    refusing = [bool(turn.response.get("refusal")) or _text(turn).lower().startswith(DECLINES) for turn in replies]
+    return statistics.fmean(refusing) if refusing else None
 
 
 def _repeats(one: Played) -> float | None:
@@ -202,6 +216,7 @@ MEASURES: Mapping[Sentinel, Callable[[Played], float | None]] = {
     "broken_calls": _broken_calls,
     "failed_calls": _failed_calls,
     "questions": _questions,
+    "refusals": _refusals,
     "repeats": _repeats,
     "empty": _empty,
     "given_up": _given_up,

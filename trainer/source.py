@@ -148,6 +148,10 @@ class LedgerSource:
         self._alarm: str | None = None
         self._checked_at = -math.inf
         """When the sentinels were read last, on the monotonic clock, and what they found."""
+        self._alarmed: int | None = None
+        """The version that was served at an alarm; None once it was answered."""
+        self._undone = range(0)
+        """The versions that were undone after an alarm: what they sample is not trained, its rewards may be wrong."""
 
     def next_batch(self, at: Position, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`, or after so many seconds.
@@ -454,6 +458,7 @@ class LedgerSource:
                 now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
             self._close_stalled(now)
             self._close_unrewarded(now)
+            self._drop_undone()
             since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
             with self._db.read() as conn:
                 of = self.policy_id
@@ -479,7 +484,20 @@ class LedgerSource:
         if is_due and self._rule.sentinels and time.monotonic() - self._checked_at >= SENTINEL_SECONDS:
             self._alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id)
             self._checked_at = time.monotonic()
+            active = None if self._alarm is None else policies.active_policy(conn, self.policy_id)
+            self._alarmed = None if active is None else active.version
         return self._alarm
+
+    def _drop_undone(self) -> None:
+        """Drop what the versions sampled that a person undid after an alarm."""
+        if self._alarmed is not None:
+            with self._db.read() as conn:
+                active = policies.active_policy(conn, self.policy_id)
+            if active is not None and active.version < self._alarmed:
+                self._undone = range(active.version + 1, self._alarmed + 1)
+                self._alarmed = self._alarm = None
+        if self._undone and (dropped := claims.drop_undone(self._db, self._undone, "sentinel", self.policy_id)):
+            log.warning("dropped %d groups of versions that were undone after an alarm", dropped)
 
     def _close_unrewarded(self, now: datetime) -> None:
         if self._rule.unrewarded_seconds is None:

@@ -163,6 +163,14 @@ def claim(
     return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
 
 
+def drop_undone(db: Database, versions: range, reason: str, policy_id: int = DEFAULT_POLICY) -> int:
+    """Drop the groups of a policy that could be claimed and that these versions sampled; return their number."""
+    with db.write() as conn:
+        first = groups.c.policy_version_first
+        is_undone = sa.and_(first >= versions.start, first < versions.stop)
+        return len(_drop(conn, sa.and_(_is_claimable(clock(conn, None), policy_id), is_undone), reason))
+
+
 def num_claimable(
     conn: sa.Connection, *, with_imported: bool = False, policy_id: int = DEFAULT_POLICY
 ) -> tuple[int, int]:
@@ -304,9 +312,7 @@ def _drop_stale(conn: sa.Connection, instant: int, policy_id: int, min_policy_ve
     if min_policy_version is None:
         return 0
     is_old = groups.c.policy_version_first < min_policy_version
-    stale = sa.update(groups).where(_is_claimable(instant, policy_id), is_old)
-    dropped = stale.values(status=GroupStatus.DROPPED.value, leased_until=None, reason="stale")
-    group_ids = list(conn.execute(dropped.returning(groups.c.group_id)).scalars())
+    group_ids = _drop(conn, sa.and_(_is_claimable(instant, policy_id), is_old), "stale")
     if group_ids:
         log.warning(
             "dropped %d groups with a turn older than policy version %d (max_staleness): %s",
@@ -315,6 +321,13 @@ def _drop_stale(conn: sa.Connection, instant: int, policy_id: int, min_policy_ve
             ", ".join(group_ids[:NAMED_GROUPS]) + (" …" if len(group_ids) > NAMED_GROUPS else ""),
         )
     return len(group_ids)
+
+
+def _drop(conn: sa.Connection, condition: sa.ColumnElement[bool], reason: str) -> list[str]:
+    """Drop groups; return their ids."""
+    dropped = sa.update(groups).where(condition)
+    dropped = dropped.values(status=GroupStatus.DROPPED.value, leased_until=None, reason=reason)
+    return list(conn.execute(dropped.returning(groups.c.group_id)).scalars())
 
 
 def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:

@@ -15,7 +15,7 @@ from trainer import sentinels
 from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
 from trainer.sentinels import alarms
 from trainer.source import LedgerSource
-from turnwise.store import ledger, played, policies
+from turnwise.store import claims, ledger, played, policies
 from turnwise.store.database import Database
 from turnwise.store.played import Played
 from turnwise.store.trainer_status import trainer_statuses
@@ -44,8 +44,12 @@ def session(number: int, *turns: Turn, status: SessionStatus = SessionStatus.END
 GOOD = calling("edit", '{"path": "a"}')
 HACKS = {
     "broken_calls": ((GOOD,), (calling("edit", "{"),)),
-    "failed_calls": ((result("done"), result('{"error": null}')), (result('{"error": "no file"}'), result("Error 3"))),
+    "failed_calls": (
+        (result("done"), result('{"error": null}')),
+        (result('{"error": "no file"}'), result("Rejected by the user")),
+    ),
     "questions": ((turn(),), (turn("Shall I really do it?"),)),
+    "refusals": ((turn(),), (turn("I'm sorry, but no."),)),
     "repeats": ((turn("a"), turn("b")), (turn("a"), turn("a"))),
     "empty": ((turn(),), (turn(""),)),
     "length": ((turn(),), (turn(token_ids=np.arange(9, dtype=np.int32)),)),
@@ -118,6 +122,36 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
         wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
         source.close()
         assert taken.result() is None
+
+
+def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_else(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with database.write() as conn:
+        for version in (0, 1):
+            policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}"))
+        policies.activate_policy(conn, 1)
+    for version in (0, 1):
+        add_session(database, f"s{version}", turns=0)
+        sampled = turn(policy_version_first=version, policy_version_last=version)
+        with database.write() as conn:
+            named = {"turn_id": f"t{version}", "chain_id": f"t{version}", "session_id": f"s{version}"}
+            ledger.append_turns(conn, [dataclasses.replace(sampled, **named)])
+        finish(database, f"s{version}")
+    alarm = ["sentinel 'questions' is beyond its bound"]
+    monkeypatch.setattr(sentinels, "check", lambda *_: alarm[0] if alarm else None)
+    source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
+    with ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(source.next_batch, Position())
+        wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
+        alarm.clear()
+        with database.write() as conn:
+            policies.activate_policy(conn, 0)
+        batch = taken.result(30)
+    assert [one.session_id for one in batch.experiences] == ["s0"]
+    with database.read() as conn:
+        assert sum(claims.num_claimable(conn)) == 0
+    source.close()
 
 
 def states(database: Database) -> list[str]:
