@@ -173,7 +173,12 @@ def test_the_wire_format_is_that_of_an_engine(teachers):
     with running_fake_engine() as engine:
         teacher = Teacher(url=f"{engine.url}/v1", model=engine.state.script.model)
         scores = teachers(teacher).score(batch_of(experience(turns=2)), [0])
+        prompt = np.frombuffer(b"Hello.", np.uint8).astype(np.int32)
+        (whole,), unscored = teachers(teacher).replies([prompt], 500)
+        (cut,), why = teachers(teacher).replies([prompt], 1)
     close(scores.logprobs, [logprobs_of(token, 1.0, count=0)[0] for token in (2, 3, 5, 6)])
+    assert (len(whole) > 1, unscored) == (True, {})
+    assert (len(cut), why) == (0, {"too_long": 1})
 
 
 def test_a_student_moves_towards_its_teacher_and_the_gauges_show_it(tmp_path, model, ledger, serve):
