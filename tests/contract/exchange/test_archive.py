@@ -22,7 +22,7 @@ from turnwise.exchange import archive
 from turnwise.store import ledger, retention
 from turnwise.store.database import Database
 from turnwise.store.tables import groups, rewards, sessions, trained_sessions, turns
-from turnwise.types import GroupStatus, Reward, utc_now
+from turnwise.types import DEFAULT_POLICY, GroupStatus, Reward, utc_now
 
 LATER = utc_now() + datetime.timedelta(days=1)
 
@@ -146,7 +146,8 @@ def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(databa
     archive.archive(database, tmp_path, LATER)
     with database.write() as conn:
         other = {"tenant": "default", "group_id": "other", "status": "open", "num_sessions": 0, "num_finished": 0}
-        conn.execute(sa.insert(groups).values(group_pk=before["g"], last_active_at=0, fencing_token=0, **other))
+        numbers = {"group_pk": before["g"], "policy_id": DEFAULT_POLICY, "last_active_at": 0, "fencing_token": 0}
+        conn.execute(sa.insert(groups).values(**numbers, **other))
     archive.restore(database, tmp_path)
     with database.read() as conn:
         after = dict(conn.execute(by_id).all())
