@@ -42,6 +42,9 @@ def test_without_a_gpu_the_engine_runs_on_one_core_without_the_executor_that_spi
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "1073741824",
+        "MALLOC_TRIM_THRESHOLD_": "1073741824",
+        "MALLOC_ARENA_MAX": "1",
     }
 
 

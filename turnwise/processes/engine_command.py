@@ -35,6 +35,13 @@ CPU_FULL_CALLS = 32
 """Calls of the longest kind that the KV cache holds on a CPU, as far as the memory allows."""
 CPU_KV_CACHE_BYTES = (128 * 2**20, 2 * 2**30)
 """Smallest and largest default of the KV cache on a CPU."""
+CPU_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Lets glibc reuse the memory of one load of weights for the next. By default it returns large blocks to the system,
+and the page faults of getting them again are most of a load on a CPU."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM computes on a CPU."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
@@ -155,6 +162,7 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(settings.num_threads),
             "TORCHDYNAMO_DISABLE": "1",
+            **CPU_MALLOC,
         }
     return EngineCommand((*program, *flags, *extra), environment)
 
