@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from turnwise.errors import Forbidden, StoreError, Unauthorized
 from turnwise.store import keys
 from turnwise.store.database import Connection, Database, to_micros
-from turnwise.types import Session
+from turnwise.types import DEFAULT_POLICY, Session
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,8 @@ class Principal:
     """When that session was created, in microseconds since 1970."""
     has_budget: bool = False
     """Whether the root has a token budget of its own."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that new sessions of the key sample with; that of a session key's session is stored with it."""
 
     @property
     def root_key_id(self) -> str:
@@ -218,7 +220,11 @@ class Authenticator:
         if keys.is_use_unrecorded(key):
             self._note_use(key.key_id)
         principal = Principal(
-            tenant=key.tenant, role=key.role, key_id=key.key_id, has_budget=key.token_budget is not None
+            tenant=key.tenant,
+            role=key.role,
+            key_id=key.key_id,
+            has_budget=key.token_budget is not None,
+            policy_id=key.policy_id,
         )
         if len(self._verified) > MAX_CACHED_KEYS:
             self._verified.clear()

@@ -214,7 +214,17 @@ class Metrics:
         self.policy_version = Gauge(
             "turnwise_policy_version", "Served policy version", registry=r, multiprocess_mode=NEWEST
         )
+        self.named_policy_version = Gauge(
+            "turnwise_named_policy_version",
+            "Served version of each named policy, of the first 100; 0 before its first one",
+            ["tenant", "policy"],
+            registry=r,
+            multiprocess_mode=NEWEST,
+        )
         self.reloads = Counter("turnwise_reloads", "Weight reloads by result", ["result"], registry=r)
+        self.adapter_loads = Counter(
+            "turnwise_adapter_loads", "Adapters that an engine loaded at a call that waited for it", registry=r
+        )
         self.weight_transfers = Counter(
             "turnwise_weight_transfers",
             "Transfers of weights from a trainer's memory by result",

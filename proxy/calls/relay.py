@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from proxy.auth import Principal
@@ -151,11 +152,20 @@ class Relay:
             a reply under the same key.
         """
         with cancelled_when_client_leaves(left):
-            lane = running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
+            lane = running.lane = await self._pool.admit(
+                running.session, running.call.policy_version, has_waited=running.has_waited
+            )
             running.version_first = lane.version
             self._faults.point("before_engine")
             headers = {"content-type": "application/json", "x-request-id": running.call_id}
-            with await lane.engine.sample(running.call, running.plan, lane.model, headers) as answer:
+            try:
+                sent = await lane.engine.sample(running.call, running.plan, lane.model, headers)
+            except EngineRefused as refused:
+                if lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
+                    raise
+                await self._pool.load_again(lane)
+                sent = await lane.engine.sample(running.call, running.plan, lane.model, headers)
+            with sent as answer:
                 if running.call.stream:
                     held = await self._relay_events(answer, running, lane, send)
                 else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -41,7 +42,7 @@ from turnwise.errors import Conflict, NotFound
 from turnwise.store import forks, history, queries
 from turnwise.store.database import Database
 from turnwise.store.idempotency import claim_target
-from turnwise.types import Session, SessionKey, SessionStatus
+from turnwise.types import Session, SessionKey, SessionStatus, Split
 
 log = logging.getLogger(__name__)
 LONG_BYTES = 64 * 2**10
@@ -87,18 +88,27 @@ class Sessions:
         """Return the session of a call; create the session if it does not exist.
 
         Raises:
-            Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`.
+            Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`; or
+                it has another policy than the one that the call names as its model.
             InvalidRequest: the session id is not valid.
             Unauthorized: the session of a session key was deleted.
         """
         session_id = principal.session_id or call.session_id
+        caller = Caller(principal.tenant, principal.key_id, call.policy_id)
         if session_id is None:
-            return await self._infer(call, conversation, Caller(principal.tenant, principal.key_id))
+            return await self._infer(call, conversation, caller)
         live = self._live.find((principal.tenant, session_id))
         if principal.session_id is not None:
             live = await self.find_own(principal)
         elif live is None:
-            live = await self.open(_opened_by_call(check_id(session_id), principal.tenant, end_user(call)))
+            live = await self.open(_opened_by_call(check_id(session_id), caller, call))
+        if call.names_policy and live.session.policy_id != call.policy_id:
+            raise Conflict(
+                f"session {session_id!r} samples with another policy than {call.model!r}; a session has one policy: "
+                "ask in another session",
+                param="model",
+                code="session_of_another_policy",
+            )
         if live.session.status is SessionStatus.OPEN:
             return Placement(live)
         is_named_by_app = principal.session_id is None and call.session_source != "path"
@@ -107,9 +117,9 @@ class Sessions:
                 f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
                 code="session_not_open",
             )
-        return Placement(await self._open_next(live.session, end_user(call)))
+        return Placement(await self._open_next(live.session, call))
 
-    async def _open_next(self, over: Session, user_id: str | None) -> LiveSession:
+    async def _open_next(self, over: Session, call: Call) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
 
         An application keeps the id that it has chosen, for example after an hour of silence.
@@ -118,7 +128,12 @@ class Sessions:
         before = over.session_id
         for number in itertools.count(self._generations.get(name, 2)):
             session_id = next_id(over.session_id, number)
-            live = await self.open(_opened_by_call(session_id, over.tenant, user_id or over.user_id, continues=before))
+            wanted = dataclasses.replace(
+                _opened_by_call(session_id, Caller(over.tenant, "", over.policy_id), call), continues=before
+            )
+            live = await self.open(
+                wanted if wanted.user_id is not None else dataclasses.replace(wanted, user_id=over.user_id)
+            )
             if live.session.status is SessionStatus.OPEN:
                 self._generations[name] = number
                 self._generations.move_to_end(name)
@@ -321,7 +336,9 @@ class Sessions:
         elif call.session_id is not None:
             live = await self.find_stored(principal.tenant, call.session_id)
         else:
-            found = await self._find_by_conversation(conversation, Caller(principal.tenant, principal.key_id))
+            found = await self._find_by_conversation(
+                conversation, Caller(principal.tenant, principal.key_id, call.policy_id)
+            )
             live = None if found is None else found.live
         if live is None or live.session.status is not SessionStatus.OPEN:
             return None
@@ -361,14 +378,14 @@ class Sessions:
         live = await self._find_by_calls(conversation, caller) if found is None else found.live
         session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
         if call.idempotency_key is not None:
-            target = await self._writer.do(claim_target, *caller, call.idempotency_key, session_id)
+            target = await self._writer.do(claim_target, *caller[:2], call.idempotency_key, session_id)
             if target != session_id:
-                first = await self.open(_opened_by_call(target, caller.tenant, end_user(call)))
+                first = await self.open(_opened_by_call(target, caller, call))
                 if first.session.status is SessionStatus.OPEN:
                     return Placement(first, caller.key_id)
         if live is None:
             self._metrics.sessions.labels("inferred").inc()
-            live = await self.open(_opened_by_call(session_id, caller.tenant, end_user(call)))
+            live = await self.open(_opened_by_call(session_id, caller, call))
         placement = Placement(live, caller.key_id)
         if found is not None and found.turn.history_digest in conversation.history.full:
             self._reserve(placement, found.turn)
@@ -389,7 +406,9 @@ class Sessions:
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
         live = await self.find_stored(caller.tenant, session_id)
-        return live if live is not None and live.session.status is SessionStatus.OPEN else None
+        if live is None or live.session.status is not SessionStatus.OPEN:
+            return None
+        return live if live.session.policy_id == caller.policy_id else None
 
     async def _find_by_conversation(self, conversation: Conversation, caller: Caller) -> Candidate | None:
         """Return the session that contains the longest part of the conversation, where that is decidable.
@@ -434,7 +453,7 @@ class Sessions:
         """
         digests, dialogues = conversation.replied_digests(), conversation.replied_dialogue_digests()
         with self._database.read() as connection:
-            find = functools.partial(history.sessions_of_conversation, connection, *caller, limit=MAX_CANDIDATES)
+            find = functools.partial(history.sessions_of_conversation, connection, *caller[:2], limit=MAX_CANDIDATES)
             digest, session_ids = find(digests)
             if session_ids:
                 return False, digest, session_ids
@@ -455,15 +474,20 @@ class Sessions:
         if continued is not None and any(not turn.is_aborted for turn in turns):
             continued.has_child = True
         if inferred_for is not None:
-            caller = Caller(live.session.tenant, inferred_for)
+            caller = Caller(live.session.tenant, inferred_for, live.session.policy_id)
             for turn in turns:
                 self._inferred.add(caller, turn.history_digest, live.session.session_id)
                 for call_id in turn.call_ids:
                     self._inferred.add(caller, call_id.encode(), live.session.session_id)
 
 
-def _opened_by_call(
-    session_id: str, tenant: str, user_id: str | None = None, *, continues: str | None = None
-) -> Session:
-    """Return a new session that nobody has created explicitly."""
-    return Session(session_id=session_id, tenant=tenant, user_id=user_id, opened_by="call", continues=continues)
+def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
+    """Return a new session that nobody has created explicitly; one of a version that its call names is not trained."""
+    return Session(
+        session_id=session_id,
+        tenant=caller.tenant,
+        policy_id=caller.policy_id,
+        split=Split.TRAIN if call.policy_version is None else Split.EVAL,
+        user_id=end_user(call),
+        opened_by="call",
+    )

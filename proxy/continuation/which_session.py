@@ -28,7 +28,7 @@ from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, 
 from turnwise.errors import InvalidRequest
 from turnwise.store import history
 from turnwise.store.database import Database
-from turnwise.types import Json
+from turnwise.types import DEFAULT_POLICY, Json
 
 Headers = Mapping[bytes, bytes]
 SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
@@ -234,6 +234,8 @@ class Caller(NamedTuple):
 
     tenant: str
     key_id: str
+    policy_id: int = DEFAULT_POLICY
+    """The policy of the sessions that it may continue without naming them."""
 
 
 class InferredSessions:

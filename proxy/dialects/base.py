@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
 from turnwise.store.lineage import TurnView
-from turnwise.types import Json, Turn
+from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 """The error body of the control plane, which has OpenAI's shape."""
@@ -88,6 +88,12 @@ class Call:
     """The conversation of the Responses API that the call continues without repeating its messages."""
     messages_json: bytes = b""
     """The JSON array of the messages for the engine; empty until the messages have been read."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that a session which the call opens samples with."""
+    names_policy: bool = False
+    """Whether the call names that policy as its model; otherwise it is its key's."""
+    policy_version: PolicyVersion | None = None
+    """The version that the call names as its model, as `NAME@VERSION`; None where it names none."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 

@@ -276,6 +276,9 @@ class Engine(EngineKind):
             try:
                 await self.add_adapter(adapter_name(version), path, seconds=seconds)
             except EngineRefused as refused:
+                await self.find_adapter(version)
+                if version in self.adapters:  # another process has loaded it meanwhile
+                    return self.adapters[version]
                 raise ReloadFailed(
                     f"the engine at {self.url} did not load the adapter {path!r}: {refused}; "
                     "an engine takes adapters if it was started with `turnwise engine --lora`",

@@ -21,11 +21,14 @@ from proxy.engines.http_client import Access
 from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
-from turnwise.errors import EngineUnavailable, NotFound, Overloaded
-from turnwise.types import Json, Session
+from turnwise.errors import Conflict, EngineUnavailable, NotFound, Overloaded
+from turnwise.store.tables import NO_TENANT
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyVersion, Session
 
 DRAIN_POLL_SECONDS = 0.02
 """How often it is checked whether the calls of a draining engine have ended."""
+OWN_MODEL = PolicyVersion(version=0, path="")
+"""What a named policy without an adapter samples with."""
 
 
 class EnginePool:
@@ -55,6 +58,13 @@ class EnginePool:
         """The version on trial: only the sessions that name it as their arm sample with it."""
         self.holdout: int | None = None
         """The older version that the sessions which name it as their arm stay on."""
+        self.policies: Mapping[tuple[str, str], Policy] = {}
+        """The named policies by tenant and name."""
+        self.adapters: Mapping[int, PolicyVersion] = {}
+        """What the sessions of each named policy sample with, by its number: the served version, before the first one
+        the adapter that it starts from. A policy that is missing samples with the engine's own model."""
+        self.load_adapter: Callable[[Engine, int], Awaitable[Lane]] | None = None
+        """Loads an adapter into an engine at the call that needs it."""
         self.read_served: Callable[[], Awaitable[None]] | None = None
         """Reads from the store which versions are served and on trial, and applies it to this pool."""
         self._num_notes = 0
@@ -84,6 +94,10 @@ class EnginePool:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    def find_policy(self, tenant: str, name: str) -> Policy | None:
+        """Return the tenant's policy of this name, or the default policy by its name; None if there is none."""
+        return self.policies.get((NO_TENANT if name == DEFAULT_POLICY_NAME else tenant, name))
+
     @property
     def num_calls(self) -> int:
         """Calls that wait for an engine or run on one."""
@@ -97,13 +111,20 @@ class EnginePool:
         """
         return self._choose(key, [engine.active_lane for engine in self.serving]).engine
 
-    def lane(self, session: Session) -> Lane:
-        """Return what the session's calls sample with now.
+    def lane(self, session: Session, wanted: PolicyVersion | None = None) -> Lane:
+        """Return what the session's calls sample with now; the engine's own model for an adapter that it has not yet.
+
+        Args:
+            session: the calls' session.
+            wanted: the version to sample with; None for the one that the default policy's sessions sample with.
 
         Raises:
             EngineUnavailable: when no engine serves.
+            Conflict: when no engine has the whole weights that are wanted.
         """
         serving, arms = self._not_draining, {self.trial, self.holdout} - {None}
+        if wanted is not None:
+            return self._choose(session.session_id, self._wanted_lanes(wanted, serving))
         lanes = [engine.active_lane for engine in serving]
         if arms:
             if session.arm in arms:
@@ -120,6 +141,20 @@ class EnginePool:
         found = [engine.active_lane for engine in serving if engine.active_lane.version == version]
         found = found or [lane for engine in serving for lane in engine.adapters.values() if lane.version == version]
         return found or [engine.base_lane for engine in serving if engine.base_lane.version == version]
+
+    def _wanted_lanes(self, wanted: PolicyVersion, serving: Sequence[Engine]) -> list[Lane]:
+        """Return the lanes of a version by engine; an engine that lacks the adapter can load it."""
+        if wanted.kind is PolicyKind.LORA:
+            return [engine.adapters.get(wanted.version, engine.base_lane) for engine in serving]
+        found = self._lanes_of(wanted.version, serving)
+        if serving and not found:
+            raise Conflict(
+                f"version {wanted.version} is whole weights, and no engine has them now: ask for an adapter, or "
+                "for the served version",
+                param="model",
+                code="version_not_loaded",
+            )
+        return found
 
     def _choose(self, key: str, lanes: list[Lane]) -> Lane:
         if not lanes:
@@ -177,17 +212,20 @@ class EnginePool:
         """Return whether an engine may come back; one that is unsuitable does not."""
         return any(engine.state is EngineState.ABSENT for engine in self.engines)
 
-    async def admit(self, session: Session, *, has_waited: bool = False) -> Lane:
+    async def admit(self, session: Session, version: PolicyVersion | None = None, *, has_waited: bool = False) -> Lane:
         """Take one of the places for concurrent calls, wait for an engine, and return the lane that the call takes.
 
         The caller gives the lane to `release` exactly once.
 
         Args:
             session: the call's session.
+            version: the version that the call asks for; None for the one that is served to its session's policy.
             has_waited: whether the call has waited for an engine already, so that it waits no longer.
 
         Raises:
             Overloaded: all places are taken.
+            Conflict: no engine has the whole weights that the call asks for.
+            ReloadFailed: the engine did not load the adapter.
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
         """
@@ -196,16 +234,35 @@ class EnginePool:
         try:
             if self.read_served is not None and self._may_be_outdated(session):
                 await self._read_served(self.read_served)
-            lane = await self._wait_for_lane(session, 0.0 if has_waited else self._wait_seconds)
+            wanted = version
+            if version is None and session.policy_id != DEFAULT_POLICY:
+                wanted = self.adapters.get(session.policy_id, OWN_MODEL)
+            lane = await self._wait_for_lane(session, wanted, 0.0 if has_waited else self._wait_seconds)
+            if wanted is not None and wanted.kind is PolicyKind.LORA and lane.adapter is None:
+                lane = await self._load(lane.engine, wanted.version)
         except BaseException:
             self._in_flight -= 1
             raise
         lane.num_calls += 1
         lane.engine.num_started += 1
-        if self.trial is not None or self.holdout is not None:
+        if wanted is None and (self.trial is not None or self.holdout is not None):
             arm = {self.trial: "canary", self.holdout: "holdout"}.get(lane.version, "control")
             self._metrics.canary_calls.labels(arm).inc()
         return lane
+
+    async def _load(self, engine: Engine, version: int) -> Lane:
+        assert self.load_adapter is not None, "a reloader has told the pool which adapters there are"
+        return await self.load_adapter(engine, version)
+
+    async def load_again(self, lane: Lane) -> None:
+        """Load an adapter again that its engine has lost, in a restart or because another process unloaded it.
+
+        Raises:
+            ReloadFailed: the engine did not load it.
+        """
+        lane.engine.adapters.pop(lane.version, None)
+        await self._load(lane.engine, lane.version)
+        lane.engine.adapters[lane.version] = lane
 
     def check_place(self) -> None:
         """Check the limit for a call whose body is not decoded yet; earlier calls of this kind count as running.
@@ -233,13 +290,13 @@ class EnginePool:
         await read()
         self._num_noted = max(self._num_noted, num_notes)
 
-    async def _wait_for_lane(self, session: Session, wait_seconds: float) -> Lane:
+    async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, wait_seconds: float) -> Lane:
         """Return the session's lane once its engine takes calls."""
         give_up_at: float | None = None
         while True:
             changed = self._changed
             try:
-                lane = self.lane(session)
+                lane = self.lane(session, wanted)
             except EngineUnavailable:
                 if not self._is_one_expected():
                     raise

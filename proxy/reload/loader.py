@@ -302,9 +302,15 @@ class Loader:
         except (BadCheckpoint, EngineError, FilesNotRead) as error:
             self.take_out(engine, error)
 
-    async def retire(self, engine: Engine, keep: set[int]) -> None:
-        """Unload adapters without calls, except the latest one: another process may still call it."""
-        for version in [version for version in engine.adapters if version not in keep][:-1]:
+    async def retire(self, engine: Engine, keep: set[int], *, num_spared: int = 1) -> None:
+        """Unload adapters without calls, except the latest ones: another process may still call them.
+
+        Args:
+            engine: the engine.
+            keep: the versions that sessions may sample with.
+            num_spared: how many of the others stay, one for each policy.
+        """
+        for version in [version for version in engine.adapters if version not in keep][: -max(1, num_spared)]:
             if engine.adapters[version].num_calls == 0:
                 await engine.unload_adapter(version)
 

@@ -25,6 +25,7 @@ from proxy.reload.canary import Canary
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.load_attempts import LoadAttempts
 from proxy.reload.loader import Loader, own_model, serves
+from proxy.reload.named_adapters import NamedAdapters
 from proxy.reload.served_versions import ServedVersions, Wanted
 from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
@@ -84,6 +85,15 @@ class Reloader:
         self._canary = Canary(
             database, self.lease, pool, self._loader, self._served, self._attempts, settings, metrics, reserve=reserve
         )
+        self._named = NamedAdapters(
+            database,
+            self.lease,
+            pool,
+            self._loader,
+            self._served,
+            metrics,
+            load_seconds=settings.reload_timeout_seconds,
+        )
         self._check_lock = asyncio.Lock()
         self._adopted: set[str] = set()
         """Paths of engines' own models that the database belongs to."""
@@ -95,6 +105,10 @@ class Reloader:
     def problem(self) -> str | None:
         """What a trial or a reload waits for, or why the last reload failed; None if neither."""
         return self._canary.problem or self._last_error or self._loader.files.problem
+
+    async def read_served(self) -> None:
+        """Read which policies and versions there are, after this process has changed them."""
+        await self._served.refresh()
 
     async def start(self) -> None:
         """Check the engines once before the first request; `run` waits for those that are absent.
@@ -121,7 +135,16 @@ class Reloader:
             except Exception:  # the task's outermost edge: an unexpected error must not end it
                 self._metrics.background_errors.labels("reload").inc()
                 log.exception("a round of the reloader failed unexpectedly")
+            await self._follow_named()
             await asyncio.sleep(self._settings.policies_poll_seconds)
+
+    async def _follow_named(self) -> None:
+        """Bring the named policies to their versions, whatever has become of the default one."""
+        try:
+            await self._named.follow()
+        except TurnwiseError as error:
+            self._metrics.background_errors.labels("reload").inc()
+            log.warning("the named policies could not be brought up to date: %s", error)
 
     async def _follow(self) -> None:
         """Bring every serving engine to the wanted version, or advance the canary."""
@@ -290,8 +313,9 @@ class Reloader:
         if not engine.is_serving:
             await self._admit(engine)
         elif engine.adapters:
-            arms = {arm for arm in (self._pool.trial, self._pool.holdout) if arm is not None}
-            await self._loader.retire(engine, {engine.version} | arms)
+            await self._loader.retire(
+                engine, {engine.version} | self._served.in_use, num_spared=len(self._pool.policies)
+            )
 
     async def _has_lost_weights(self, engine: Engine) -> bool:
         """Return whether an engine was restarted between two checks."""

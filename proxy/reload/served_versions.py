@@ -1,4 +1,4 @@
-"""Which versions the store says are served and on trial: read, and applied to the pool in the order of the readings.
+"""Which versions of each policy the store says are served: read, and applied to the pool in the order of the readings.
 
 The background task reads them at an interval. During a trial each call reads them too, because a session that has left
 a trial must not enter it again at a process that has not noticed the end. Calls that arrive during a reading share the
@@ -12,13 +12,14 @@ import dataclasses
 import itertools
 import logging
 import time
+from collections.abc import Mapping
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from turnwise.errors import EngineError
-from turnwise.store import policies
+from turnwise.store import named_policies, policies
 from turnwise.store.database import Database
-from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, Policy, PolicyKind, PolicyStatus, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,31 @@ class Wanted:
     """The pinned version, or the newest that has not failed."""
     is_pinned: bool
     """Whether the target is pinned."""
+    states: Mapping[int, policies.ServingState]
+    """The versions of all policies, by the policy's number; the fields above are those of the default policy."""
+    named: Mapping[tuple[str, str], Policy]
+    """All policies by tenant and name."""
+
+    def named_targets(self) -> list[tuple[PolicyVersion, PolicyVersion | None]]:
+        """Return the version that each named policy is to be served with, and its active one."""
+        own = [state for policy_id, state in self.states.items() if policy_id != DEFAULT_POLICY]
+        targets = [(target_of(state), state.active) for state in own]
+        return [(target, active) for target, active in targets if target is not None]
+
+    def versions_in_use(self) -> set[int]:
+        """Return the versions that sessions of any policy may sample with."""
+        used = [
+            each for state in self.states.values() for each in (state.active, state.canary, state.holdout, state.base)
+        ]
+        return {policy.version for policy in used if policy is not None}
+
+
+def target_of(state: policies.ServingState) -> PolicyVersion | None:
+    """Return the pinned version, or the newest that has not failed."""
+    target = state.pinned or state.newest
+    if target is not None and target.status is PolicyStatus.FAILED:
+        return state.active or state.newest
+    return target
 
 
 class ServedVersions:
@@ -56,6 +82,8 @@ class ServedVersions:
         """The served version of that reading."""
         self.holdout: PolicyVersion | None = None
         """The hold-out of that reading."""
+        self.in_use: set[int] = set()
+        """The versions that sessions of any policy may sample with, by that reading."""
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
         """A reading for calls that has not started yet."""
@@ -86,23 +114,23 @@ class ServedVersions:
 
     async def _read(self) -> Wanted:
         number, read_at = next(self._numbers), time.monotonic()
-        state = await asyncio.to_thread(self._serving_state)
-        target = state.pinned or state.newest
+        states, named = await asyncio.to_thread(self._read_states)
+        state = states.get(DEFAULT_POLICY, policies.ServingState())
         return Wanted(
             number=number,
             read_at=read_at,
             active=state.active,
             canary=state.canary,
             holdout=state.holdout,
-            target=target
-            if target is None or target.status is not PolicyStatus.FAILED
-            else state.active or state.newest,
+            target=target_of(state),
             is_pinned=state.pinned is not None,
+            states=states,
+            named={(policy.tenant, policy.name): policy for policy in named},
         )
 
-    def _serving_state(self) -> policies.ServingState:
+    def _read_states(self) -> tuple[dict[int, policies.ServingState], list[Policy]]:
         with self._database.read() as connection:
-            return policies.serving_states(connection).get(DEFAULT_POLICY, policies.ServingState())
+            return policies.serving_states(connection), named_policies.list_named_policies(connection)
 
     async def _find_adapters(self, wanted: Wanted) -> None:
         """Ask the engines for adapters that another process has loaded into them."""
@@ -122,6 +150,13 @@ class ServedVersions:
         self._applied = wanted.number
         self._pool.trial, self._pool.holdout = _version(wanted.canary), _version(wanted.holdout)
         self.holdout = wanted.holdout
+        self._pool.policies = wanted.named
+        self._pool.adapters = {
+            policy_id: served
+            for policy_id, state in wanted.states.items()
+            if policy_id != DEFAULT_POLICY and (served := state.active or state.base) is not None
+        }
+        self.in_use = wanted.versions_in_use()
         before, self.active = self.active, wanted.active
         if _version(before) != _version(wanted.active):
             for engine in self._pool.serving:

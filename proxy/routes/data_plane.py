@@ -16,7 +16,7 @@ from proxy.dialects.base import Action, Call, Dialect, WireRoute, template_argum
 from proxy.dialects.chat import readable_messages
 from proxy.http.asgi import App, Receive, Scope, Send, parse_object, read_body
 from proxy.routes import upstream
-from proxy.routes.calls import SampleEndpoint, identify, query_of
+from proxy.routes.calls import SampleEndpoint, identify, name_policy, query_of
 from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import TurnwiseError
 from turnwise.types import Json
@@ -76,7 +76,7 @@ class QueryEndpoint:
         headers = dict(scope["headers"])
         with await services.bodies.reserve(principal, headers):
             call = await self._read_counted(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
-        services.model_names.check(call.model, services.pool.engines)
+        await name_policy(call, principal, services)
         identify(call, scope, headers, settings.ignored_ids)
         continued = await services.sessions.continued_length(call, principal)
         if continued is not None:
@@ -103,7 +103,8 @@ class QueryEndpoint:
 
     async def _get_model(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
         name = scope["path_params"]["model"]
-        self._services.model_names.check(name, self._services.pool.engines)
+        if self._services.pool.find_policy(principal.tenant, name) is None:
+            self._services.model_names.check(name, self._services.pool.engines)
         models = await self._models(principal)
         listed = next((model for model in models if model["id"] == name), models[0])
         return dialect.encode_model({**listed, "id": name})

@@ -58,6 +58,7 @@ async def fork_turn(
     session = Session(
         session_id=check_id(wanted.session_id or f"fork-{uuid.uuid4().hex}"),
         tenant=principal.tenant,
+        policy_id=forked.policy_id,
         opened_by="api",
         metadata={**wanted.metadata, "forked_from": {"session_id": forked.session_id, "turn_id": turn_id}},
         **fields | {name: getattr(forked, name) for name in left_out},

@@ -12,7 +12,7 @@ from pydantic import Field
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Text
 from proxy.routes.serialise import Caller, Here, answer, describe_answer, record_json
 from turnwise.store import keys, usage
-from turnwise.types import Json, utc_now
+from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
 
 router = APIRouter(prefix="/v1/keys", route_class=CheckedRoute, tags=["keys"])
 
@@ -26,6 +26,8 @@ class NewKey(Body):
     """Lifetime of the key; by default it is valid until it is revoked."""
     token_budget: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)] | None = None
     """Prompt and sampled tokens that its calls may use; by default the proxy's `key_token_budget`."""
+    policy: Text = DEFAULT_POLICY_NAME
+    """The policy of the tenant that its sessions sample with."""
 
 
 @router.get("", responses=describe_answer("KeyList"))
@@ -53,6 +55,7 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
         wanted.name,
         expires_at=expires_at,
         token_budget=wanted.token_budget,
+        policy=wanted.policy,
     )
     services.forget_keys()
 

@@ -26,7 +26,19 @@ from turnwise.store.summaries import Summary
 from turnwise.store.trained import TrainedSession, UpdateGroup
 from turnwise.store.trainer_status import TrainerState
 from turnwise.store.update_summaries import UpdateSummary
-from turnwise.types import Feedback, Json, Logprobs, PolicyVersion, Reward, Role, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import (
+    Feedback,
+    Json,
+    Logprobs,
+    Policy,
+    PolicyVersion,
+    Reward,
+    Role,
+    Session,
+    TokenIds,
+    Turn,
+    UpdateRecord,
+)
 
 
 class Answer(BaseModel):
@@ -168,7 +180,8 @@ TurnAnswer = answer_model(
 PolicyAnswer = answer_model(
     "PolicyAnswer",
     PolicyVersion,
-    "A version of the served model.",
+    "A version of a policy.",
+    policy=(str, Field(description="The name of its policy.")),
     on_disk=(
         bool | None,
         Field(
@@ -177,6 +190,7 @@ PolicyAnswer = answer_model(
         ),
     ),
 )
+NamedPolicy = answer_model("NamedPolicy", Policy, "A policy: the default one, or one that a tenant created.")
 ActivationAnswer = _create(
     "ActivationAnswer",
     PolicyAnswer,
@@ -243,7 +257,14 @@ PolicyPage = page_model(
     "PolicyPage",
     PolicyAnswer,
     "Some policy versions.",
-    pinned_version=(int | None, Field(description="The version that a person pinned; null follows the newest.")),
+    pinned_version=(
+        int | None,
+        Field(description="The version that a person pinned the policy to; null follows the newest."),
+    ),
+    policies=(
+        list[NamedPolicy],  # type: ignore[valid-type]
+        Field(description="The default policy and the tenant's own ones."),
+    ),
 )
 
 

@@ -1,22 +1,29 @@
-"""Routes of policy versions: list, publish, pin and roll back."""
+"""Routes of policies and their versions: create, list, publish, pin and roll back.
+
+A named policy belongs to a tenant, and for other tenants it does not exist. The default policy is shared by all, and
+only its owner may change it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
+import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
-from proxy.routes.checked_route import Body, CheckedRoute, Count
-from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, page, policies_json
+from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
+from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, page, policies_json, record_json
 from proxy.services import Services, services_of
-from turnwise.errors import BadCheckpoint, Forbidden
-from turnwise.store import keys, pages, policies
-from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.errors import BadCheckpoint, Forbidden, NotFound
+from turnwise.store import keys, named_policies, pages, policies
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyStatus, PolicyVersion
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
 CHECK_SECONDS = 30.0
@@ -24,31 +31,44 @@ CHECK_SECONDS = 30.0
 
 
 class PolicyRoute(CheckedRoute):
-    """A route of policies: only the tenant that owns the model may change which version is served."""
+    """A route of policies: a tenant may serve versions of its own policies, and the owner those of the default one."""
 
     async def authorise(self, request: Request) -> None:
-        """Check the caller, and for changes its tenant.
+        """Check the caller, and for the choice of a version its tenant.
 
         Raises:
             Unauthorized: no key, or one that is unknown, expired or revoked.
-            Forbidden: the key's role does not allow it, or the model belongs to another tenant.
+            Forbidden: the key's role does not allow it, or the default policy belongs to another tenant.
         """
         principal = await caller(request)
-        if request.method == "POST":
-            await _check_owner(services_of(request), principal)
+        if version := request.path_params.get("version"):
+            await _check_may_serve(services_of(request), principal, str(version))
 
 
 router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["policies"])
 
 
 class NewPolicy(Body):
-    """A version to publish."""
+    """A version to publish, or a policy to create: `path` or `name`."""
 
     version: Count | None = None
-    """Number of the version; by default one more than the newest."""
-    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
+    """Number of the version; by default one more than the highest of all policies."""
+    path: str | None = Field(default=None, min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
     kind: PolicyKind = PolicyKind.FULL
     metrics: dict[str, Any] = Field(default_factory=dict)
+    policy: Text = DEFAULT_POLICY_NAME
+    """The policy that the version is of."""
+    name: Text | None = None
+    """Name of a policy to create, unique within the tenant."""
+    base: Text = DEFAULT_POLICY_NAME
+    """What a policy to create starts from: `default`, which is the engine's own model, or an adapter as
+    `POLICY@VERSION`."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> NewPolicy:
+        if (self.path is None) == (self.name is None):
+            raise ValueError("give `path` to publish a version, or `name` to create a policy")
+        return self
 
 
 class Activation(Body):
@@ -61,30 +81,46 @@ class Activation(Body):
 @router.get("", responses=describe_answer("PolicyPage"))
 async def list_policies(
     services: Here,
-    _: Caller,
+    principal: Caller,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
+    policy: Annotated[Text | None, Query(description="Only versions of this policy.")] = None,
 ) -> Response:
-    """List versions, newest first."""
+    """List the policies, and their versions, newest first: the tenant's own ones and the default one."""
 
-    def read() -> tuple[list[PolicyVersion], bool, int | None]:
+    def read() -> tuple[list[Policy], list[PolicyVersion], bool, int | None]:
         with services.database.read() as connection:
-            found, more = policies.list_policies(connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES)
-            return found, more, policies.pinned_version(connection)
+            named = named_policies.list_named_policies(connection, principal.tenant)
+            chosen = named_policies.policy_named(connection, principal.tenant, policy or DEFAULT_POLICY_NAME)
+            wanted = {each.policy_id for each in named} if policy is None else {chosen.policy_id}
+            found, more = policies.list_policies(
+                connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
+            )
+            pinned = [policies.pinned_version(connection, each.policy_id) for each in named]
+            listed = [dataclasses.replace(each, pinned_version=pin) for each, pin in zip(named, pinned, strict=True)]
+            return listed, found, more, pinned[named.index(chosen)]
 
-    found, more, pinned = await asyncio.to_thread(read)
-    listed = await policies_json(found, services.files)
-    return answer({**page(listed, more), "pinned_version": pinned})
+    named, found, more, pinned = await asyncio.to_thread(read)
+    listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
+    return answer({**page(listed, more), "pinned_version": pinned, "policies": [record_json(each) for each in named]})
 
 
-@router.post("", responses=describe_answer("PolicyAnswer"))
-async def publish_policy(wanted: NewPolicy, services: Here, _: Caller) -> Response:
-    """Publish a directory of weights as the next version; engines load it as soon as it has been checked.
+@router.post("", responses=describe_answer("PolicyAnswer", "NamedPolicy"))
+async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
+    """Publish a directory of weights as the next version of a policy; engines load it once it has been checked.
 
-    All tenants share the model, so only keys of its owner may publish: the tenant `policy_tenant`, or the only tenant
-    with keys.
+    With `name` instead of `path`, create a policy of the caller's tenant. All tenants share the default policy, so only
+    keys of its owner may publish its versions: the tenant `policy_tenant`, or the only tenant with keys.
     """
-    path, kind = wanted.path, wanted.kind
+    if wanted.name is not None:
+        create = named_policies.create_policy_from
+        created, _ = await services.writer.do(create, principal.tenant, wanted.name, wanted.base)
+        await services.reloader.read_served()
+        return answer(record_json(created))
+    policy = await asyncio.to_thread(_named, services, principal, wanted.policy)
+    if policy.policy_id == DEFAULT_POLICY:
+        await _check_owner(services, principal)
+    path, kind = wanted.path or "", wanted.kind
     model_path = next((engine.model_path for engine in services.pool.serving), None)
 
     def check() -> None:
@@ -96,35 +132,50 @@ async def publish_policy(wanted: NewPolicy, services: Here, _: Caller) -> Respon
     key = ("publish", path, kind, str(model_path))
     await services.files.read(key, path, check, seconds=CHECK_SECONDS)
     published = await services.writer.do(
-        policies.publish_next, wanted.path, wanted.kind, metrics=wanted.metrics, version=wanted.version
+        policies.publish_next,
+        path,
+        kind,
+        metrics=wanted.metrics,
+        version=wanted.version,
+        policy_id=policy.policy_id,
     )
-    (document,) = await policies_json([published], services.files)
+    (document,) = await policies_json([published], services.files, {policy.policy_id: policy.name})
     return answer(document)
 
 
+def _named(services: Services, principal: Principal, name: str) -> Policy:
+    with services.database.read() as connection:
+        return named_policies.policy_named(connection, principal.tenant, name)
+
+
 @router.post("/{version}/activate", responses=describe_answer("ActivationAnswer"))
-async def activate_policy(version: Version, services: Here, _: Caller, how: Activation | None = None) -> Response:
-    """Serve and pin this version, also if it failed before; a version whose files no longer exist gets 409.
+async def activate_policy(
+    version: Version, services: Here, principal: Caller, how: Activation | None = None
+) -> Response:
+    """Serve and pin this version to its policy's sessions, also if it failed before.
+
+    A version whose files no longer exist gets 409.
 
     With `{"pin": false}` it is served until a newer version is published. For the newest version this means: follow
     the newest again. While an older version is pinned, that version samples all turns that the trainer trains on.
     """
     pin = (how or Activation()).pin
 
-    def read() -> PolicyVersion:
+    def read() -> tuple[PolicyVersion, Policy]:
         with services.database.read() as connection:
-            return policies.get_policy(connection, version)
+            found = policies.get_policy(connection, version)
+            return found, named_policies.policy_of_tenant(connection, principal.tenant, found)
 
     def read_newest() -> list[PolicyVersion]:
         with services.database.read() as connection:
-            return policies.list_policies(connection, limit=1000)[0]
+            return policies.list_policies(connection, limit=1000, policy_ids=[policy.policy_id])[0]
 
-    policy = await asyncio.to_thread(read)
+    policy, owned = await asyncio.to_thread(read)
     check = functools.partial(policies.check_files_exist, policy, read_newest)
     key = ("activate", str(version), policy.status.value, policy.path)
     await services.files.read(key, policy.path, check, seconds=CHECK_SECONDS)
     chosen = await services.writer.do(policies.choose_policy, version, pin=pin)
-    (document,) = await policies_json([chosen], services.files)
+    (document,) = await policies_json([chosen], services.files, {owned.policy_id: owned.name})
     return answer(
         {
             **document,
@@ -132,6 +183,23 @@ async def activate_policy(version: Version, services: Here, _: Caller, how: Acti
             "pinned_version": version if pin else None,
         }
     )
+
+
+async def _check_may_serve(services: Services, principal: Principal, version: str) -> None:
+    """Check that the caller's tenant may serve this version; the route finds none of another tenant's policy.
+
+    Raises:
+        Forbidden: it is of the default policy, or unknown, and the model belongs to another tenant.
+    """
+
+    def read() -> PolicyVersion | None:
+        with services.database.read() as connection, contextlib.suppress(NotFound):
+            return policies.get_policy(connection, int(version))
+        return None
+
+    found = await asyncio.to_thread(read) if re.fullmatch(r"[0-9]{1,9}", version) else None
+    if found is None or found.policy_id == DEFAULT_POLICY:
+        await _check_owner(services, principal)
 
 
 async def _check_owner(services: Services, principal: Principal) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,12 +21,13 @@ from turnwise.store.database import Database
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
 from turnwise.store.trained import UpdateView
-from turnwise.types import Feedback, Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
+from turnwise.types import Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 
 HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"policy_id"}),
     Reward: frozenset({"tenant", "digest"}),
     Feedback: frozenset({"tenant", "content"}),
+    Policy: frozenset({"policy_id"}),
     PolicyVersion: frozenset({"policy_id"}),
     UpdateRecord: frozenset({"policy_id"}),
     Key: frozenset({"policy_id"}),
@@ -94,20 +95,29 @@ def page(rows: list[Json], has_more: bool) -> Json:
     return {"object": "list", "data": rows, "has_more": has_more}
 
 
-def record_json(record: Session | Reward | PolicyVersion | UpdateRecord | Key) -> Json:
+def record_json(record: Session | Reward | Policy | PolicyVersion | UpdateRecord | Key) -> Json:
     """Return a record as the API's JSON."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 
-async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles) -> list[Json]:
-    """Return policy versions as the API's JSON; `on_disk` is null where the file system does not answer."""
+async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles, names: Mapping[int, str]) -> list[Json]:
+    """Return policy versions as the API's JSON; `on_disk` is null where the file system does not answer.
+
+    Args:
+        found: the versions.
+        files: reads the file system.
+        names: the names of their policies by number.
+    """
     by_directory: dict[Path, list[PolicyVersion]] = {}
     for policy in found:
         by_directory.setdefault(Path(policy.path).parent, []).append(policy)
     exist: dict[int, bool | None] = {}
     for each in await asyncio.gather(*(_on_disk(parent, group, files) for parent, group in by_directory.items())):
         exist |= each
-    return [{**record_json(policy), "on_disk": exist.get(policy.version)} for policy in found]
+    return [
+        {**record_json(policy), "policy": names[policy.policy_id], "on_disk": exist.get(policy.version)}
+        for policy in found
+    ]
 
 
 async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles) -> dict[int, bool | None]:
@@ -144,13 +154,16 @@ def turn_json(view: TurnView) -> Json:
     }
 
 
-def describe_answer(model: str) -> dict[int | str, dict[str, Any]]:
+def describe_answer(*models: str) -> dict[int | str, dict[str, Any]]:
     """Return the argument `responses` of a route's decorator, which documents its answer.
 
     Args:
-        model: the name of a model in `proxy.routes.models`, which only the OpenAPI document imports.
+        models: the names of models in `proxy.routes.models`, which only the OpenAPI document imports; the answer is of
+            one of them.
     """
-    return {200: {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{model}"}}}}}
+    schemas = [{"$ref": f"#/components/schemas/{model}"} for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {200: {"content": {"application/json": {"schema": schema}}}}
 
 
 def encode_page(rows: Iterable[Json], *, has_more: bool) -> bytes:

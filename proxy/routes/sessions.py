@@ -129,7 +129,9 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     """
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
-    session = Session(session_id=session_id, tenant=principal.tenant, opened_by="api", **fields)
+    session = Session(
+        session_id=session_id, tenant=principal.tenant, policy_id=principal.policy_id, opened_by="api", **fields
+    )
     stored = await services.sessions.create(session)
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
     if stored.status is SessionStatus.OPEN:

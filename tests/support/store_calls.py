@@ -125,6 +125,9 @@ def _named_policies(conn: sa.Connection) -> None:
     named_policies.create_named_policy(conn, "t", "support")
     adapter = policies.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
     named_policies.create_named_policy(conn, "t", "sales", base_version=adapter.version)
+    for base in ("default", f"support@{adapter.version}"):
+        named_policies.create_policy_from(conn, "t", f"of-{base[:3]}", base)
+    named_policies.policy_of_tenant(conn, "t", adapter)
     policies.list_policies(conn, policy_ids=[support.policy_id])
     keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key", policy="support")
     named_policies.policy_named(conn, "t", "support")
@@ -311,7 +314,7 @@ OF_ALL: dict[str, Ask] = {
     "updates": lambda c: trained.list_updates(c, "t"),
     "later updates": lambda c: (
         trained.list_updates(c, "t", after=9),
-        queries.updates(c, after=9),
+        queries.updates(c, after=9, tenant="t"),
         queries.updates_after(c, 9),
     ),
     "the last update": lambda c: (queries.last_update(c), queries.last_update(c, "trainer", policy_id=0)),

@@ -89,7 +89,10 @@ def test_the_flags_that_capture_needs_are_the_default_on_any_device():
 
 
 def test_lora_enables_vllms_adapter_routes(model_dir):
-    command = build_command(EngineSettings(model=str(model_dir), lora=True), gpu=False)
+    settings = EngineSettings(model=str(model_dir), lora=True, max_loras=4, max_cpu_loras=9)
+    command = build_command(settings, gpu=False)
+    for flag, value in (("--max-loras", "4"), ("--max-cpu-loras", "9")):
+        assert command.argv[command.argv.index(flag) + 1] == value
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     assert "--enable-lora" in command.argv
 

@@ -179,6 +179,10 @@ class Client(Connection):
         """Publish a checkpoint directory as a new policy version."""
         return self._json(wire.write("/v1/policies", {"path": path, **fields}))
 
+    def create_policy(self, name: str, **fields: Any) -> Json:
+        """Create a policy of the tenant; `base` is what it starts from."""
+        return self._json(wire.write("/v1/policies", {"name": name, **fields}))
+
     def activate(self, version: int, *, pin: bool = True) -> Json:
         """Serve this policy version, and stay on it; without a pin until a newer version is published."""
         return self._json(wire.activate(version, pin=pin))
@@ -385,6 +389,10 @@ class AsyncClient(Connection):
     async def publish_policy(self, path: str, **fields: Any) -> Json:
         """Publish a checkpoint directory as a new policy version."""
         return await self._json(wire.write("/v1/policies", {"path": path, **fields}))
+
+    async def create_policy(self, name: str, **fields: Any) -> Json:
+        """Create a policy of the tenant; `base` is what it starts from."""
+        return await self._json(wire.write("/v1/policies", {"name": name, **fields}))
 
     async def activate(self, version: int, *, pin: bool = True) -> Json:
         """Serve this policy version, and stay on it; without a pin until a newer version is published."""

@@ -10,14 +10,14 @@ from turnwise.client.wire import given
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.remote import proxy_options, refuse_tenant, remote
-from turnwise.types import Json, utc_now
+from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
 
 KEY_COLUMNS = (
     *("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at"),
-    *("token_budget", "tokens_used"),
+    *("policy", "token_budget", "tokens_used"),
 )
 
-CREATED = ("key_id", "key", "tenant", "role", "name")
+CREATED = ("key_id", "key", "tenant", "role", "name", "policy")
 """Fields that are printed of a new key."""
 SECONDS_A_DAY = 86_400
 
@@ -33,6 +33,7 @@ def keys() -> None:
 @click.option("--name", default="", help="What it is for.")
 @click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Days that it is accepted for.")
 @click.option("--token-budget", type=click.IntRange(min=1), help="Prompt and sampled tokens that its calls may use.")
+@click.option("--policy", default=DEFAULT_POLICY_NAME, show_default=True, help="Policy that its calls sample with.")
 @database_option
 @proxy_options
 @json_option
@@ -42,6 +43,7 @@ def keys_create(
     name: str,
     expires_days: float | None,
     token_budget: int | None,
+    policy: str,
     database: str | None,
     url: str | None,
     api_key: str | None,
@@ -54,7 +56,7 @@ def keys_create(
             refuse_tenant(tenant)
             lifetime = None if expires_days is None else max(1, round(SECONDS_A_DAY * expires_days))
             limits = given({"expires_in_seconds": lifetime, "token_budget": token_budget})
-            created = client.create_key(role=role, name=name, **limits)
+            created = client.create_key(role=role, name=name, policy=policy, **limits)
             print_records({field: created[field] for field in CREATED}, as_json=as_json)
             return
     from turnwise.commands.store import opened
@@ -63,9 +65,15 @@ def keys_create(
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
     with opened(database_url(database)) as store, store.write() as conn:
         key_id, key = stored.create_key(
-            conn, tenant or "default", stored.KeyRole(role), name, expires_at=expires_at, token_budget=token_budget
+            conn,
+            tenant or "default",
+            stored.KeyRole(role),
+            name,
+            expires_at=expires_at,
+            token_budget=token_budget,
+            policy=policy,
         )
-    made = (key_id, key, tenant or "default", role, name)
+    made = (key_id, key, tenant or "default", role, name, policy)
     print_records(dict(zip(CREATED, made, strict=True)), as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""Commands about the served model: `policies` with `activate`, `follow` and `merge`, and `updates`."""
+"""Commands about policies: `policies` with `create`, `activate`, `follow` and `merge`, and `updates`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import click
 from turnwise.client import Client
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
-from turnwise.commands.remote import proxy_options, remote
-from turnwise.types import Json
+from turnwise.commands.remote import proxy_options, refuse_tenant, remote
+from turnwise.types import DEFAULT_POLICY_NAME, Json
 
-_COLUMNS = ("version", "status", "pinned", "on_disk", "reward_mean", "lift", "reload_seconds", "created_at", "error")
+_COLUMNS = (
+    *("policy", "version", "status", "pinned", "on_disk", "reward_mean", "lift", "reload_seconds", "created_at"),
+    "error",
+)
 _UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", "num_tokens", "reward_mean", "seconds")
 _SHOWN = ("reward_mean", "seconds")
 """Metrics of an update that the table shows."""
@@ -28,7 +31,7 @@ _SHOWN = ("reward_mean", "seconds")
 def policies(
     context: click.Context, limit: int, database: str | None, url: str | None, api_key: str | None, *, as_json: bool
 ) -> None:
-    """List the policy versions, newest first; `activate` and `follow` choose the served one."""
+    """List the versions of all policies, newest first; `activate` and `follow` choose the served one."""
     if context.invoked_subcommand is not None:
         return
     with remote(url, api_key, database) as client:
@@ -39,17 +42,71 @@ def policies(
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import named_policies
     from turnwise.store import policies as stored
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        pinned = stored.pinned_version(conn)
+        named = {policy.policy_id: policy for policy in named_policies.list_named_policies(conn)}
+        pinned = {stored.pinned_version(conn, policy_id) for policy_id in named}
         listed = [
             _with_lift(_with_metrics(values_of(policy), "reward_mean"))
-            | {"pinned": policy.version == pinned, "on_disk": stored.on_disk(policy)}
+            | {
+                "policy": named[policy.policy_id].name,
+                "tenant": named[policy.policy_id].tenant,
+                "pinned": policy.version in pinned,
+                "on_disk": stored.on_disk(policy),
+            }
             for policy in stored.list_policies(conn, limit=limit)[0]
         ]
     print_stored(listed, "policy versions", place, as_json=as_json, columns=_COLUMNS)
+
+
+@policies.command("create")
+@click.argument("name")
+@click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
+@click.option(
+    "--base",
+    default=DEFAULT_POLICY_NAME,
+    show_default=True,
+    help="What it starts from: a policy, or POLICY@VERSION; `default` is the engine's own model.",
+)
+@proxy_options
+@database_option
+@json_option
+def create(
+    name: str,
+    tenant: str | None,
+    base: str,
+    database: str | None,
+    url: str | None,
+    api_key: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Create a policy, an adapter of its own; `turnwise keys create --policy NAME` makes a key for it."""
+    with remote(url, api_key, database) as client:
+        if client is not None:
+            refuse_tenant(tenant)
+            created = client.create_policy(name, base=base)
+        else:
+            created = _create(database, tenant or "default", name, base)
+    if as_json:
+        print_records(created, as_json=True)
+        return
+    click.echo(
+        f"Policy {name} of tenant {created['tenant']} is there. Make a key: turnwise keys create --policy {name}"
+    )
+
+
+def _create(database: str | None, tenant: str, name: str, base: str) -> Json:
+    from turnwise.commands.store import opened
+    from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import named_policies
+
+    with opened(database_url(database)) as store, store.write() as conn:
+        created: Json = values_of(named_policies.create_policy_from(conn, tenant, name, base)[0])
+    return created
 
 
 @policies.command("activate")

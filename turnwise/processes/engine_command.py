@@ -89,6 +89,9 @@ class EngineSettings(Settings):
     """Largest rank of an adapter."""
     max_loras: int = Field(default=2, gt=0)
     """Adapters in use at once: the served one, and its predecessor or a canary; calls for a further adapter wait."""
+    max_cpu_loras: int | None = Field(default=None, gt=0)
+    """Adapters in the engine's memory, at least `max_loras`, which is the default; others are read from their
+    directories at their next call."""
     weight_transfer: bool | None = None
     """Take new weights from the trainer's memory. By default where Turnwise is installed beside vLLM, which loads its
     plugin then, and no adapters are served. Other engines read each version's directory."""
@@ -196,6 +199,7 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
     if settings.lora:
         flags += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
         flags += ["--max-loras", str(settings.max_loras)]
+        flags += _optional("--max-cpu-loras", settings.max_cpu_loras)
     if takes_transfers(settings):
         flags += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     return flags + _optional("--reasoning-parser", settings.reasoning_parser)

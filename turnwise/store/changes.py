@@ -6,9 +6,11 @@ are not seen.
 
 from __future__ import annotations
 
+import functools
+
 import sqlalchemy as sa
 
-from turnwise.store import tables
+from turnwise.store import named_policies, tables
 from turnwise.types import Json
 
 NUM_SESSIONS = 200
@@ -29,10 +31,15 @@ def read_state(conn: sa.Connection, tenant: str) -> State:
     newest = conn.execute(
         sa.select(*columns).where(s.tenant == tenant).order_by(s.session_pk.desc()).limit(NUM_SESSIONS)
     ).all()
-    versions = conn.execute(sa.select(p.version, p.status).order_by(p.version.desc()).limit(NUM_POLICIES)).all()
-    updates = conn.execute(sa.select(u.update_id, u.policy_version).order_by(u.update_id.desc()).limit(1)).all()
+    shown = functools.partial(named_policies.is_shown_to, tenant)
+    versions = sa.select(p.version, p.status).where(shown(p.policy_id)).order_by(p.version.desc()).limit(NUM_POLICIES)
+    last = sa.select(u.update_id, u.policy_version).where(shown(u.policy_id)).order_by(u.update_id.desc()).limit(1)
     state: State = {}
-    for kind, found in (("session", newest), ("policy", versions), ("update", updates)):
+    for kind, found in (
+        ("session", newest),
+        ("policy", conn.execute(versions).all()),
+        ("update", conn.execute(last).all()),
+    ):
         for row in reversed(found):
             state[kind, row[0]] = dict(zip(map(str, row._fields), row, strict=True))
     return state

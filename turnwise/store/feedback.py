@@ -58,6 +58,7 @@ def member(given: Feedback, original: Session, number: int, size: int) -> Sessio
         group_id=given.group_id,
         group_size=size,
         split=original.split,
+        policy_id=original.policy_id,
         user_id=original.user_id,
         metadata={FEEDBACK: {"session_id": given.session_id, "turn_id": given.turn_id}},
         opened_by=IMPORT,

@@ -29,6 +29,8 @@ from turnwise.types import (
 
 MAX_NAME = 100
 """Longest name of a policy, in characters."""
+MAX_DIGITS = 10
+"""Digits that no version's number has."""
 
 
 def create_named_policy(
@@ -124,6 +126,8 @@ def check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
     is_default = version.policy_id == DEFAULT_POLICY
     if not is_default:
         named_policy(conn, version.policy_id)
+        if version.version == 0:
+            raise Conflict("version 0 is the engine's own model; number a policy's versions from 1", param="version")
     if version.kind is not PolicyKind.FULL or (is_default and version.version == 0):
         return
     if not is_default:
@@ -147,6 +151,39 @@ def store_default_policy(conn: sa.Connection) -> None:
     """Store the default policy's row, if it is not stored."""
     row = rows.NAMED_POLICIES.row(_DEFAULT, created_at=to_micros(utc_now()))
     insert_ignoring(conn, policies, row)
+
+
+def create_policy_from(conn: sa.Connection, tenant: str, name: str, base: str) -> tuple[Policy, bool]:
+    """Create a policy as `create_named_policy`, from a base as people write it: `POLICY`, or `POLICY@VERSION`.
+
+    A policy without a number stands for its served adapter, or without one for what the policy itself started from.
+
+    Raises:
+        NotFound: the tenant has no such policy, or it has no such version.
+    """
+    policy_name, _, number = base.partition("@")
+    policy, c = policy_named(conn, tenant, policy_name), policy_versions.c
+    if not number:
+        is_served = c.policy_id == policy.policy_id, c.status == PolicyStatus.ACTIVE.value, c.version > 0
+        version = conn.execute(sa.select(c.version).where(*is_served)).scalar_one_or_none()
+        return create_named_policy(conn, tenant, name, base_version=version or policy.base_version)
+    version = int(number) if number.isdigit() and len(number) < MAX_DIGITS else -1
+    row = conn.execute(sa.select(policy_versions).where(c.version == version)).one_or_none()
+    if row is None or row.policy_id != policy.policy_id:
+        raise NotFound(f"there is no policy version {base!r}; `turnwise policies` lists them", param="base")
+    return create_named_policy(conn, tenant, name, base_version=version)
+
+
+def policy_of_tenant(conn: sa.Connection, tenant: str, version: PolicyVersion) -> Policy:
+    """Return the policy of a version, if it is the tenant's own or the default one.
+
+    Raises:
+        NotFound: it is another tenant's.
+    """
+    policy = named_policy(conn, version.policy_id)
+    if policy.tenant not in (NO_TENANT, tenant):
+        raise NotFound(f"there is no policy version {version.version!r}", param="version")
+    return policy
 
 
 def named_policy(conn: sa.Connection, policy_id: int) -> Policy:
@@ -185,6 +222,12 @@ def list_named_policies(conn: sa.Connection, tenant: str | None = None) -> list[
         found = found.where(policies.c.tenant.in_([NO_TENANT, tenant]))
     listed = [rows.NAMED_POLICIES.record(row) for row in conn.execute(found)]
     return listed if listed and listed[0].policy_id == DEFAULT_POLICY else [_DEFAULT, *listed]
+
+
+def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool]:
+    """Return the condition that a policy is the default one, or the tenant's own."""
+    own = sa.select(policies.c.policy_id).where(policies.c.tenant == tenant)
+    return sa.or_(policy_id == DEFAULT_POLICY, policy_id.in_(own))
 
 
 def names_of_policies(conn: sa.Connection) -> Mapping[int, str]:

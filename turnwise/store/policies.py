@@ -137,7 +137,8 @@ def publish_next(
     """
     if version is None:
         newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
-        version = 0 if newest is None else newest + 1
+        is_first = newest is None and policy_id == DEFAULT_POLICY
+        version = 0 if is_first else (newest or 0) + 1  # 0 is the engine's own model
     publish_policy(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
     return get_policy(conn, version)
 

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import NotFound
-from turnwise.store import lineage, pages, rows, tables, trained
+from turnwise.store import lineage, named_policies, pages, rows, tables, trained
 from turnwise.store.database import to_micros
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
@@ -243,11 +243,18 @@ def stored_turn(conn: sa.Connection, tenant: str, session_id: str, turn_id: str,
     return stored
 
 
-def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) -> tuple[list[UpdateRecord], bool]:
-    """Return updates of all policies below `after`, newest first, and whether there are more."""
+def updates(
+    conn: sa.Connection, *, limit: int = 100, after: int | None = None, tenant: str | None = None
+) -> tuple[list[UpdateRecord], bool]:
+    """Return updates below `after`, newest first, and whether there are more.
+
+    With a tenant only those of the policies that it may read.
+    """
     found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(limit + 1)
     if after is not None:
         found = found.where(tables.updates.c.update_id < after)
+    if tenant is not None:
+        found = found.where(named_policies.is_shown_to(tenant, tables.updates.c.policy_id))
     page = conn.execute(found).all()
     return [rows.UPDATES.record(row) for row in page[:limit]], len(page) > limit
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
-from turnwise.store import digests, pages, rows
+from turnwise.store import digests, named_policies, pages, rows
 from turnwise.store.statements import insert_rows, is_among, members
 from turnwise.store.tables import groups, sessions, trained_sessions, turns, updates
 from turnwise.types import GroupStatus, SessionKey, TrainedIn, UpdateRecord
@@ -161,13 +161,14 @@ def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -
 def list_updates(
     conn: sa.Connection, tenant: str, *, limit: int = 100, after: int | None = None, max_bytes: int = pages.MAX_BYTES
 ) -> tuple[list[UpdateView], bool]:
-    """Return updates below `after` with this tenant's groups and sessions, newest first.
+    """Return updates below `after` of the policies that a tenant may read, with its groups and sessions, newest first.
 
     Returns:
         The updates, of which the first fit into so many bytes, and whether there are more.
     """
     below = sa.true() if after is None else updates.c.update_id < after
-    newest = sa.select(updates).where(below).order_by(updates.c.update_id.desc())
+    is_shown = named_policies.is_shown_to(tenant, updates.c.policy_id)
+    newest = sa.select(updates).where(below, is_shown).order_by(updates.c.update_id.desc())
     sizes = newest.with_only_columns(_size(conn.dialect.name)).limit(limit + 1)
     limit, _ = pages.num_fitting(conn.execute(sizes).scalars(), limit, max_bytes)
     page = conn.execute(newest.limit(limit + 1)).all()

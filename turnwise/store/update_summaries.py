@@ -55,7 +55,7 @@ class UpdateSummary:
 
 def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
     """Return the newest updates, oldest first."""
-    newest, _ = queries.updates(conn, limit=limit)
+    newest, _ = queries.updates(conn, limit=limit, tenant=tenant)
     scores = {update.update_id: _Scores() for update in newest}
     task_sizes: dict[str, int] = defaultdict(int)
     for update_id, of_update in scores.items():

@@ -87,7 +87,8 @@ async function everyVersion() {
   const found = [];
   for (let after = "", more = true; more;) {
     const page = await request(`v1/policies?limit=1000${after}`);
-    found.push(...page.data.map((each) => ({...each, isPinned: each.version === page.pinned_version})));
+    const pins = new Set([page.pinned_version, ...(page.policies ?? []).map((each) => each.pinned_version)]);
+    found.push(...page.data.map((each) => ({...each, isPinned: pins.has(each.version)})));
     more = page.has_more;
     after = `&after=${page.data.at(-1)?.version}`;
   }
@@ -113,6 +114,13 @@ function versionTable(versions, changed) {
     ["since", (each) => ago(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? ""]];
   const rows = versions.slice(0, SHOWN_VERSIONS).map((each) => columns.map(([, value]) => value(each))), known = columns.map((_, at) => rows.some((row) => row[at] !== ""));
   return make("div", {}, follow, table(columns.map(([name]) => name).filter((_, at) => known[at]), rows.map((row) => row.filter((_, at) => known[at]))));
+}
+
+// The versions of each policy beside its name; those of the default policy alone need none.
+function policyTables(versions, changed) {
+  const policies = [...Map.groupBy(versions, (each) => each.policy ?? "default")].sort(([one], [other]) => (other === "default") - (one === "default") || one.localeCompare(other));
+  if (policies.length === 1) return versionTable(versions, changed);
+  return make("div", {}, ...policies.map(([name, own]) => make("section", {}, make("h3", {}, `Policy ${name}`), versionTable(own, changed))));
 }
 
 function flat(metrics) {
@@ -185,7 +193,7 @@ export async function runs(from, to) {
     draw();
     heading.textContent = `${plural(updates.length, "update")}, ${plural(versions.filter((each) => each.version > 0).length, "policy version")}`;
     words.replaceChildren(...trainerWords(counts.trainers ?? []));
-    served.replaceChildren(versions.length ? versionTable(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(samples(exposition)) ?? "");
+    served.replaceChildren(versions.length ? policyTables(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(samples(exposition)) ?? "");
     return versions;
   };
   const versions = await fill(), trained = versions.filter((each) => each.version > 0);

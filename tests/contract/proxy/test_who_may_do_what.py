@@ -162,7 +162,6 @@ def test_a_call_without_a_key_or_in_a_foreign_session_is_refused_before_its_body
         ("agent", "POST /v1/policies"),
         ("trainer", "POST /v1/keys"),
         ("session_reward", "POST /v1/sessions/mine-other/end"),
-        ("admin", "POST /v1/policies"),
         ("admin", "POST /v1/policies/0/activate"),
     ],
 )

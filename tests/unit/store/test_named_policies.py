@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from support.ledger_samples import finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import (
     arms,
+    changes,
     claims,
     evaluations,
     groups,
@@ -23,7 +25,11 @@ from turnwise.store import (
     policies,
     queries,
     regression,
+    rows,
+    tables,
+    trained,
     trials,
+    update_summaries,
 )
 from turnwise.store.database import Database
 from turnwise.types import (
@@ -245,6 +251,32 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
         assert queries.updates_after(conn, 0, b) == []
         assert policies.get_policy(conn, 3).policy_id == a
     assert claimed_groups(database, DEFAULT_POLICY) == ["d"]
+
+
+def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
+    database: Database, two: tuple[int, int]
+) -> None:
+    publish(database, *(adapter(number, policy_id) for number, policy_id in enumerate(two, 1)))
+    with database.write() as conn:
+        for update_id, policy_id in enumerate((DEFAULT_POLICY, *two)):
+            update = UpdateRecord(
+                update_id=update_id,
+                policy_id=policy_id,
+                trainer_id="t",
+                policy_version=update_id,
+                num_groups=0,
+                num_sessions=0,
+                num_tokens=0,
+            )
+            conn.execute(sa.insert(tables.updates).values(**rows.UPDATES.row(update)))
+    with database.read() as conn:
+        for tenant, shown in (("a", [1, 0]), ("b", [2, 0]), ("c", [0])):
+            assert [each.update_id for each in queries.updates(conn, tenant=tenant)[0]] == shown
+            assert [each.update.update_id for each in trained.list_updates(conn, tenant)[0]] == shown
+            assert [each.update_id for each in update_summaries.summarise_updates(conn, tenant)] == shown[::-1]
+            state = changes.read_state(conn, tenant)
+            assert [number for kind, number in state if kind == "policy"] == shown[::-1]
+            assert [number for kind, number in state if kind == "update"] == shown[:1]
 
 
 def test_sessions_are_compared_within_their_policy(database: Database, two: tuple[int, int]) -> None:

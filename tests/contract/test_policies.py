@@ -1,0 +1,204 @@
+"""Named policies of a running proxy: each key's calls sample with its policy, and other tenants cannot reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from support.migrated import migrated
+from support.proxies import RunningProxy, running_proxy
+from support.tiny_checkpoints import write_adapter
+from support.waiting import wait_until
+from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
+
+from turnwise.store import keys, named_policies, policies
+from turnwise.store.database import Database
+from turnwise.types import PolicyKind
+
+
+class World:
+    """A proxy over an engine with adapters, and a client of each key: two policies of `a`, one of `b`."""
+
+    def __init__(self, proxy: RunningProxy, engine: RunningFakeEngine, database: Database, directory: Path) -> None:
+        self.proxy, self.engine, self.database, self.directory = proxy, engine, database, directory
+        self.http: dict[str, httpx2.Client] = {}
+        self.served: dict[str, int] = {}
+        """The version that each key's sessions sample with."""
+        self.num_calls = 0
+        for tenant in ("a", "b"):
+            self.add_key(f"admin-{tenant}", tenant, "default")
+
+    def add_key(self, name: str, tenant: str, policy: str, role: keys.KeyRole = keys.KeyRole.ADMIN) -> None:
+        with self.database.write() as conn:
+            _, key = keys.create_key(conn, tenant, role, name, policy=policy)
+        headers = {"authorization": f"Bearer {key}"}
+        self.http[name] = httpx2.Client(base_url=self.proxy.url, headers=headers, timeout=60)
+        self.served[name] = 0
+
+    def add_policy(self, tenant: str, name: str, **fields: Any) -> dict:
+        """Create a policy, and bind a key to it."""
+        created = self.post(f"admin-{tenant}", "/v1/policies", {"name": name, **fields})
+        self.add_key(f"{name}-{tenant}", tenant, name, keys.KeyRole.AGENT)
+        return created
+
+    def post(self, key: str, path: str, body: dict) -> dict:
+        return self.http[key].post(path, json=body).raise_for_status().json()
+
+    def get(self, key: str, path: str) -> dict:
+        return self.http[key].get(path).raise_for_status().json()
+
+    def publish(self, tenant: str, policy: str) -> int:
+        """Publish an adapter and wait until it is served."""
+        path = write_adapter(self.directory / f"adapter-{len(list(self.directory.iterdir()))}")
+        published = self.post(f"admin-{tenant}", "/v1/policies", {"path": str(path), "kind": "lora", "policy": policy})
+        wait_until(lambda: self.status(tenant, published["version"]) == "active", "it is served")
+        return published["version"]
+
+    def status(self, tenant: str, version: int) -> str:
+        return next(
+            each["status"] for each in self.get(f"admin-{tenant}", "/v1/policies")["data"] if each["version"] == version
+        )
+
+    def metrics(self) -> list[str]:
+        return self.http["admin-a"].get("/metrics").text.splitlines()
+
+    def num_loads(self) -> float:
+        return sum(
+            float(line.split()[-1]) for line in self.metrics() if line.startswith("turnwise_adapter_loads_total")
+        )
+
+    def call(self, key: str, model: str = "gpt-5", session: str | None = None) -> httpx2.Response:
+        self.num_calls += 1
+        body = {"model": model, "messages": [{"role": "user", "content": f"Question {self.num_calls}."}]}
+        return self.http[key].post(
+            "/v1/chat/completions", json=body, headers={} if session is None else {"x-session-id": session}
+        )
+
+    def sampled(self, *arguments: Any) -> int:
+        """Make a call; return the version that sampled it, as the client, the ledger and the engine say."""
+        reply = self.call(*arguments)
+        assert reply.status_code == 200, reply.text
+        version = int(reply.headers["x-policy-version"])
+        (turn,) = (view.turn for view in self.proxy.turns() if view.turn.turn_id == reply.json()["id"])
+        assert (turn.policy_version_first, turn.policy_version_last) == (version, version)
+        assert self.engine.calls[-1].body["model"] == (f"policy-v{version}" if version else "fake")
+        return version
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    with (
+        running_fake_engine(Script(lora=True)) as engine,
+        contextlib.closing(Database(url)) as database,
+        contextlib.ExitStack() as stack,
+    ):
+        with database.write() as conn:  # a proxy without keys accepts any, for some seconds
+            keys.create_key(conn, "a", keys.KeyRole.ADMIN, "the first key")
+        proxy = stack.enter_context(running_proxy(engine.url, url, tmp_path))
+        world = World(proxy, engine, database, adapters)
+        yield world
+        for client in world.http.values():
+            client.close()
+
+
+def test_each_key_samples_with_its_policy_at_any_order_of_calls(world: World) -> None:
+    """A policy samples with the engine's model before its first version; a clone with what it was cloned from."""
+    created = world.add_policy("a", "support")
+    assert (created["tenant"], created["name"], created["base_version"]) == ("a", "support", None)
+    world.add_policy("a", "sales")
+    world.add_policy("b", "support")
+    served = {"admin-a": 0, "support-a": 0, "sales-a": 0, "support-b": 0, "admin-b": 0}
+    assert {key: world.sampled(key) for key in served} == served
+    served["support-a"] = world.publish("a", "support")
+    served["support-b"] = world.publish("b", "support")
+    assert world.add_policy("a", "clone", base="support")["base_version"] == served["support-a"]
+    served["clone-a"] = served["support-a"]
+    order = random.Random(29).choices(sorted(served), k=24)
+    assert [(key, world.sampled(key)) for key in order] == [(key, served[key]) for key in order]
+    gauges = {f'{{policy="support",tenant="{tenant}"}} {served[f"support-{tenant}"]}.0' for tenant in ("a", "b")}
+    assert gauges <= {line.removeprefix("turnwise_named_policy_version") for line in world.metrics()}
+    first, served["support-a"] = served["support-a"], world.publish("a", "support")
+    assert {key: world.sampled(key) for key in served} == served
+    world.post("admin-a", f"/v1/policies/{first}/activate", {})
+    wait_until(lambda: world.status("a", first) == "active", "it is served again")
+    assert {key: world.sampled(key) for key in served} == served | {"support-a": first}
+
+
+def test_a_model_name_asks_for_a_policy_or_one_of_its_versions(world: World) -> None:
+    """Any other name is the key's own policy. A session has one policy. What `NAME@VERSION` samples is not trained."""
+    world.add_policy("a", "support")
+    old, new = world.publish("a", "support"), world.publish("a", "support")
+    asked = {"support": new, f"support@{old}": old, "default@0": 0, "default": 0, "claude@20240620": new, "gpt": new}
+    assert {model: world.sampled("support-a", model) for model in asked} == asked
+    assert world.sampled("admin-a", "support", "named") == new
+    assert world.sampled("admin-a", "gpt-5", "named") == new
+    other = world.call("admin-a", "default", "named")
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "session_of_another_policy")
+    assert world.sampled("admin-a", f"support@{old}", "evaluated") == old
+    splits = {name: world.get("admin-a", f"/v1/sessions/{name}")["split"] for name in ("named", "evaluated")}
+    assert splits == {"named": "train", "evaluated": "eval"}
+    missing = world.call("support-a", "support@0")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_another_tenants_policy_does_not_exist(world: World) -> None:
+    """It cannot be named, read, pinned, published to, cloned, or bound to a key."""
+    world.add_policy("a", "support")
+    version = world.publish("a", "support")
+    listed = world.get("admin-b", "/v1/policies")
+    assert ([each["name"] for each in listed["policies"]], listed["data"]) == (["default"], [])
+    assert world.sampled("admin-b", "support") == 0
+    assert world.sampled("admin-b", f"support@{version}") == 0
+    path = str(world.directory / "adapter-0")
+    refused = {
+        "read": world.http["admin-b"].get("/v1/policies?policy=support"),
+        "pin": world.http["admin-b"].post(f"/v1/policies/{version}/activate", json={}),
+        "publish": world.http["admin-b"].post("/v1/policies", json={"path": path, "kind": "lora", "policy": "support"}),
+        "clone": world.http["admin-b"].post("/v1/policies", json={"name": "mine", "base": f"support@{version}"}),
+        "clone its policy": world.http["admin-b"].post("/v1/policies", json={"name": "mine", "base": "support"}),
+        "bind": world.http["admin-b"].post("/v1/keys", json={"policy": "support"}),
+    }
+    assert {what: reply.status_code for what, reply in refused.items()} == dict.fromkeys(refused, 404)
+    bound = world.post("admin-a", "/v1/keys", {"policy": "support"})
+    assert bound["policy"] == "support"
+    assert world.sampled("support-a") == version
+
+
+def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:
+    """A's broken version fails and A stays at its last good one; B goes on, and gets its next one."""
+    world.add_policy("a", "support")
+    world.add_policy("b", "support")
+    served = {"support-a": world.publish("a", "support"), "support-b": world.publish("b", "support")}
+    with world.database.write() as conn:
+        broken = policies.publish_next(
+            conn,
+            str(world.directory / "missing"),
+            PolicyKind.LORA,
+            metrics={},
+            policy_id=named_policies.policy_named(conn, "a", "support").policy_id,
+        ).version
+    wait_until(lambda: world.status("a", broken) == "failed", "it has failed")
+    assert {key: world.sampled(key) for key in served} == served
+    served["support-b"] = world.publish("b", "support")
+    assert {key: world.sampled(key) for key in served} == served
+    failed = world.call("support-a", f"support@{broken}")
+    assert (failed.status_code, failed.json()["error"]["code"]) == (409, "version_not_loaded")
+
+
+def test_an_engine_that_lost_an_adapter_loads_it_at_the_next_call(world: World) -> None:
+    """The call waits for one load, which is counted; whether the proxy has noticed the loss or not."""
+    world.add_policy("a", "support")
+    version = world.publish("a", "support")
+    before = world.num_loads()
+    world.engine.state.adapters.clear()
+    assert world.sampled("support-a") == version
+    assert world.sampled("support-a") == version
+    assert world.num_loads() == before + 1

@@ -1,0 +1,103 @@
+"""Named policies on a real vLLM with fewer slots than adapters: every token is its policy's, and nobody else's changes.
+
+Turns are checked against `transformers` itself: the stored logprobs are those of the adapter that the turn names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from openai import AsyncOpenAI, OpenAI
+from support.checkpoints import forward_of, write_adapter
+from support.control_plane import ask, publish, wait_for_status
+from support.engines import RunningEngine, running_engine
+from support.proxies import RunningProxy, StartProxy
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-3
+"""Nats between the engine and `transformers`; both compute in float32."""
+NUM_POLICIES = 6
+NUM_CALLS = 48
+AT_ONCE = 8
+
+
+@pytest.fixture(scope="module")
+def crowded(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """An engine that computes two adapters in a batch and keeps three in memory."""
+    log = tmp_path_factory.mktemp("crowded") / "engine.log"
+    with running_engine(small_model_dir, log, "--max-loras", "2", "--max-cpu-loras", "3") as running:
+        yield running
+
+
+def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_each_other_as_they_are(
+    crowded: RunningEngine, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    proxy = start_proxy(crowded.url)
+    wait_for_status(proxy, 0)
+    forwards = {0: forward_of(crowded.model_dir)}
+    versions: dict[str, int] = {"default": 0}
+    for number in range(1, NUM_POLICIES + 1):
+        name = f"p{number}"
+        ask(proxy.url, "/v1/policies", {"name": name})
+        path = write_adapter(crowded.model_dir, tmp_path / f"a{number}", number)
+        versions[name] = publish(proxy, path, kind="lora", policy=name)
+        wait_for_status(proxy, versions[name])
+        forwards[versions[name]] = forward_of(crowded.model_dir, path)
+    order = random.Random(29).choices(sorted(versions), k=NUM_CALLS)
+
+    async def call_at_random() -> None:
+        places = asyncio.Semaphore(AT_ONCE)
+        async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=0) as client:
+
+            async def call(number: int, name: str) -> None:
+                question: Any = [{"role": "user", "content": f"Question {number}: which city?"}]
+                async with places:
+                    await client.chat.completions.create(model=name, messages=question, max_tokens=16)
+
+            await asyncio.gather(*(call(number, name) for number, name in enumerate(order)))
+
+    asyncio.run(call_at_random())
+    turns = proxy.turns()
+    assert sorted(view.turn.model for view in turns) == sorted(order)
+    assert [view.turn.policy_version_first for view in turns] == [versions[view.turn.model] for view in turns]
+    for view in turns:
+        ids = np.concatenate([view.prompt_token_ids, view.turn.token_ids]).tolist()
+        ours = forwards[view.turn.policy_version_first](ids, view.turn.prompt_length)
+        assert float((ours - torch.tensor(view.turn.logprobs.copy())).abs().max()) < TOLERANCE
+
+    before = logprobs(proxy, "p2")
+    newer = publish(proxy, write_adapter(crowded.model_dir, tmp_path / "newer", 99), kind="lora", policy="p1")
+    wait_for_status(proxy, newer)
+    assert logprobs(proxy, "p2") == before
+    ask(proxy.url, f"/v1/policies/{versions['p1']}/activate", {})
+    wait_for_status(proxy, versions["p1"])
+    assert logprobs(proxy, "p2") == before
+    assert logprobs(proxy, "p1") != before
+
+
+def logprobs(proxy: RunningProxy, policy: str) -> list[list[float]]:
+    """Return the logprobs of a policy's greedy replies to fixed prompts."""
+    found = []
+    with OpenAI(base_url=proxy.v1, api_key="none") as client:
+        for city in ("Oslo", "Rome", "Lima"):
+            asked: Any = [{"role": "user", "content": f"Where is {city}?"}]
+            reply = client.chat.completions.create(
+                model=policy,
+                messages=asked,
+                temperature=0,
+                max_tokens=24,
+                logprobs=True,
+                extra_body={"ignore_eos": True},
+            )
+            sampled = reply.choices[0].logprobs
+            assert sampled is not None
+            found.append([entry.logprob for entry in sampled.content or ()])
+    return found
