@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollouts import SIZES, play, read, write_model
+from rollouts import SIZES, advantages, play, read, write_model
 from training import operations_of, peak_operations
 
-from trainer.learning.advantages import AdvantageRule, assign
 from trainer.learning.batch import build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer
 from trainer.policy.agent import AgentRule, PolicyAgent
@@ -36,7 +35,7 @@ def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
         policy.load(0)
     agent = PolicyAgent(policy, AgentRule(max_logprob_gap=float("inf")))
     optimizer = make_optimizer(policy.parameters(), OptimizerRule())
-    batch = build(chains, assign(chains, AdvantageRule()), policy_version=0)
+    batch = build(chains, advantages(chains), policy_version=0)
     members = range(len(batch.experiences))
     rows = agent.rows(batch, members)
     best = float("inf")

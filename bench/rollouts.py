@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from trainer.learning.advantages import by_bucket, compared
+from turnwise.comparison import normalised
 from turnwise.experience import Experience
 from turnwise.store import experiences, ledger
 from turnwise.store.database import Database
@@ -108,6 +110,12 @@ def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) ->
     wanted = experiences.SessionFilter(task_id=f"{num_turns}")
     with database.read() as connection:
         return list(experiences.experiences(connection, wanted, merge=merge))
+
+
+def advantages(found: Sequence[Experience]) -> list[np.ndarray]:
+    """Return GRPO's advantages of the turns of each experience. [K] each."""
+    those = compared(found)
+    return those.of_turns(by_bucket(those.values, those.buckets, normalised))
 
 
 def _turns(session_id: str, size: Size, num_turns: int, number: int) -> list[Turn]:

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 import transformers
-from rollouts import SIZES, play, read, write_model
+from rollouts import SIZES, advantages, play, read, write_model
 
-from trainer.learning.advantages import AdvantageRule, assign
 from trainer.learning.batch import Batch, Row, build
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
@@ -178,7 +177,7 @@ def operations_of(policy: Policy, rows: Iterable[Row]) -> int:
 
 
 def _batch(experiences: Sequence[Any]) -> Batch:
-    return build(experiences, assign(experiences, AdvantageRule()), policy_version=0)
+    return build(experiences, advantages(experiences), policy_version=0)
 
 
 def peak_operations(device: torch.device) -> float | None:
