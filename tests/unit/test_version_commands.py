@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 from support.migrated import migrated
 
 from turnwise.commands.cli import main
-from turnwise.store import policies
+from turnwise.store import named_policies, policies
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind
+from turnwise.types import PolicyKind, PolicyVersion
 
 
 @pytest.fixture
@@ -73,3 +73,26 @@ def test_an_unknown_version_is_a_usage_error(url):
 def test_before_any_training_there_are_no_updates(url):
     assert json.loads(_run("updates", "--database", url, "--json").output) == []
     assert _run("updates", "--database", url).output.startswith("update_id")
+
+
+def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
+    url = migrated(f"sqlite:///{tmp_path}/t.db")
+    at = ("--database", url)
+    assert "turnwise keys create --policy support" in _run("policies", "create", "support", *at).output
+    follow = ("policies", "follow", "--policy", "support", *at)
+    assert _run(*follow).output == "No version is published yet.\n"
+    database = Database(url)
+    with database.write() as conn:
+        policy_id = named_policies.policy_named(conn, "default", "support").policy_id
+        for version in (1, 2):
+            adapter = PolicyVersion(version=version, policy_id=policy_id, path=str(tmp_path), kind=PolicyKind.LORA)
+            policies.publish_policy(conn, adapter)
+    database.close()
+    assert json.loads(_run("keys", "create", "--policy", "support", *at, "--json").output)["policy"] == "support"
+    _run("policies", "activate", "1", *at)
+    listed = json.loads(_run("policies", *at, "--json").output)
+    assert [(each["policy"], each["version"], each["pinned"]) for each in listed] == [
+        ("support", 2, False),
+        ("support", 1, True),
+    ]
+    assert "newest version: 2" in _run(*follow).output

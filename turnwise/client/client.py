@@ -171,9 +171,9 @@ class Client(Connection):
         finally:
             response.close()
 
-    def policies(self) -> Iterator[Json]:
-        """Iterate over the published policy versions."""
-        return self._rows(wire.page_of("/v1/policies", {}), "version")
+    def policies(self, policy: str | None = None) -> Iterator[Json]:
+        """Iterate over the published versions, of all policies or of one."""
+        return self._rows(wire.page_of("/v1/policies", wire.given({"policy": policy})), "version")
 
     def publish_policy(self, path: str, **fields: Any) -> Json:
         """Publish a checkpoint directory as a new policy version."""
@@ -382,9 +382,9 @@ class AsyncClient(Connection):
         finally:
             await response.aclose()
 
-    def policies(self) -> AsyncIterator[Json]:
-        """Iterate over the published policy versions."""
-        return self._rows(wire.page_of("/v1/policies", {}), "version")
+    def policies(self, policy: str | None = None) -> AsyncIterator[Json]:
+        """Iterate over the published versions, of all policies or of one."""
+        return self._rows(wire.page_of("/v1/policies", wire.given({"policy": policy})), "version")
 
     async def publish_policy(self, path: str, **fields: Any) -> Json:
         """Publish a checkpoint directory as a new policy version."""

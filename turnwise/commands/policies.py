@@ -145,13 +145,21 @@ def _pin(database: str | None, version: int) -> Json:
 
 
 @policies.command("follow")
+@click.option("--policy", default=DEFAULT_POLICY_NAME, show_default=True, help="The policy.")
+@click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
 @proxy_options
 @database_option
 @json_option
-def follow(database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
-    """Serve the newest version again, and each later one."""
+def follow(
+    policy: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None, *, as_json: bool
+) -> None:
+    """Serve the newest version of a policy again, and each later one."""
     with remote(url, api_key, database) as client:
-        version = _unpin(database) if client is None else _unpin_at(client)
+        if client is not None:
+            refuse_tenant(tenant)
+            version = _unpin_at(client, policy)
+        else:
+            version = _unpin(database, tenant or "default", policy)
     if as_json:
         print_records({"version": version}, as_json=True)
         return
@@ -160,19 +168,21 @@ def follow(database: str | None, url: str | None, api_key: str | None, *, as_jso
     )
 
 
-def _unpin(database: str | None) -> int | None:
-    """Serve the newest version; return it, None before the first."""
+def _unpin(database: str | None, tenant: str, policy: str) -> int | None:
+    """Serve a policy's newest version; return it, None before the first."""
     from turnwise.commands.store import opened
+    from turnwise.store import named_policies
     from turnwise.store import policies as stored
 
     with opened(database_url(database)) as store, store.write() as conn:
-        stored.pin_policy(conn, None)
-        newest = stored.newest_policy(conn)
+        policy_id = named_policies.policy_named(conn, tenant, policy).policy_id
+        stored.pin_policy(conn, None, policy_id=policy_id)
+        newest = stored.newest_policy(conn, policy_id)
     return None if newest is None else newest.version
 
 
-def _unpin_at(client: Client) -> int | None:
-    newest = next(client.policies(), None)
+def _unpin_at(client: Client, policy: str) -> int | None:
+    newest = next(client.policies(policy), None)
     if newest is None:
         return None
     client.activate(newest["version"], pin=False)
