@@ -58,7 +58,7 @@ LIMITS = """import resource
 for what, most in ((resource.RLIMIT_CPU, 2), (resource.RLIMIT_AS, 2**30), (resource.RLIMIT_FSIZE, 2**20)):
     resource.setrlimit(what, (most, most))
 """
-SECONDS = 10
+SECONDS = 30
 
 
 @functools.cache
