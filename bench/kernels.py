@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.learning.attention import block_mask, dense_mask
-from trainer.learning.forest import Forest, Layout
+from trainer.learning.forest import Forest, Layout, block_mask, dense_mask
 from trainer.learning.logprobs import linear_logprobs
 
 HEADS, HEAD_WIDTH = 4, 32

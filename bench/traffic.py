@@ -32,8 +32,8 @@ from trainer import sentinels
 from trainer import source as trainer_source
 from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
+from trainer.learning.advantages import moved_on
 from trainer.learning.selection import SelectionRule
-from trainer.learning.singles import moved_on
 from trainer.pacing import Position, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
 from turnwise.processes.stack import command, free_port

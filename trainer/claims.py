@@ -12,9 +12,9 @@ import time
 import numpy as np
 
 from trainer.algorithms.algorithm import Imitation, select
+from trainer.learning.advantages import UNIFORM, is_single
 from trainer.learning.batch import Batch, build
 from trainer.learning.selection import Selection, joined
-from trainer.learning.singles import UNIFORM, is_single
 from trainer.pacing import SMALLEST_PART, Position, Rewind
 from trainer.policy.engine import TrainingEngine
 from trainer.settings import TrainerSettings

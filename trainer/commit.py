@@ -90,6 +90,7 @@ class Commits:
         self._checkpoints = checkpoints
         self._config = config
         self._keeps_refused = keeps_refused
+        self._settings = config.saved()
         self._pending: list[FinishedBatch] = []
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
@@ -306,7 +307,7 @@ class Commits:
             writing.result()
 
     def _values(self, state: State) -> dict[str, Any]:
-        return state.values() | {"settings": self._config.saved()}
+        return state.values() | {"settings": self._settings}
 
     def _prune(self, versions: set[int]) -> None:
         """Remove the versions that nothing needs any more."""

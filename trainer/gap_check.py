@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.learning.batch import Batch, Reals
-from trainer.learning.gauges import finite
+from trainer.learning.ratios import finite
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.memory import OutOfMemory
 from trainer.publish.checkpoint import Checkpoints

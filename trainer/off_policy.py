@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from trainer.build import OptimizerLike, Shared, make_agent, make_evaluator, make_source, optimizer_factory
 from trainer.evaluate import Evaluator
-from trainer.outages import StopFlag, outlast
-from trainer.pacing import SourceRule
+from trainer.pacing import SourceRule, StopFlag, outlast
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from trainer.build import Shared
-from trainer.outages import StopFlag, outlast
+from trainer.pacing import StopFlag, outlast
 from trainer.policy.model import Policy
 from trainer.recorders import Recorder
 from trainer.settings import TrainerSettings

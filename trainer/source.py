@@ -18,8 +18,21 @@ from typing import TypeVar
 import numpy as np
 
 from trainer import sentinels
-from trainer.outages import Lease, SignsOfLife, SteadyClock, StopFlag, outlast
-from trainer.pacing import MOST_REFUSED, Look, Position, Rewind, SourceRule, WaitingLog, describe_claim, why_held
+from trainer.pacing import (
+    MOST_REFUSED,
+    Lease,
+    Look,
+    Position,
+    Rewind,
+    SignsOfLife,
+    SourceRule,
+    SteadyClock,
+    StopFlag,
+    WaitingLog,
+    describe_claim,
+    outlast,
+    why_held,
+)
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.experience import Experience
 from turnwise.store import (

@@ -24,8 +24,8 @@ from trainer.commit import Commits, NewVersion, probe_of
 from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.gap_check import GapCheck
 from trainer.gate import Gate
+from trainer.learning.advantages import moved_on
 from trainer.learning.selection import TOO_LONG, Selection
-from trainer.learning.singles import moved_on
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
@@ -39,10 +39,9 @@ from trainer.policy.memory import (
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
-from trainer.resume import States
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource
-from trainer.state import State
+from trainer.state import State, States
 from trainer.update import FittingGroups, Updates
 from turnwise.errors import BatchRefused
 from turnwise.types import Json, PolicyKind, UpdateRecord

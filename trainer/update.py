@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer.gap_check import BatchGap, GapCheck
 from trainer.learning.batch import Batch, Reals, minibatches, turn_advantages
-from trainer.learning.gauges import Gauges, finite
+from trainer.learning.ratios import Gauges, finite
 from trainer.learning.selection import LARGEST_VALUE, Selection, without_groups
 from trainer.policy.engine import TrainingEngine
 from trainer.policy.memory import FILE, OUT_OF_MEMORY, OutOfMemory

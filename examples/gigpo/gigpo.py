@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from trainer.algorithms.group import Group
+from trainer.algorithms.algorithm import Group
 from trainer.algorithms.grpo import GRPO
 from turnwise.comparison import Floats, is_uniform
 

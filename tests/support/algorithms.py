@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer.algorithms.algorithm import Algorithm, select
 from trainer.algorithms.loading import load
+from trainer.learning.advantages import Row
 from trainer.learning.selection import Selection, SelectionRule, offer
-from trainer.learning.singles import Row
 from turnwise.comparison import Floats
 from turnwise.experience import Experience
 

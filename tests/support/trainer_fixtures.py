@@ -11,7 +11,7 @@ import torch
 from support.trainer_ledger import make_model, new_ledger
 
 from trainer import source
-from trainer.outages import Lease
+from trainer.pacing import Lease
 from turnwise.store.database import Database
 
 

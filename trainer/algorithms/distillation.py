@@ -17,9 +17,9 @@ from pydantic import Field, field_validator
 
 from trainer.algorithms.algorithm import Scorer
 from trainer.algorithms.grpo import GRPO
+from trainer.learning.advantages import PastValues
 from trainer.learning.batch import Batch
 from trainer.learning.selection import Offer
-from trainer.learning.singles import PastValues
 from trainer.teachers import Teacher, Teachers, TeacherScores
 from turnwise.comparison import Floats
 from turnwise.errors import BatchRefused

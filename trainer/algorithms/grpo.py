@@ -10,12 +10,19 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from trainer.algorithms.policy_gradient import PolicyGradient, cut_off, ppo_clip, ratio
-from trainer.learning.advantages import bucket_for, by_bucket, compared, named_rows, whiten
+from trainer.learning.advantages import (
+    PastValues,
+    Row,
+    bucket_for,
+    by_bucket,
+    compared,
+    named_rows,
+    rewards_by_name,
+    whiten,
+)
 from trainer.learning.batch import Aggregation
 from trainer.learning.ratios import TrainedTokens
-from trainer.learning.rewards import rewards_by_name
 from trainer.learning.selection import Offer
-from trainer.learning.singles import PastValues, Row
 from turnwise.comparison import Floats
 from turnwise.settings import parsed_json
 from turnwise.types import SessionKey

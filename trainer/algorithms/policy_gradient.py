@@ -14,12 +14,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.algorithm import Weighed, needed
-from trainer.algorithms.group import Chain, Group
+from trainer.algorithms.algorithm import Chain, Group, Weighed, needed
 from trainer.learning.advantages import (
+    PastValues,
+    Row,
     by_bucket,
     compared,
     groups_of,
+    is_single,
+    past_values,
     single_rows,
     uniform_groups,
 )
@@ -33,7 +36,6 @@ from trainer.learning.ratios import (
     to_go,
 )
 from trainer.learning.selection import Offer, Selection, check_advantages, without_advantage
-from trainer.learning.singles import PastValues, Row, is_single, past_values
 from turnwise.comparison import Floats, normalised
 
 

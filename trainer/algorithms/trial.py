@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, select
 from trainer.learning.batch import Batch, build
-from trainer.learning.gauges import RESERVED
-from trainer.learning.ratios import TrainedTokens
+from trainer.learning.ratios import RESERVED, TrainedTokens
 from trainer.learning.selection import Selection, SelectionRule, check_advantages
 from turnwise.errors import SettingsError
 from turnwise.experience import EID, Experience

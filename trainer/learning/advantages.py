@@ -1,23 +1,250 @@
-"""Which values are compared with each other, and the arithmetic that several algorithms share. NumPy in float64.
+"""What a session is compared with: its reward as it is trained, the values of others, and its advantage over them.
 
-A *bucket* holds values that are compared: all sessions of a group, all turns at one step of a group, or single sessions
-of a kind. A session is one value however many chains it has, and all its turns share its advantage. By step, each turn
-is a value of its own, which is how step rewards reach the loss token by token. Legend: N values, K turns of a chain.
+Named rewards are weighed and overlong sessions shaped; nothing of that is stored. A *bucket* holds values that are
+compared: all sessions of a group, all turns at one step of a group, or single sessions of a kind. A session is one
+value however many chains it has, and all its turns share its advantage. By step, each turn is a value of its own, which
+is how step rewards reach the loss token by token.
+
+Single sessions have no group, and are compared with others of their kind: a tenant, what its agents do (their
+`task_id`, by `kind_pattern`, else their system prompt) and the role of the chain. The values of a kind are those of the
+batch and of a window of recent sessions, so that a small batch has a baseline too. The window is part of the trainer's
+state. NumPy in float64, no torch, no state. Legend: N values, P earlier ones, K turns of a chain.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import Field, field_validator
 
-from trainer.learning.rewards import rewards_by_name
-from trainer.learning.singles import WHOLE, Bucket, Row, baseline, bucket_of, is_single, row_of
 from turnwise.comparison import STD_EPSILON, Floats, is_uniform
 from turnwise.experience import Experience
-from turnwise.types import Credit, GroupKey, SessionKey
+from turnwise.settings import Settings, parsed_json
+from turnwise.types import Credit, GroupKey, Json, Role, SessionKey
+
+OVERLONG_PENALTY = 1.0
+"""Largest penalty of an overlong session: a success that is too long is worth a failure, where rewards are 0 or 1."""
+OVERLONG_SHARE = 0.5
+"""Share of `overlong_tokens` over which the penalty rises."""
+WINDOW = 64
+"""Recent values that the window holds of each kind and part. A batch of more sessions hardly depends on them."""
+MOST_ROWS = 8192
+"""Values that the window holds in all; the oldest ones leave."""
+SCALE_FLOOR = 0.25
+"""Smallest scale, as a share of the range of the values: no advantage is larger than 1 / SCALE_FLOOR = 4."""
+
+WHOLE = "session"
+"""The part of a value that is the reward of a whole session."""
+
+FIRST = "first_of_its_kind"
+"""Reason: no other single session of this kind is known yet."""
+UNIFORM = "uniform_rewards"
+"""Reason: all rewards that are compared are equal."""
+AT_BASELINE = "equals_baseline"
+"""Reason: the session's reward is exactly the mean of the others."""
+
+
+class RewardRule(Settings):
+    """How the reward of a session is made from what was posted."""
+
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each reward name, for sessions with propagated credit; names that are not listed weigh 1."""
+    overlong_tokens: int | None = Field(default=None, ge=1)
+    """A session with so many sampled tokens or more has a reward that is less by 1. The penalty rises linearly from 0
+    at half of them. None turns it off."""
+    overlong_mask: bool = False
+    """Do not train sessions with a turn that ended at the token limit; they still count in their group's baseline."""
+
+    @field_validator("reward_weights", mode="before")
+    @classmethod
+    def _parse_json(cls, value: Any) -> Any:
+        return parsed_json(value)
+
+
+def shape_rewards(
+    experiences: Sequence[Experience],
+    rule: RewardRule,
+    combine: Callable[[Mapping[str, float], Json], float | None],
+) -> list[Experience]:
+    """Return the experiences with the rewards and returns that are trained.
+
+    Args:
+        experiences: As stored.
+        rule: Weights and penalties.
+        combine: Returns a session's reward from its rewards by name and its metadata; None: by the rule.
+    """
+    lengths: dict[SessionKey, int] = defaultdict(int)
+    for experience in experiences:
+        lengths[experience.session_key] += int(experience.loss_mask.sum())
+    shaped = []
+    for experience in experiences:
+        own = combine(rewards_by_name(experience), experience.info.get("metadata") or {})
+        reward = _weighed(experience, rule) if own is None else float(own)
+        penalty = overlong_penalty(lengths[experience.session_key], rule)
+        changed = reward != experience.reward or penalty
+        shaped.append(_with_reward(experience, reward, penalty) if changed else experience)
+    return shaped
+
+
+def rewards_by_name(experience: Experience) -> dict[str, float]:
+    """Return the session's rewards by name; one without names is its reward under the name `reward`."""
+    found: Mapping[str, float] = experience.info.get("rewards") or {"reward": experience.reward}
+    return dict(found)
+
+
+def overlong_penalty(num_tokens: int, rule: RewardRule) -> float:
+    """Return min(max((L − (L_max − L_buffer)) / L_buffer, 0), 1) · penalty.
+
+    Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 13, soft overlong punishment.
+    """
+    if rule.overlong_tokens is None:
+        return 0.0
+    buffer = rule.overlong_tokens * OVERLONG_SHARE
+    over = num_tokens - (rule.overlong_tokens - buffer)
+    return OVERLONG_PENALTY * min(max(over / buffer, 0.0), 1.0)
+
+
+def is_truncated(experience: Experience) -> bool:
+    """Whether a turn of the chain ended at the token limit."""
+    return "length" in (experience.info.get("finish_reasons") or ())
+
+
+def _weighed(experience: Experience, rule: RewardRule) -> float:
+    if not rule.reward_weights:
+        return experience.reward
+    return sum(rule.reward_weights.get(name, 1.0) * value for name, value in rewards_by_name(experience).items())
+
+
+def _with_reward(experience: Experience, reward: float, penalty: float) -> Experience:
+    """Return the experience under another session reward; step by step, the penalty falls on its last turn."""
+    if experience.info.get("credit") == Credit.STEP_WISE:
+        returns, rewards = experience.turn_returns.copy(), experience.turn_rewards.copy()
+        returns[-1] -= penalty
+        rewards[-1] -= penalty
+        return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns, turn_rewards=rewards)
+    returns = np.full(len(experience.turn_ids), reward - penalty)
+    return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns, turn_rewards=returns)
+
+
+class Bucket(NamedTuple):
+    """The single sessions that are compared with each other in one respect."""
+
+    kind: str
+    part: str
+    """`session`, a step, or the name of a reward."""
+
+
+class Row(NamedTuple):
+    """One value of a single session."""
+
+    kind: str
+    part: str
+    session: str
+    """Digest of the session's key."""
+    value: float
+
+    @property
+    def bucket(self) -> Bucket:
+        """What the value is compared with."""
+        return Bucket(self.kind, self.part)
+
+
+PastValues = Mapping[Bucket, Floats]
+"""The values of earlier single sessions."""
+
+
+def is_single(experience: Experience) -> bool:
+    """Return whether the session has no group, or a group of one."""
+    return bool(experience.info.get("single"))
+
+
+def bucket_of(experience: Experience, part: str, kind_pattern: str | None) -> Bucket:
+    """Return the bucket of a chain of a single session."""
+    roles = experience.info.get("roles") or [Role.MAIN]
+    names = (experience.tenant, _agent_of(experience, kind_pattern), str(roles[0]))
+    return Bucket(_digest("\0".join(names)), part)
+
+
+def session_digest(session: SessionKey) -> str:
+    """Return what rows name a session by."""
+    return _digest("\0".join(session))
+
+
+def baseline(values: Floats, past: Floats, *, is_scaled: bool) -> Floats:
+    """Return (x_i − mean of all others) / s: the advantage of each value over the others and the past ones.
+
+    Leave-one-out, so that a value is not its own baseline: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), over
+    sessions of one kind in place of samples of one prompt. A baseline over sessions of different prompts and its scale
+    are those of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262). s = max(std, range / 4) of all values, past ones
+    included: the scale of a whole kind, since that of a single task favours the easy and the hard ones (Dr. GRPO, Liu
+    et al. 2025, arXiv:2503.20783, section 3.1). It is the std and not the median deviation, which is 0 for most
+    rewards of 0 and 1; the floor bounds an advantage where success is rare. Zeros without another value, and where all
+    are equal.
+
+    Args:
+        values: Of the batch. [N]
+        past: Of sessions before it. [P]
+        is_scaled: Divide by s, as algorithms do whose groups are divided by their std.
+    """
+    pool = np.concatenate([values, past])
+    if len(pool) == 1 or is_uniform(pool):
+        return np.zeros_like(values)
+    centred: Floats = values - (pool.sum() - values) / (len(pool) - 1)
+    if not is_scaled:
+        return centred
+    scaled: Floats = centred / max(float(pool.std(ddof=1)), SCALE_FLOOR * float(np.ptp(pool)))
+    return scaled
+
+
+def past_values(rows: Iterable[Row], batch: Collection[Row]) -> PastValues:
+    """Return the values in the window by bucket, without those of the batch's own sessions."""
+    own = {row.session for row in batch}
+    found: dict[Bucket, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.session not in own:
+            found[row.bucket].append(row.value)
+    return {bucket: np.array(values, np.float64) for bucket, values in found.items()}
+
+
+def moved_on(rows: Sequence[Row], batch: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the window after a batch: its values replace those of the same sessions, and the oldest ones leave."""
+    own = {row.session for row in batch}
+    known: dict[Bucket, int] = defaultdict(int)
+    kept = []
+    for row in reversed([*(row for row in rows if row.session not in own), *batch]):
+        known[row.bucket] += 1
+        if known[row.bucket] <= WINDOW:
+            kept.append(row)
+    return tuple(reversed(kept[:MOST_ROWS]))
+
+
+def why_without_advantage(rows: Sequence[Row], batch: Sequence[Row], past: PastValues) -> str:
+    """Return why a single session with these rows has no advantage in this batch."""
+    pools = []
+    for row in rows:
+        others = past.get(row.bucket, np.empty(0))
+        pools.append(np.concatenate([[other.value for other in batch if other.bucket == row.bucket], others]))
+    if all(len(pool) == 1 for pool in pools):
+        return FIRST
+    return UNIFORM if all(map(is_uniform, pools)) else AT_BASELINE
+
+
+def _agent_of(experience: Experience, kind_pattern: str | None) -> str:
+    """Return the matched part of the task's id, else the digest of the system prompt."""
+    found = None if kind_pattern is None else re.search(kind_pattern, experience.eid.task)
+    if found is None:
+        return f"agent {experience.info.get('agent', '')}"
+    return f"task {found.group(1 if found.re.groups else 0)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +369,8 @@ def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Float
 
 
 def _row(experience: Experience, part: int | str, value: float, kind_pattern: str | None) -> Row:
-    return row_of(bucket_of(experience, str(part), kind_pattern), experience.session_key, value)
+    bucket = bucket_of(experience, str(part), kind_pattern)
+    return Row(*bucket, session_digest(experience.session_key), float(value))
 
 
 def _by_step(experience: Experience) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.learning.forest import Forest, Indices, Layout
-from trainer.learning.sampling import temperatures, why_untrainable
+from trainer.learning.selection import temperatures, why_untrainable
 from turnwise.experience import Experience
 from turnwise.types import SessionKey, TokenIds
 

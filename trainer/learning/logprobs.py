@@ -1,21 +1,64 @@
-"""Logprob and entropy of given tokens, chunk by chunk, in both directions.
+"""Logprob and entropy of given tokens, computed without the logits of all tokens, in both directions.
 
-The softmax is recomputed on the way back, so no float32 copy of all logits is ever held. `linear_logprobs` goes
-further: it starts from the hidden states and computes the logits chunk by chunk as well, so they are never whole in any
-precision. Legend: m trained tokens, U distinct predictors, V vocabulary, C predictors of a chunk, H hidden size.
+Logits are computed chunk by chunk and the softmax again on the way back, so no float32 copy of all logits is ever held.
+`linear_logprobs` starts from the hidden states, so logits are never whole in any precision: the output layer is left
+out of the model's forward pass. That is only right where it is all that lies between hidden states and logits, so a
+layer with a bias, and models that scale or cap their logits, keep their own forward pass. Legend: m trained tokens,
+U distinct predictors, V vocabulary, C predictors of a chunk, H hidden size.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Names in a model's configuration of what it does to logits after the output layer."""
 LOGITS_IN_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Float32 logits of a chunk on each type of device: 64 MiB, and 256 MiB where small products leave a GPU idle."""
+
+
+class OutputLayer:
+    """A linear output layer whose module can pass hidden states through."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._is_left_out = False
+        module.forward = self._pass  # type: ignore[assignment,method-assign]
+
+    @classmethod
+    def of(cls, model: Any) -> OutputLayer | None:
+        """Return the model's output layer; None where more than it lies between hidden states and logits."""
+        module = model.get_output_embeddings()
+        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        if type(module) is not nn.Linear or module.bias is not None:
+            return None
+        if any(getattr(config, name, None) not in (None, 1.0) for name in CHANGES_LOGITS):
+            return None
+        return cls(module)
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]."""
+        return self._module.weight
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Let the model return hidden states in place of logits inside the block."""
+        self._is_left_out = True
+        try:
+            yield
+        finally:
+            self._is_left_out = False
+
+    def _pass(self, hidden: Tensor) -> Tensor:
+        return hidden if self._is_left_out else self._forward(hidden)
 
 
 def selected_logprobs(logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,9 @@
-"""What an algorithm is offered of a batch, and what it chose; the rest is refused group by group, with a reason."""
+"""What an algorithm is offered of a batch, and what it chose; the rest is refused by group or by turn, with a reason.
+
+Behaviour logprobs are those of the distribution that was sampled from. The trainer can apply a temperature to its own
+logits. It cannot reproduce a mask or a penalty of the sampler, so turns that had one stay in the prompt, carry no
+loss, and are counted by reason.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,85 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field, field_validator
 
-from trainer.learning.rewards import RewardRule, is_truncated, rewards_by_name, shape_rewards
-from trainer.learning.sampling import why_untrainable
-from trainer.learning.singles import UNIFORM, PastValues, Row, is_single, session_digest, why_without_advantage
+from trainer.learning.advantages import (
+    UNIFORM,
+    PastValues,
+    RewardRule,
+    Row,
+    is_single,
+    is_truncated,
+    rewards_by_name,
+    session_digest,
+    shape_rewards,
+    why_without_advantage,
+)
 from turnwise.comparison import Floats
 from turnwise.experience import Experience
-from turnwise.types import GroupKey, Json, SessionKey
+from turnwise.types import TOOL_GRAMMAR, GroupKey, Json, SessionKey
 
+MASKS: dict[str, Callable[[Any], bool]] = {
+    "top_p": lambda value: value < 1,
+    "top_k": lambda value: value > 0,
+    "min_p": lambda value: value > 0,
+    "min_tokens": lambda value: value > 0,
+    "logit_bias": bool,
+    "bad_words": bool,
+    "allowed_token_ids": bool,
+    "structured_outputs": bool,
+    "response_format": lambda value: value.get("type", "text") != "text",
+    TOOL_GRAMMAR: bool,
+    "thinking_token_budget": lambda value: value >= 0,
+    "tool_choice": lambda value: value == "required" or isinstance(value, dict),
+    "frequency_penalty": lambda value: value != 0,
+    "presence_penalty": lambda value: value != 0,
+    "repetition_penalty": lambda value: value != 1,
+}
+"""Parameters that change the distribution otherwise than by scaling it, and when they do."""
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
 NO_TRAINABLE_TURN = "no_trainable_turn"
 """Reason of a chain of which no turn was sampled in a way that has an importance ratio."""
 TOO_LONG = "chain_too_long"
 """Beginning of the reason of a chain over `max_chain_tokens`."""
+
+
+def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
+    """Return the temperature of each turn, 1 where the call set none. [K]."""
+    return np.array([_temperature(sampling) for sampling in _per_turn(experience)], np.float32)
+
+
+def why_untrainable(experience: Experience) -> list[str | None]:
+    """Return for each turn why no importance ratio can be formed for it, None where one can. [K]."""
+    reasons = [_reason(sampling) for sampling in _per_turn(experience)]
+    broken = experience.loss_mask & ~np.isfinite(experience.logprobs)
+    for turn in np.unique(experience.turn_index[broken]):
+        reasons[turn] = "broken_logprobs"
+    return reasons
+
+
+def _per_turn(experience: Experience) -> list[Json]:
+    return list(experience.info.get("sampling") or [{}] * len(experience.turn_ids))
+
+
+def _temperature(sampling: Json) -> float:
+    value = sampling.get("temperature")
+    return 1.0 if value is None else float(value)
+
+
+def _reason(sampling: Json) -> str | None:
+    if _temperature(sampling) <= 0:
+        return "greedy"
+    for name, masks in MASKS.items():
+        value = sampling.get(name)
+        if value is not None and masks(value):
+            return name
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,14 +20,12 @@ from trainer.algorithms.loading import DEFAULT, ByName
 from trainer.algorithms.trial import try_algorithm
 from trainer.learning.batch import Batch, Reals, Row, pack
 from trainer.learning.forest import Forest
-from trainer.learning.gauges import Gauges
-from trainer.learning.ratios import TrainedTokens
+from trainer.learning.ratios import Gauges, TrainedTokens
 from trainer.parallel import World
 from trainer.policy.critic import Critic
-from trainer.policy.inputs import RowInputs, ahead, on_device
+from trainer.policy.inputs import RowData, RowInputs, ahead, inputs_of, on_device, row_data
 from trainer.policy.memory import MemoryLimits, OutOfMemory
 from trainer.policy.model import Policy
-from trainer.policy.row_data import RowData, inputs_of, row_data
 from turnwise.errors import SettingsError
 from turnwise.experience import Experience
 from turnwise.settings import Settings

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.learning.attention import BLOCK, blocks_of, mask_of_blocks
-from trainer.learning.forest import Indices, Layout
+from trainer.learning.forest import BLOCK, Indices, Layout, blocks_of, mask_of_blocks
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention of transformers."""

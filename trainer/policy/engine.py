@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm
 from trainer.learning.batch import Batch, Reals
-from trainer.learning.gauges import Gauges
+from trainer.learning.ratios import Gauges
 from trainer.parallel import World
 from turnwise.experience import Experience
 

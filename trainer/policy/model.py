@@ -18,10 +18,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainer.learning.batch import Row
-from trainer.learning.logprobs import linear_logprobs, selected_logprobs
+from trainer.learning.logprobs import OutputLayer, linear_logprobs, selected_logprobs
 from trainer.policy.adapters import Adapter
 from trainer.policy.context_parallel import ContextGroup, part_of, register_attention, spread
-from trainer.policy.head import OutputLayer
 from trainer.policy.inputs import RowInputs, part_inputs, row_inputs
 from trainer.policy.loading import (
     allocate,
@@ -133,9 +132,10 @@ class Policy:
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
         self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
-        self._head = OutputLayer.of(base_of(self.model)) if self.mesh_axis is None else None
+        self._head = OutputLayer.of(self._base) if self.mesh_axis is None else None
+        self._tied = tied_names(self._base) if self.spec.kind is PolicyKind.FULL else set()
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
-        self._keeps_logits = "logits_to_keep" in inspect.signature(base_of(self.model).forward).parameters
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self._base.forward).parameters
         if self.spec.kind is PolicyKind.LORA and self.mesh_axis is None:
             self.adapter = Adapter.in_place(self.model)
             self._fresh = seed, self.adapter.copied()
@@ -150,13 +150,13 @@ class Policy:
     @property
     def config(self) -> Any:
         """The model's own configuration."""
-        config = base_of(self.model).config
+        config = self._base.config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     @property
     def can_checkpoint(self) -> bool:
         """Whether activations are kept that could be recomputed."""
-        return not self.is_checkpointed and bool(base_of(self.model).supports_gradient_checkpointing)
+        return not self.is_checkpointed and bool(self._base.supports_gradient_checkpointing)
 
     def checkpoint(self) -> None:
         """Recompute activations from now on."""
@@ -189,8 +189,9 @@ class Policy:
 
     def _tuned(self, model: nn.Module) -> nn.Module:
         """Return the model with kernels, checkpointing and compiled layers as the settings ask."""
+        self._base = base_of(model)
         if self.division.tensor == 1 and has_liger(self.device):
-            use_liger(base_of(model))
+            use_liger(self._base)
         wanted = self.is_checkpointed or self.spec.gradient_checkpointing
         self.is_checkpointed = needs_checkpointing(model, self.device) if wanted is None else wanted
         if self.is_checkpointed:
@@ -340,12 +341,11 @@ class Policy:
         from transformers.core_model_loading import revert_weight_conversion
 
         weights = {name: value.contiguous() for name, value in self._published(state).items()}
-        return cast("dict[str, Tensor]", revert_weight_conversion(base_of(self.model), weights))
+        return cast("dict[str, Tensor]", revert_weight_conversion(self._base, weights))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that engines load: in the precision of the computation, a tied output layer left out."""
-        tied = tied_names(base_of(self.model)) if self.spec.kind is PolicyKind.FULL else set()
-        return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in tied}
+        return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in self._tied}
 
     def trained_state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded.

@@ -17,8 +17,7 @@ from support.waiting import wait_until
 from trainer.algorithms.algorithm import select
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule
-from trainer.outages import SteadyClock, StopFlag, outlast
-from trainer.pacing import Position, SourceRule
+from trainer.pacing import Position, SourceRule, SteadyClock, StopFlag, outlast
 from trainer.source import FinishedBatch, LedgerSource
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable

@@ -19,8 +19,7 @@ from turnwise_fake_engine import Script
 
 from proxy.engines.state import EngineState
 from proxy.reload import transfer
-from trainer.publish.held_versions import HeldVersions
-from trainer.publish.weight_server import WeightRule, WeightServer
+from trainer.publish.weight_server import HeldVersions, WeightRule, WeightServer
 from turnwise.engine_plugin import channel
 from turnwise.store import policies, weight_servers
 from turnwise.types import PolicyVersion

@@ -13,7 +13,7 @@ from support.forests import grown_forest
 from support.gloo_worlds import compiled_steps, run_world, steps, world_of
 from support.trainer_ledger import VOCABULARY, settings_for
 
-from trainer.learning.attention import BLOCK, dense_mask
+from trainer.learning.forest import BLOCK, dense_mask
 from trainer.main import check_startable
 from trainer.policy.context_parallel import ContextGroup, part_of
 from trainer.policy.mesh import Division, check_divisible, divide_layers

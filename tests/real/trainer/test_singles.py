@@ -14,8 +14,8 @@ from support.algorithms import selected as selected_by
 from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for, train
 
+from trainer.learning.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on
 from trainer.learning.selection import SelectionRule
-from trainer.learning.singles import MOST_ROWS, WINDOW, Row, baseline, moved_on
 from turnwise.store import ledger, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter, agent_digest

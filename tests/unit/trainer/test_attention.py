@@ -8,8 +8,8 @@ import torch
 from support.forests import VOCABULARY, grown_forest
 from torch.nn.attention.flex_attention import flex_attention
 
-from trainer.learning.attention import BLOCK, block_mask, dense_mask
 from trainer.learning.batch import Row
+from trainer.learning.forest import BLOCK, block_mask, dense_mask
 from trainer.policy.model import Policy, PolicySpec
 
 CPU = torch.device("cpu")

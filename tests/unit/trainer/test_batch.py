@@ -9,13 +9,12 @@ from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from trainer.algorithms.algorithm import loss_of
-from trainer.learning.attention import dense_mask
 from trainer.learning.batch import build, minibatches, pack
-from trainer.learning.forest import Forest
+from trainer.learning.forest import Forest, dense_mask
 from trainer.learning.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.policy.agent import AgentRule, PolicyAgent
+from trainer.policy.inputs import row_data
 from trainer.policy.model import Policy, PolicySpec
-from trainer.policy.row_data import row_data
 from turnwise.chains import merge_session, split_session
 from turnwise.experience import EID, Experience
 from turnwise.store import experiences

@@ -9,8 +9,8 @@ import pytest
 from support.algorithms import algorithm, assigned, selected
 from support.experience_factory import experience
 
+from trainer.learning.advantages import RewardRule, overlong_penalty, shape_rewards
 from trainer.learning.batch import build
-from trainer.learning.rewards import RewardRule, overlong_penalty, shape_rewards
 
 
 def named(session_id, rewards, **fields):
