@@ -28,6 +28,7 @@ from proxy.continuation.which_session import (
     Caller,
     Candidate,
     InferredSessions,
+    check_has_policy,
     check_id,
     choose_candidate,
     end_user,
@@ -102,13 +103,8 @@ class Sessions:
             live = await self.find_own(principal)
         elif live is None:
             live = await self.open(_opened_by_call(check_id(session_id), caller, call))
-        if call.names_policy and live.session.policy_id != call.policy_id:
-            raise Conflict(
-                f"session {session_id!r} samples with another policy than {call.model!r}; a session has one policy: "
-                "ask in another session",
-                param="model",
-                code="session_of_another_policy",
-            )
+        if call.names_policy:
+            check_has_policy(live.session, call.policy_id, call.model, param="model")
         if live.session.status is SessionStatus.OPEN:
             return Placement(live)
         is_named_by_app = principal.session_id is None and call.session_source != "path"

@@ -25,10 +25,10 @@ from proxy.continuation.forest import KnownTurn, is_free
 from proxy.continuation.memory import LiveSession
 from proxy.dialects.base import Call
 from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
-from turnwise.errors import InvalidRequest
+from turnwise.errors import Conflict, InvalidRequest
 from turnwise.store import history
 from turnwise.store.database import Database
-from turnwise.types import DEFAULT_POLICY, Json
+from turnwise.types import DEFAULT_POLICY, Json, Session
 
 Headers = Mapping[bytes, bytes]
 SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
@@ -198,6 +198,21 @@ def check_id(session_id: object) -> str:
 
 MAX_NAME = 240
 """Characters of a session id that its continuations keep; a number follows."""
+
+
+def check_has_policy(session: Session, policy_id: int, name: str, *, param: str) -> None:
+    """Check that a session samples with the policy that a request names.
+
+    Raises:
+        Conflict: it has another one.
+    """
+    if session.policy_id != policy_id:
+        raise Conflict(
+            f"session {session.session_id!r} samples with another policy than {name!r}; a session has one policy: "
+            "ask in another session",
+            param=param,
+            code="session_of_another_policy",
+        )
 
 
 def next_id(session_id: str, number: int) -> str:

@@ -60,6 +60,8 @@ class EnginePool:
         """The older version that the sessions which name it as their arm stay on."""
         self.policies: Mapping[tuple[str, str], Policy] = {}
         """The named policies by tenant and name."""
+        self.policy_names: Mapping[int, str] = {DEFAULT_POLICY: DEFAULT_POLICY_NAME}
+        """Their names by number."""
         self.adapters: Mapping[int, PolicyVersion] = {}
         """What the sessions of each named policy sample with, by its number: the served version, before the first one
         the adapter that it starts from. A policy that is missing samples with the engine's own model."""

@@ -151,6 +151,7 @@ class ServedVersions:
         self._pool.trial, self._pool.holdout = _version(wanted.canary), _version(wanted.holdout)
         self.holdout = wanted.holdout
         self._pool.policies = wanted.named
+        self._pool.policy_names = {policy.policy_id: policy.name for policy in wanted.named.values()}
         self._pool.adapters = {
             policy_id: served
             for policy_id, state in wanted.states.items()

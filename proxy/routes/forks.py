@@ -53,7 +53,7 @@ async def fork_turn(
             return queries.session(connection, principal.tenant, forked_id)
 
     forked = await asyncio.to_thread(read)
-    fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata"})
+    fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata", "policy"})
     left_out = {"task_id", "credit", "gamma", "sampling", "user_id"} - wanted.model_fields_set
     session = Session(
         session_id=check_id(wanted.session_id or f"fork-{uuid.uuid4().hex}"),
@@ -65,4 +65,4 @@ async def fork_turn(
     )
     stored = await services.sessions.fork(session, turn_id, before=wanted.at == "before")
     services.forget_session(stored.tenant, stored.session_id)
-    return answer(new_session_json(stored, wanted, request, services, principal))
+    return answer(await new_session_json(stored, wanted, request, services, principal))

@@ -112,23 +112,27 @@ def _json_type(kind: Any) -> Any:
     return {TokenIds: list[int], Logprobs: list[float]}.get(kind, kind)
 
 
-SessionAnswer = answer_model("SessionAnswer", Session, "One run of an agent.")
+_policy: Any = (str | None, Field(description="The name of the policy that it samples with."))
+SessionAnswer = answer_model("SessionAnswer", Session, "One run of an agent.", policy=_policy)
 ListedSession = answer_model(
     "ListedSession",
     Session,
     "One run of an agent in a list.",
+    policy=_policy,
     summary=(Summary | None, Field(default=None, description="What was said in it, with `summary=true`.")),
 )
 EndedSessionAnswer = answer_model(
     "EndedSessionAnswer",
     Session,
     "A session that is over.",
+    policy=_policy,
     training_note=(str, Field(description="What it waits for until it is trained, or why it is not trained.")),
 )
 NewSessionAnswer = answer_model(
     "NewSessionAnswer",
     Session,
     "A session, with what its agent needs to call the model in it.",
+    policy=_policy,
     base_url=(str, Field(description="What an OpenAI client takes as `base_url`.")),
     api_key=(str, Field(description="A key for this session alone.")),
 )
@@ -146,6 +150,7 @@ ReadSession = answer_model(
     "ReadSession",
     Session,
     "One run of an agent, with its own rewards.",
+    policy=_policy,
     rewards=(
         list[RewardAnswer],  # type: ignore[valid-type]
         Field(description="The reward lines for the whole session, in order of arrival."),

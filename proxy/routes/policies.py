@@ -19,7 +19,17 @@ from pydantic import Field, model_validator
 from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
-from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, page, policies_json, record_json
+from proxy.routes.serialise import (
+    Caller,
+    Here,
+    answer,
+    caller,
+    describe_answer,
+    page,
+    policies_json,
+    read_policy,
+    record_json,
+)
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, Forbidden, NotFound
 from turnwise.store import keys, named_policies, pages, policies
@@ -117,7 +127,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
         created, _ = await services.writer.do(create, principal.tenant, wanted.name, wanted.base)
         await services.reloader.read_served()
         return answer(record_json(created))
-    policy = await asyncio.to_thread(_named, services, principal, wanted.policy)
+    policy = await asyncio.to_thread(read_policy, services, principal, wanted.policy)
     if policy.policy_id == DEFAULT_POLICY:
         await _check_owner(services, principal)
     path, kind = wanted.path or "", wanted.kind
@@ -141,11 +151,6 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     )
     (document,) = await policies_json([published], services.files, {policy.policy_id: policy.name})
     return answer(document)
-
-
-def _named(services: Services, principal: Principal, name: str) -> Policy:
-    with services.database.read() as connection:
-        return named_policies.policy_named(connection, principal.tenant, name)
 
 
 @router.post("/{version}/activate", responses=describe_answer("ActivationAnswer"))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-from proxy.routes.checked_route import Id, LabelName
+from proxy.routes.checked_route import Id, LabelName, Text
 from proxy.routes.serialise import Caller
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
@@ -23,6 +23,7 @@ def session_filter(
     status: SessionStatus | None = None,
     user_id: Id | None = None,
     label: LabelName | None = None,
+    policy: Annotated[Text | None, Query(description="Name of the policy that samples.")] = None,
     metadata: Annotated[Id | None, Query(description="`KEY=VALUE`: a pair of the session's metadata.")] = None,
 ) -> SessionFilter:
     """Return the conditions on a session of the caller's tenant."""
@@ -34,6 +35,7 @@ def session_filter(
         status=status,
         user_id=user_id,
         label=label,
+        policy=policy,
         metadata=metadata,
     )
 

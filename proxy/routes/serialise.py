@@ -16,7 +16,7 @@ from proxy.auth import ACTION_OF_ROUTE, Principal, session_deleted
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
-from turnwise.store import policies, queries
+from turnwise.store import named_policies, policies, queries
 from turnwise.store.database import Database
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
@@ -98,6 +98,30 @@ def page(rows: list[Json], has_more: bool) -> Json:
 def record_json(record: Session | Reward | Policy | PolicyVersion | UpdateRecord | Key) -> Json:
     """Return a record as the API's JSON."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
+
+
+def read_policy(services: Services, principal: Principal, name: str) -> Policy:
+    """Return the policy of this name that the caller may use.
+
+    Raises:
+        NotFound: there is none.
+    """
+    with services.database.read() as connection:
+        return named_policies.policy_named(connection, principal.tenant, name)
+
+
+async def sessions_json(found: Sequence[Session], services: Services) -> list[Json]:
+    """Return sessions as the API's JSON, with the names of their policies, which are read again if one is new."""
+    if not {session.policy_id for session in found} <= services.pool.policy_names.keys():
+        await services.reloader.read_served()
+    names = services.pool.policy_names
+    return [{**record_json(session), "policy": names.get(session.policy_id)} for session in found]
+
+
+async def session_json(session: Session, services: Services) -> Json:
+    """Return a session as the API's JSON."""
+    (shown,) = await sessions_json([session], services)
+    return shown
 
 
 async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles, names: Mapping[int, str]) -> list[Json]:

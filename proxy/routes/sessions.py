@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, field_validator, model_validator
 
 from proxy.auth import Principal
-from proxy.continuation.which_session import SESSION_ID, check_id
+from proxy.continuation.which_session import SESSION_ID, check_has_policy, check_id
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, LabelName, Number, RewardValue, Text
 from proxy.routes.search import contents, session_filter
 from proxy.routes.serialise import (
@@ -22,7 +24,10 @@ from proxy.routes.serialise import (
     describe_answer,
     encode_page,
     page,
+    read_policy,
     record_json,
+    session_json,
+    sessions_json,
     turn_json,
 )
 from proxy.services import Services
@@ -77,6 +82,8 @@ class NewSession(Body):
     credit: Credit = Credit.PROPAGATE
     gamma: Annotated[Number, Field(ge=0.0, le=1.0)] = 0.0
     metadata: dict[str, Any] = Field(default_factory=dict)
+    policy: Text | None = None
+    """Name of the policy that samples, by default the key's; it cannot change."""
     user_id: Id | None = None
     """The person or account that the agent serves; `turnwise forget --user-id` deletes its sessions."""
     sampling: dict[str, Any] = Field(default_factory=dict)
@@ -127,29 +134,32 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     Fields that are left out do not change. All fields of an open session can change until its group is complete; of a
     session that is over, only `metadata` and `user_id` can change.
     """
-    fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
+    fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "policy"})
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
-    session = Session(
-        session_id=session_id, tenant=principal.tenant, policy_id=principal.policy_id, opened_by="api", **fields
-    )
+    policy_id = principal.policy_id
+    if wanted.policy is not None:
+        policy_id = (await asyncio.to_thread(read_policy, services, principal, wanted.policy)).policy_id
+    session = Session(session_id=session_id, tenant=principal.tenant, policy_id=policy_id, opened_by="api", **fields)
     stored = await services.sessions.create(session)
+    if wanted.policy is not None:
+        check_has_policy(stored, policy_id, wanted.policy, param="policy")
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
     if stored.status is SessionStatus.OPEN:
         given.add("opened_by")
     if any(getattr(stored, name) != getattr(session, name) for name in given):
         stored = await services.writer.do(session_changes.change_session, session, given)
         services.forget_session(principal.tenant, session_id)
-    return answer(new_session_json(stored, wanted, request, services, principal))
+    return answer(await new_session_json(stored, wanted, request, services, principal))
 
 
-def new_session_json(
+async def new_session_json(
     session: Session, wanted: NewSession, request: Request, services: Services, principal: Principal
 ) -> Json:
     """Return a session with the address and the key that its agent needs."""
     origin = services.settings.public_url or str(request.base_url)
     expires_at = None if wanted.key_expires_seconds is None else int(time.time()) + wanted.key_expires_seconds
     return {
-        **record_json(session),
+        **await session_json(session, services),
         "base_url": f"{origin.rstrip('/')}/sessions/{session.session_id}/v1",
         "api_key": services.authenticator.session_key(
             session, principal, may_reward=wanted.key_may == "call_and_reward", expires_at=expires_at
@@ -174,33 +184,31 @@ async def list_sessions(
     `outcome`, `reason`, `policy_version` and `text` together.
     """
 
-    def read() -> Json:
+    def read() -> tuple[search.Found, Sequence[summaries.Summary]]:
         with services.database.read() as connection:
             found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
-            said = summaries.summaries(connection, found.sessions) if summary else ()
-        rows = [record_json(session) for session in found.sessions]
-        for row, own in zip(rows, said, strict=False):
-            row["summary"] = dataclasses.asdict(own)
-        listed = page(rows, found.next_after is not None)
-        return {**listed, "next_after": found.next_after, "num_searched": found.num_searched}
+            return found, summaries.summaries(connection, found.sessions) if summary else ()
 
-    if held.is_empty:
-        return answer(await asyncio.to_thread(read))
-    async with services.searches:
-        return answer(await asyncio.to_thread(read))
+    async with contextlib.nullcontext() if held.is_empty else services.searches:
+        found, said = await asyncio.to_thread(read)
+    rows = await sessions_json(found.sessions, services)
+    for row, own in zip(rows, said, strict=False):
+        row["summary"] = dataclasses.asdict(own)
+    listed = page(rows, found.next_after is not None)
+    return answer({**listed, "next_after": found.next_after, "num_searched": found.num_searched})
 
 
 @router.get("/sessions/{session_id}", responses=describe_answer("ReadSession"))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Read one session, with the rewards that were given for all of it."""
 
-    def read() -> Json:
+    def read() -> tuple[Session, list[Reward]]:
         with services.database.read() as connection:
             session = queries.session(connection, principal.tenant, session_id)
-            lines = lineage.session_lines(connection, principal.tenant, session_id)
-        return {**record_json(session), "rewards": [record_json(line) for line in lines]}
+            return session, lineage.session_lines(connection, principal.tenant, session_id)
 
-    return answer(await asyncio.to_thread(read))
+    session, lines = await asyncio.to_thread(read)
+    return answer({**await session_json(session, services), "rewards": [record_json(line) for line in lines]})
 
 
 @router.get("/sessions/{session_id}/turns", responses=describe_answer("TurnPage"))
@@ -282,7 +290,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
         with services.database.read() as connection:
             return groups.describe_training(connection, session)
 
-    return answer({**record_json(session), "training_note": await asyncio.to_thread(read)})
+    return answer({**await session_json(session, services), "training_note": await asyncio.to_thread(read)})
 
 
 @router.delete("/sessions/{session_id}", responses=describe_answer("DeletedAnswer"))
@@ -326,12 +334,12 @@ async def set_label(
     """Give a session a label, or replace the label's note; the session may be over. Labels do not affect training."""
     note = None if wanted is None else wanted.note
     given = Label(label=label, note=note, written_by=principal.key_id)
-    return answer(record_json(await services.writer.do(session_changes.set_label, principal.tenant, session_id, given)))
+    labelled = await services.writer.do(session_changes.set_label, principal.tenant, session_id, given)
+    return answer(await session_json(labelled, services))
 
 
 @router.delete("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
 async def remove_label(session_id: Id, label: LabelName, services: Here, principal: Caller) -> Response:
     """Remove a label from a session; removing a label that it does not have changes nothing."""
-    return answer(
-        record_json(await services.writer.do(session_changes.remove_label, principal.tenant, session_id, label))
-    )
+    unlabelled = await services.writer.do(session_changes.remove_label, principal.tenant, session_id, label)
+    return answer(await session_json(unlabelled, services))

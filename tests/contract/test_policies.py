@@ -149,6 +149,37 @@ def test_a_model_name_asks_for_a_policy_or_one_of_its_versions(world: World) -> 
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_a_session_is_created_with_a_policy_and_shows_and_is_found_by_its_name(world: World) -> None:
+    """It cannot get another one; a policy that the tenant does not have is not found."""
+    world.add_policy("a", "support")
+    world.add_policy("b", "theirs")
+    version = world.publish("a", "support")
+    created = world.post("admin-a", "/v1/sessions", {"session_id": "s", "policy": "support"})
+    assert (created["policy"], world.sampled("admin-a", "gpt-5", "s")) == ("support", version)
+    assert world.post("admin-a", "/v1/sessions", {"session_id": "s"})["policy"] == "support"
+    assert world.post("support-a", "/v1/sessions", {"session_id": "of-key"})["policy"] == "support"
+    assert world.post("support-a", "/v1/sessions", {"session_id": "d", "policy": "default"})["policy"] == "default"
+    found = {
+        name: sorted(each["session_id"] for each in world.get("admin-a", f"/v1/sessions?policy={name}")["data"])
+        for name in ("support", "default", "theirs")
+    }
+    assert found == {"support": ["of-key", "s"], "default": ["d"], "theirs": []}
+    shown = world.get("admin-a", "/v1/sessions/s")
+    assert (shown["policy"], world.post("admin-a", "/v1/sessions/s/end", {})["policy"]) == ("support", "support")
+    fork = world.post(
+        "admin-a", f"/v1/turns/{world.get('admin-a', '/v1/sessions/s/turns')['data'][0]['turn_id']}/fork", {}
+    )
+    assert fork["policy"] == "support"
+    refused = {
+        name: world.http["admin-a"].post("/v1/sessions", json={"session_id": "s", "policy": name})
+        for name in ("default", "theirs")
+    }
+    assert {name: (reply.status_code, reply.json()["error"]["param"]) for name, reply in refused.items()} == {
+        "default": (409, "policy"),
+        "theirs": (404, "policy"),
+    }
+
+
 def test_another_tenants_policy_does_not_exist(world: World) -> None:
     """It cannot be named, read, pinned, published to, cloned, or bound to a key."""
     world.add_policy("a", "support")

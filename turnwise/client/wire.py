@@ -64,6 +64,8 @@ class SessionFields(TypedDict, total=False):
     """Discount of a step-wise return, 0 to 1."""
     metadata: Json
     """Any JSON object of the caller; it is stored and returned."""
+    policy: str
+    """Name of the policy that samples; by default the key's."""
     user_id: str
     """The person or account that the agent serves."""
     sampling: Json

@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from turnwise.store.experiences import SessionFilter
 
-NAMES = ("tenant", "task_id", "group_id", "session_id", "split", "status", "user_id", "label", "metadata")
+NAMES = ("tenant", "task_id", "group_id", "session_id", "split", "status", "user_id", "label", "policy", "metadata")
 """The options, by the name of the filter."""
 
 
@@ -26,6 +26,7 @@ def filter_options(command: Any) -> Any:
         click.option("--user-id", help="Only of this end user."),
         click.option("--metadata", metavar="KEY=VALUE", help="Only with this pair in the metadata."),
         click.option("--label", help="Only with this label."),
+        click.option("--policy", help="Only of the policy of this name."),
     ):
         command = option(command)
     return command

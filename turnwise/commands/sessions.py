@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     "session_id",
     "tenant",
+    "policy",
     "status",
     "split",
     "task_id",
@@ -47,16 +48,18 @@ def sessions(
     """List the newest sessions."""
     with remote(url, api_key, database) as client:
         if client is not None:
-            listed = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
-            _print_sessions(listed, limit, client.base_url, as_json=as_json)
+            at_proxy = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
+            _print_sessions(at_proxy, limit, client.base_url, as_json=as_json)
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import queries
+    from turnwise.store import named_policies, queries
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        found = [values_of(session) for session in queries.sessions(conn, filter_of(chosen), limit=limit)[0]]
+        names = named_policies.names_of_policies(conn)
+        listed = queries.sessions(conn, filter_of(chosen), limit=limit)[0]
+        found = [values_of(session) | {"policy": names[session.policy_id]} for session in listed]
     _print_sessions(found, limit, place, as_json=as_json)
 
 

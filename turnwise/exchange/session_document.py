@@ -31,7 +31,7 @@ OF_THE_STORE = frozenset(
 
 def session_document(record: SessionRecord) -> Json:
     """Return a session with its turns in order of `seq`, and its effective rewards in order of arrival."""
-    document: Json = as_json(record.session)
+    document: Json = as_json(record.session) | {"policy": record.policy}
     document["turns"] = [_turn(view) for view in record.views()]
     document["rewards"] = _lines(latest_lines(record.rewards))
     return document

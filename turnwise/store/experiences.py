@@ -23,7 +23,7 @@ from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_sessio
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.errors import InvalidRequest
 from turnwise.experience import EID, HINTS, Experience
-from turnwise.store import lineage, rows, trained
+from turnwise.store import lineage, named_policies, rows, trained
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import DELETED, feedback, session_labels, sessions
 from turnwise.types import (
@@ -58,6 +58,8 @@ class SessionFilter:
     status: SessionStatus | None = None
     user_id: str | None = None
     label: str | None = None
+    policy: str | None = None
+    """A policy's name."""
     metadata: str | None = None
     """`KEY=VALUE`: the session's metadata have this value, which is JSON or else a text, at this key."""
 
@@ -66,10 +68,12 @@ class SessionFilter:
         wanted = [
             sessions.c[field.name] == getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("label", "metadata") and getattr(self, field.name) is not None
+            if field.name not in ("label", "metadata", "policy") and getattr(self, field.name) is not None
         ]
         if self.tenant is None and self.status is None:
             wanted.append(sessions.c.status != DELETED)
+        if self.policy is not None:
+            wanted.append(named_policies.is_named(sessions.c.policy_id, self.tenant, self.policy))
         if self.metadata is not None:
             wanted.append(_has_metadata(self.metadata))
         if self.label is not None:

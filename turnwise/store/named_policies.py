@@ -230,6 +230,14 @@ def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool
     return sa.or_(policy_id == DEFAULT_POLICY, policy_id.in_(own))
 
 
+def is_named(policy_id: sa.Column[int], tenant: str | None, name: str) -> sa.ColumnElement[bool]:
+    """Return the condition that a policy has this name; with a tenant, only among its own and the default one."""
+    if name == DEFAULT_POLICY_NAME:
+        return policy_id == DEFAULT_POLICY
+    found = sa.select(policies.c.policy_id).where(policies.c.name == name)
+    return policy_id.in_(found if tenant is None else found.where(policies.c.tenant == tenant))
+
+
 def names_of_policies(conn: sa.Connection) -> Mapping[int, str]:
     """Return the names of all policies by their numbers."""
     return {policy.policy_id: policy.name for policy in list_named_policies(conn)}

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import NotFound
-from turnwise.store import lineage, rows
+from turnwise.store import lineage, named_policies, rows
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
 from turnwise.store.tables import sessions, turns
@@ -27,6 +27,8 @@ class SessionRecord:
     """A session with all its stored data."""
 
     session: Session
+    policy: str
+    """The name of its policy."""
     turns: list[Turn]
     """The stored turns, in order of `seq`."""
     rewards: list[Reward]
@@ -49,7 +51,7 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
         conn: A transaction that stays open while the iterator is read.
         wanted: Which sessions.
     """
-    behind = 0
+    behind, names = 0, named_policies.names_of_policies(conn)
     while True:
         found = conn.execute(
             sa.select(sessions)
@@ -66,7 +68,7 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
             judged = lines.get(row.session_pk, [])
             reward = credit.session_reward(judged, Credit(row.credit))
             session = rows.session_from_row(row, reward, labels=labels.get(row.session_pk, ()))
-            yield SessionRecord(session, stored.get(row.session_pk, []), judged)
+            yield SessionRecord(session, names[row.policy_id], stored.get(row.session_pk, []), judged)
 
 
 def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
