@@ -34,7 +34,7 @@ from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
 from trainer.learning.advantages import moved_on
 from trainer.learning.selection import SelectionRule
-from trainer.pacing import Position, SourceRule
+from trainer.pacing import Position, Rewind, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
 from turnwise.processes.stack import command, free_port
 from turnwise.store import policies
@@ -53,6 +53,8 @@ HACKS = {13: ("questions", "ask"), 23: ("broken_calls", "break")}
 BEHAVIOURS = ("work", "guess", "ask", "break")
 CHANCES = {"v0": np.array([0.3, 0.4, 0.2, 0.1])}
 """How often each version does what, by the name of its directory."""
+ANCESTRY: dict[int, tuple[int, ...]] = {0: (0,)}
+"""The versions that each version's weights came from, as checkpoints hold them."""
 RATE = 3.0  # step of the logits a batch
 RULE = SourceRule(groups_per_batch=8, wait_seconds=None, max_versions_in_flight=None)
 MOST_ATTEMPTS, STOP_SECONDS = 600, 60.0
@@ -173,13 +175,16 @@ class Learner(threading.Thread):
         self._month, self._directory = month, directory
         self._source = LedgerSource(Database(url), RULE)
         self._source.open(PolicyVersion(version=0, path=str(directory / "v0")))
-        self.version, last = self._source.newest_version(), self._source.last_update()
-        self._updates = 0 if last is None else last.update_id
+        last = self._source.last_update()
+        self.version, self._updates = (0, 0) if last is None else (last.policy_version, last.update_id)
 
     def run(self) -> None:
         """Train until it is stopped."""
         algorithm, window = load("grpo"), ()
-        while batch := self._source.next_batch(Position(recent_versions=(self.version,))):
+        while batch := self._source.next_batch(Position(recent_versions=ANCESTRY[self.version])):
+            if isinstance(batch, Rewind):
+                self.version = batch.version
+                continue
             keys = [group.key for group in batch.claim.groups]
             chosen = select(batch.experiences, keys, algorithm, SelectionRule(), window)
             window = moved_on(window, chosen.single_rows)
@@ -194,8 +199,9 @@ class Learner(threading.Thread):
             CHANCES[place.name] = weights / weights.sum()
             counts = {"num_groups": len(keys), "num_sessions": len(chosen.experiences), "num_tokens": 1}
             update = UpdateRecord(update_id=self._updates, trainer_id="trainer", policy_version=version, **counts)
+            ANCESTRY[version] = (*ANCESTRY[self.version], version)
+            self._source.publish(PolicyVersion(version=version, path=str(place)), ANCESTRY[version])
             self._source.ack([FinishedBatch(batch=batch, update=update, refused=chosen.refused)])
-            self._month.ask("/v1/policies", {"path": str(place)})
             self.version = version
 
     def stop(self) -> None:
@@ -237,13 +243,13 @@ def main() -> int:
                 learner = Learner(month, database, directory)
                 learner.start()
             month.hack = HACKS[day][1] if day in HACKS else month.hack
-            good = learner.version if month.hack is None else good
             if RESTARTS.get(day) == "proxy":
                 proxy.close()
                 starting = running(argv, f"{url}/readyz")
                 threading.Thread(target=proxy.enter_context, args=(starting,)).start()
             _day(month, day, options.sessions_per_day)
-            measured, alarm = _measured(db)
+            measured, alarm, served = _measured(db)
+            good = served if month.hack is None and alarm is None else good
             chances = CHANCES[f"v{learner.version}"]
             works.append(chances[0])
             shown = ", ".join(f"{name} {chance:.2f}" for name, chance in zip(BEHAVIOURS, chances, strict=True))
@@ -251,7 +257,6 @@ def main() -> int:
             if alarm is not None and day != BROKEN_DAY:
                 named.append(alarm)
                 month.mend(good)
-                learner.version = good
         learner.stop()
         proxy.close()
     took = (time.monotonic() - started) / 60
@@ -271,15 +276,15 @@ def _day(month: Month, day: int, num_sessions: int) -> None:
             month.rate(minute)
 
 
-def _measured(db: Database) -> tuple[str, str | None]:
-    """Return the lift over the hold-out, and what the sentinels say."""
+def _measured(db: Database) -> tuple[str, str | None, int]:
+    """Return the lift over the hold-out, what the sentinels say, and the served version."""
     with db.read() as conn:
-        _, holdout = policies.active_and_holdout(conn)
+        active, holdout = policies.active_and_holdout(conn)
         found = {} if holdout is None else lift(*held_out_arms(conn, holdout))
         alarm = sentinels.check(conn, sentinels.BOUNDS)
     each = found.get("feedback")
     text = each and f"lift over {holdout.version}: {each['mean']:+.2f} [{each['low']:+.2f}, {each['high']:+.2f}]"
-    return text or "", alarm
+    return text or "", alarm, 0 if active is None else active.version
 
 
 def _judge(month: Month, named: list[str], works: list[float]) -> int:

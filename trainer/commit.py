@@ -248,18 +248,19 @@ class Commits:
             error=None if made.refusal is None else f"{REFUSED_BY_GATE}: {made.refusal}",
         )
         if made.is_held:
-            self._env.publish(policy)
-            self._directory = self._thread.submit(self._write_directory, policy, after.policy, parent, made)
+            self._env.publish(policy, after.progress.recent_versions)
+            self._directory = self._thread.submit(self._write_directory, policy, after, parent, made)
         else:
-            self._write_directory(policy, after.policy, parent, made)
+            self._write_directory(policy, after, parent, made)
         return policy
 
-    def _write_directory(self, policy: PolicyVersion, model: Policy, parent: int, made: NewVersion) -> None:
+    def _write_directory(self, policy: PolicyVersion, after: State, parent: int, made: NewVersion) -> None:
         """Write the directory of a version, and publish its digest."""
-        spec = model.spec
+        model, spec = after.policy, after.policy.spec
         manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": made.probe}
         path = self._checkpoints.write_policy(made.version, lambda place: model.save(place, made.weights), manifest)
-        self._env.publish(dataclasses.replace(policy, weights_digest=weights_digest(path)))
+        written = dataclasses.replace(policy, weights_digest=weights_digest(path))
+        self._env.publish(written, after.progress.recent_versions)
         log.debug("version %d is on disk %.2f s after its training", made.version, time.monotonic() - made.trained_at)
 
     def _write_behind(self, state: State) -> None:

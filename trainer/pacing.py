@@ -154,6 +154,8 @@ class Look:
     """The oldest version that sampled a turn of an open group."""
     failed: frozenset[int] = frozenset()
     """The failed ones among the versions that the weights came from."""
+    undone: range = range(0)
+    """The versions that a person undid by a choice of the version before them, without a pin."""
     refused: Sequence[PolicyVersion] = ()
     """The newest `MOST_REFUSED` versions, if engines refused each of them."""
     alarm: str | None = None
@@ -181,6 +183,12 @@ def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
         )
     if look.alarm is not None:
         return look.alarm
+    if any(version in look.undone for version in at.recent_versions):
+        chosen = look.undone.start - 1
+        undid = f"version {chosen} was activated in place of version {look.undone.stop - 1}"
+        if at.rewound_to != chosen:
+            return Rewind(version=chosen, reason=undid)
+        return f"{undid}, and it cannot be trained from: training waits until another version is activated"
     good = _last_good(look, at)
     if good is not None and good != at.rewound_to and rule.when_failed == "go_back":
         return Rewind(version=good, reason=f"version {min(look.failed)} failed")

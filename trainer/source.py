@@ -202,7 +202,7 @@ class LedgerSource:
             experiences=self._read(claim),
             waited_seconds=time.monotonic() - wait.started_at,
             held_seconds=wait.log.held_seconds,
-            pinned=self._found(lambda conn: policies.pinned_version(conn, self.policy_id)),
+            pinned=self._found(self._read_pin),
         )
 
     def refill(self, batch: ClaimedBatch, num_groups: int, at: Position, until: float) -> ClaimedBatch | None:
@@ -261,6 +261,11 @@ class LedgerSource:
             )
         )
 
+    def _read_pin(self, conn: Connection) -> int | None:
+        """Return the pinned version; None for one that is served until the next version."""
+        is_undo = bool(policies.undone_versions(conn, self.policy_id))
+        return None if is_undo else policies.pinned_version(conn, self.policy_id)
+
     def _found(self, query: Callable[[Connection], Found]) -> Found:
         """Return what a query finds, also after an outage of the database."""
 
@@ -270,12 +275,17 @@ class LedgerSource:
 
         return outlast(read, self._closed)
 
-    def publish(self, policy: PolicyVersion) -> None:
-        """Announce a version, or that its files are written; its groups stay claimed until `ack`."""
+    def publish(self, policy: PolicyVersion, came_from: Sequence[int] = ()) -> None:
+        """Announce a version, or that its files are written; its groups stay claimed until `ack`.
+
+        It is stored as failed if a person undid one of the versions that its weights came from while it was trained.
+        """
 
         def write() -> None:
             with self._db.write() as conn:
-                policies.publish_policy(conn, policy)
+                undone = policies.undone_versions(conn, self.policy_id)
+                error = policies.UNDONE if any(version in undone for version in came_from) else None
+                policies.publish_policy(conn, dataclasses.replace(policy, error=policy.error or error))
 
         outlast(write, self._closed)
 
@@ -471,7 +481,7 @@ class LedgerSource:
                 now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
             self._close_stalled(now)
             self._close_unrewarded(now)
-            self._drop_undone()
+            undone = self._drop_undone()
             since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
             with self._db.read() as conn:
                 of = self.policy_id
@@ -482,6 +492,7 @@ class LedgerSource:
                     pinned=policies.pinned_version(conn, of) if at.is_paced else None,
                     oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if at.is_paced else None,
                     failed=policies.failed_versions(conn, at.recent_versions),
+                    undone=undone,
                     refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
                     alarm=self._read_sentinels(conn, Look(num_ready=num_ready, num_singles=num_singles)),
                 )
@@ -501,16 +512,21 @@ class LedgerSource:
             self._alarmed = None if active is None else active.version
         return self._alarm
 
-    def _drop_undone(self) -> None:
-        """Drop what the versions sampled that a person undid after an alarm."""
-        if self._alarmed is not None:
-            with self._db.read() as conn:
-                active = policies.active_policy(conn, self.policy_id)
-            if active is not None and active.version < self._alarmed:
-                self._undone = range(active.version + 1, self._alarmed + 1)
-                self._alarmed = self._alarm = None
-        if self._undone and (dropped := claims.drop_undone(self._db, self._undone, "sentinel", self.policy_id)):
-            log.warning("dropped %d groups of versions that were undone after an alarm", dropped)
+    def _drop_undone(self) -> range:
+        """Drop what the versions sampled that a person undid; return those that were undone without a pin.
+
+        The ledger knows these, also after a restart. After an alarm any older version that is served undoes the others.
+        """
+        with self._db.read() as conn:
+            undone = policies.undone_versions(conn, self.policy_id)
+            active = None if self._alarmed is None else policies.active_policy(conn, self.policy_id)
+        if self._alarmed is not None and active is not None and active.version < self._alarmed:
+            self._undone = range(active.version + 1, self._alarmed + 1)
+            self._alarmed = self._alarm = None
+        for versions in filter(None, {undone, self._undone}):
+            if dropped := claims.drop_undone(self._db, versions, "undone", self.policy_id):
+                log.warning("dropped %d groups of versions that were undone", dropped)
+        return undone
 
     def _close_unrewarded(self, now: datetime) -> None:
         if self._rule.unrewarded_seconds is None:

@@ -230,18 +230,20 @@ class States:
 
         Without a state of that very version, the newest state before it is taken.
         """
-        known = [version for version in state.progress.recent_versions if version <= to.version]
+        known = [version for version in state.progress.recent_versions if version < to.version]
         world = self._agent.world
-        version = world.share(self._newest_with_state(known, to.version) if world.is_first else None)
+        version = world.share(self._newest_with_state([*known, to.version], to.version) if world.is_first else None)
         try:
             older = self.of_version(version, self._config.seed)
         except BadCheckpoint as error:
             log.error("%s, and version %d cannot be trained from: %s", to.reason, version, error)  # noqa: TRY400
             return state.with_progress(rewound_to=to.version)
         log.warning("%s: going back to version %d from version %d", to.reason, version, state.progress.policy_version)
-        kept = tuple(before for before in known if before <= version)
         progress = dataclasses.replace(
-            state.progress, policy_version=version, recent_versions=kept or (version,), rewound_to=to.version
+            state.progress,
+            policy_version=version,
+            recent_versions=older.progress.recent_versions,
+            rewound_to=to.version,
         )
         set_position(older.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)

@@ -147,6 +147,7 @@ def _pins(conn: sa.Connection) -> None:
     policies.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
     policies.choose_policy(conn, 1, pin=False)
     policies.pinned_version(conn)
+    policies.undone_versions(conn)
     policies.choose_policy(conn, 1, pin=True)
     policies.choose_policy(conn, 2, pin=False)
     policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model", update_id=3))
@@ -326,7 +327,7 @@ OF_ALL: dict[str, Ask] = {
     "claimable groups": lambda c: (claims.num_claimable(c), claims.num_claimable(c, with_imported=True)),
     "a claim": lambda c: claim(c, min_policy_version=-1),
     "a claim with imports": lambda c: claim(c, with_imported=True),
-    "a drop of undone versions": lambda c: claims.drop_undone(opened(c), range(1, 2), "sentinel"),
+    "a drop of undone versions": lambda c: claims.drop_undone(opened(c), range(1, 2), "undone"),
     "a renewed claim": lambda c: claims.renew(opened(c), claim(c), 60),
     "a released claim": lambda c: claims.release(opened(c), claim(c)),
     "a dead trainer's claim": lambda c: claims.take_back(opened(c), "trainer"),

@@ -28,6 +28,7 @@ from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, Polic
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
 LOST = "lost: its trainer ended before its files were written"
+UNDONE = "undone: its weights come from a version in whose place an older one was activated"
 """Beginnings of the errors of versions that engines never got, or have loaded."""
 
 
@@ -278,7 +279,8 @@ def pin_policy(
 def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVersion:
     """Serve a version to its policy's sessions, and load it again if it failed; return it.
 
-    Without a pin it is served until a version above the newest is published.
+    Without a pin it is served until a version above the newest is published, and the versions above it are undone:
+    training goes on from it.
 
     Raises:
         NotFound: no such version.
@@ -417,7 +419,7 @@ def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset
 def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_POLICY) -> list[PolicyVersion]:
     """Return so many of a policy's newest versions, newest first, if engines refused each of them; else none."""
     found, _ = list_policies(conn, limit=count, policy_ids=[policy_id])
-    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST
+    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE
     is_refused = [
         each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
     ]
@@ -433,12 +435,24 @@ def newest_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> Polic
 
 def pinned_version(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int | None:
     """Return the version that a policy is pinned to; None if there is no pin."""
+    version, until = _pin(conn, policy_id)
+    return _pin_in_force(version, until, None if until is None else newest_policy(conn, policy_id))
+
+
+def undone_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> range:
+    """Return the versions that a person undid, by a choice of the version before them without a pin.
+
+    They stay undone until another version of the policy is chosen, also after a newer one was published.
+    """
+    version, until = _pin(conn, policy_id)
+    return range(0) if version is None or until is None else range(version + 1, until + 1)
+
+
+def _pin(conn: sa.Connection, policy_id: int) -> tuple[int | None, int | None]:
+    """Return the version that was chosen last, and the newest one of that time if it was chosen without a pin."""
     pinned = sa.select(policies.c.pinned_version, policies.c.pinned_until).where(policies.c.policy_id == policy_id)
     row = conn.execute(pinned).one_or_none()
-    if row is None:
-        return None
-    newest = None if row.pinned_until is None else newest_policy(conn, policy_id)
-    return _pin_in_force(row.pinned_version, row.pinned_until, newest)
+    return (None, None) if row is None else (row.pinned_version, row.pinned_until)
 
 
 def _pin_in_force(pinned: int | None, until: int | None, newest: PolicyVersion | None) -> int | None:

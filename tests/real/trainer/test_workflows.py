@@ -456,3 +456,32 @@ def test_training_returns_to_a_pinned_version_with_when_pinned_set(tmp_path, mod
     assert (state.progress.policy_version, state.progress.recent_versions) == (3, (0, 1, 3))
     assert read_manifest(tmp_path / "policies" / "v000003")["parent"] == 1
     assert groups_by_status(ledger) == {"trained": 9}
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_training_goes_on_from_a_version_that_was_rolled_back_to_without_a_pin(tmp_path, model, ledger, is_restarted):
+    """Version 4 is trained from version 1, and version 5 from 4, whether the trainer restarts in between or not."""
+    policy = load_model(model)
+    Rollouts(ledger, policy).play("a", num_groups=9)
+    settings = settings_for(tmp_path, model, total_batches=None, keep_versions=9)
+
+    def started():
+        workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+        return workflow, workflow.setup(0)
+
+    workflow, state = started()
+    for batch in range(5):
+        if batch == 3:
+            with ledger.write() as conn:
+                policies.choose_policy(conn, 1, pin=False)
+            Rollouts(ledger, policy).play("b", num_groups=6)
+        if batch >= 3 and is_restarted:
+            workflow.commits.flush(state)
+            workflow.close()
+            workflow, state = started()
+        _, state = workflow.step(state)
+    workflow.commits.flush(state)
+    workflow.close()
+    parents = [read_manifest(tmp_path / "policies" / f"v00000{version}")["parent"] for version in range(1, 6)]
+    assert parents == [0, 1, 2, 1, 4]
+    assert state.progress.recent_versions == (0, 1, 4, 5)

@@ -51,6 +51,32 @@ def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
     assert isinstance(why_held(look, rewound, back), str)
 
 
+def test_weights_that_come_from_an_undone_version_are_left_for_the_version_before_it():
+    """Also those of version 8, which was trained while 4 to 7 were undone; without a state to go back to it waits."""
+    look = Look(num_ready=32, undone=range(4, 8), failed=frozenset({8}))
+    at = Position(recent_versions=tuple(range(9)))
+    back = Rewind(version=3, reason="version 3 was activated in place of version 7")
+    assert why_held(look, at, PacingRule()) == back
+    tried = Position(recent_versions=at.recent_versions, rewound_to=3)
+    assert why_held(look, tried, PacingRule()).startswith(f"{back.reason}, and it cannot be trained from")
+    assert why_held(Look(num_ready=32, undone=look.undone), Position(recent_versions=(2, 3, 9)), PacingRule()) is None
+
+
+def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served(database):
+    source = source_for(database)
+    for version, parents in ((0, ()), (1, (0,)), (2, (0, 1))):
+        source.publish(PolicyVersion(version=version, path=f"v{version}"), parents)
+    with database.write() as connection:
+        policies.choose_policy(connection, 0, pin=False)
+    source.publish(PolicyVersion(version=3, path="v3"), (0, 1, 2))
+    with database.read() as connection:
+        assert (policies.get_policy(connection, 3).error, policies.pinned_version(connection)) == (policies.UNDONE, 0)
+    source.publish(PolicyVersion(version=4, path="v4"), (0,))
+    with database.read() as connection:
+        assert (policies.get_policy(connection, 4).error, policies.pinned_version(connection)) == (None, None)
+    source.close()
+
+
 def test_versions_are_counted_along_the_ancestry_of_the_weights():
     """After going back from 7 to 3, version 8 is one version ahead of 3, and so is the next one of 8."""
     assert Position(recent_versions=(2, 3, 8)).lead_over(3) == 2

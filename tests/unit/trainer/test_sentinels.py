@@ -14,7 +14,7 @@ from support.waiting import wait_until
 from trainer import sentinels
 from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
 from trainer.sentinels import alarms
-from trainer.source import LedgerSource
+from trainer.source import ClaimedBatch, LedgerSource
 from turnwise.store import claims, ledger, played, policies
 from turnwise.store.database import Database
 from turnwise.store.played import Played
@@ -124,9 +124,11 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
         assert taken.result() is None
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
 def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_else(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, monkeypatch: pytest.MonkeyPatch, *, is_restarted: bool
 ) -> None:
+    """A trainer that was down at the time of the alarm or of the roll-back reads in the ledger what was undone."""
     with database.write() as conn:
         for version in (0, 1):
             policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}"))
@@ -141,13 +143,20 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     alarm = ["sentinel 'questions' is beyond its bound"]
     monkeypatch.setattr(sentinels, "check", lambda *_: alarm[0] if alarm else None)
     source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
-    with ThreadPoolExecutor(1) as threads:
-        taken = threads.submit(source.next_batch, Position())
-        wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
+    if is_restarted:
         alarm.clear()
         with database.write() as conn:
-            policies.activate_policy(conn, 0)
-        batch = taken.result(30)
+            policies.choose_policy(conn, 0, pin=False)
+        batch = source.next_batch(Position())
+    else:
+        with ThreadPoolExecutor(1) as threads:
+            taken = threads.submit(source.next_batch, Position())
+            wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
+            alarm.clear()
+            with database.write() as conn:
+                policies.activate_policy(conn, 0)
+            batch = taken.result(30)
+    assert isinstance(batch, ClaimedBatch)
     assert [one.session_id for one in batch.experiences] == ["s0"]
     with database.read() as conn:
         assert sum(claims.num_claimable(conn)) == 0
