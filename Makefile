@@ -122,7 +122,10 @@ clean: ## Remove what was built; runs/ and the databases stay
 demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodified, learn in a real shell: make demo-agent SEED=2
 	$(BIN)/python -m turnwise.demo.mini_swe_agent --seed $(SEED) --python .demo-agent/bin/python
 
-.PHONY: demo-agent
+demo-policies: .venv/.demo ## Watch eight keys teach four policies contradictory preferences, on one engine
+	$(BIN)/python -m turnwise.demo.policies --seed $(SEED) $(ARGS)
+
+.PHONY: demo-agent demo-policies
 
 .harnesses/.installed: .venv/.dev tests/harnesses/pins.toml
 	cd tests && ../$(BIN)/python -m harnesses --install-only
