@@ -109,6 +109,7 @@ def test_a_workflow_with_jit_gives_the_same_weights(tmp_path, model):
             database=f"sqlite:///{tmp_path / f'{enable_jit}.db'}",
             model=str(model),
             policies_dir=directory,
+            groups_per_batch=3,
             total_batches=1,
             wait_seconds=0.0,
             progress=False,
