@@ -102,7 +102,7 @@ docs: setup ## Bring the generated parts of docs/ up to date
 	$(BIN)/python docs/generate.py
 
 screenshots: setup ## Make the pictures of the page in docs/images
-	cd tests && ../$(BIN)/python -m screenshots
+	cd tests && ../$(BIN)/python -m screenshots $(ARGS)
 
 compose-check: setup ## Bring docker-compose.yml up in containers, and down again; INSTALL=1 gets what lacks
 	cd tests && ../$(BIN)/python -m compose.check $(if $(INSTALL),--install)

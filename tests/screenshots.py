@@ -1,14 +1,19 @@
-"""`make screenshots`: pictures of the page's views into docs/images/, of a small run over a fake engine."""
+"""`make screenshots`: pictures of the page's views into docs/images/, of a small run over a fake engine.
+
+`make screenshots ARGS=http://127.0.0.1:PORT` takes those of a run of `make demo` while it lasts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from support.browser import Visit, running_browser, visit
 from support.observed_run import observe_run
-from support.proxies import running_proxy
+from support.proxies import RunningProxy, running_proxy
 from turnwise_fake_engine import running_fake_engine
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -34,29 +39,55 @@ def examine(page: Any) -> None:
     page.evaluate("scrollTo(0, 0)")
 
 
-SHOTS: dict[str, tuple[str, str, Any]] = {
+def open_session(page: Any) -> None:
+    """Show the newest session of the list."""
+    page.locator("a[href^='#session/']").first.click()
+    page.wait_for_selector("text=For the whole session")
+
+
+DEMO_SHOTS: dict[str, tuple[str, str, Any]] = {
     "overview": ("", "light", None),
     "runs": ("#runs", "dark", None),
+    "session": ("#sessions/min_reward=1", "light", open_session),
+}
+"""Address, colour scheme and preparation of each picture of the demo."""
+SHOTS: dict[str, tuple[str, str, Any]] = {
     "search": ("#sessions/text=money+back&min_reward=1", "light", None),
     "group": ("#sessions/group_id=refund-17-4", "light", None),
     "branch": ("#session/edited", "light", None),
     "tokens": (SESSION, "light", open_tokens),
     "health": ("#health", "dark", examine),
 }
-"""Address, colour scheme and preparation of each picture."""
+"""The same of the small run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A proxy that somebody else has started."""
+
+    url: str
 
 
 def main() -> None:
-    """Make all pictures."""
+    """Make the pictures of the small run, or those of the proxy at the address that is given."""
     IMAGES.mkdir(exist_ok=True)
+    if len(sys.argv) > 1:
+        with running_browser() as browser:
+            take_all(browser, Running(sys.argv[1].rstrip("/")), DEMO_SHOTS)
+        return
     with tempfile.TemporaryDirectory() as temporary, running_fake_engine() as engine, running_browser() as browser:
         directory = Path(temporary)
         with running_proxy(engine.url, f"sqlite:///{directory}/turnwise.db", directory) as proxy:
             observe_run(proxy, engine)
-            for name, (address, scheme, prepare) in SHOTS.items():
-                options = {"viewport": {"width": 1080, "height": 720}, "color_scheme": scheme}
-                with visit(browser, proxy, **options) as window:
-                    take(window, address, prepare, IMAGES / f"{name}.png")
+            take_all(browser, proxy, SHOTS)
+
+
+def take_all(browser: Any, proxy: RunningProxy | Running, shots: dict[str, tuple[str, str, Any]]) -> None:
+    """Make these pictures of the page of a proxy."""
+    for name, (address, scheme, prepare) in shots.items():
+        options = {"viewport": {"width": 1080, "height": 720}, "color_scheme": scheme}
+        with visit(browser, proxy, **options) as window:
+            take(window, address, prepare, IMAGES / f"{name}.png")
 
 
 def take(window: Visit, address: str, prepare: Any, target: Path) -> None:

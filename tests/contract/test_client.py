@@ -217,7 +217,7 @@ print(len(sys.modules), [name for name in heavy if name in sys.modules])
 def test_a_session_is_created_with_the_fields_that_the_route_takes():
     assert set(wire.SessionFields.__annotations__) == set(NewSession.model_fields)
     records = {field.name for field in dataclasses.fields(Session)} | {"key_may", "key_expires_seconds"}
-    assert set(NewSession.model_fields) <= records
+    assert set(NewSession.model_fields) <= records | {"policy"}, "a record has the policy's number"
     assert set(wire.RewardFields.__annotations__) == set(RewardLine.model_fields) - {"session_id", "value"}
 
 
