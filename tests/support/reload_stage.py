@@ -118,7 +118,7 @@ class Stage:
         """Let the database reject the start of any trial, though not its preparation, until the block ends."""
         with self.database.write() as connection:
             connection.exec_driver_sql(
-                "CREATE TRIGGER reject_trials BEFORE UPDATE ON policies "
+                "CREATE TRIGGER reject_trials BEFORE UPDATE ON policy_versions "
                 "WHEN NEW.status = 'canary' AND NEW.activated_at > 0 BEGIN SELECT RAISE(ABORT, 'no trial'); END"
             )
         yield

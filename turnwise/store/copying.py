@@ -96,4 +96,4 @@ def _continue_numbers(conn: sa.Connection, table: sa.Table) -> None:
         return
     sequence = sa.func.pg_get_serial_sequence(table.name, key.name)
     highest = sa.select(sa.func.max(key)).scalar_subquery()
-    conn.execute(sa.select(sa.func.setval(sequence, highest)).where(highest.is_not(None)))
+    conn.execute(sa.select(sa.func.setval(sequence, highest)).where(highest > 0))  # the default policy has the number 0
