@@ -14,10 +14,10 @@ from proxy.engines.engine import Engine, Lane
 from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.load_attempts import LoadAttempts
+from proxy.reload.load_attempts import LoadAttempts, record_failure
 from proxy.reload.loader import Loader
 from proxy.reload.served_versions import ServedVersions, Wanted
-from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
+from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyVersion
@@ -56,9 +56,9 @@ class NamedAdapters:
         """The versions that the metric has, by policy."""
         pool.load_adapter = self.load
 
-    async def follow(self) -> None:
-        """Bring each named policy to its pinned or newest version."""
-        wanted = await self._served.wanted()
+    async def follow(self, since: float) -> None:
+        """Bring each named policy to its pinned or newest version, by a reading since this monotonic instant."""
+        wanted = await self._served.wanted(since)
         self._export(wanted)
         if not self._pool.serving or not self._behind(wanted.named_targets()):
             return
@@ -101,7 +101,7 @@ class NamedAdapters:
             return  # a later round asks again; the read goes on, and is logged
         except (BadCheckpoint, EngineError) as error:
             if not attempts.schedule(target.version, error):
-                await self._fail(target, error)
+                await record_failure(self._lease, self._metrics, target, error)
             return
         loads = (self._loader.load_beside(engine, target) for engine in others)
         for outcome in await asyncio.gather(*loads, return_exceptions=True):
@@ -112,13 +112,6 @@ class NamedAdapters:
         log.info("policy version %d of policy %d is served", target.version, target.policy_id)
         await self._lease.write(policies.activate_policy, target.version, 0.0)
         await self._served.refresh()
-
-    async def _fail(self, target: PolicyVersion, error: Exception) -> None:
-        reason = f"version {target.version} was not loaded: {error}"
-        self._metrics.reloads.labels("failed").inc()
-        log.error("%s; its policy's last good version is served", reason)
-        evidence = error.evidence if isinstance(error, ReloadFailed) else None
-        await self._lease.write(policies.fail_policy, target.version, reason, evidence)
 
     async def load(self, engine: Engine, version: int) -> Lane:
         """Return the lane of an adapter; load it if the engine lacks it. Calls at the same time share one load.

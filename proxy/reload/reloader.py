@@ -23,7 +23,7 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.canary import Canary
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.load_attempts import LoadAttempts
+from proxy.reload.load_attempts import LoadAttempts, record_failure, why_not_loaded
 from proxy.reload.loader import Loader, own_model, serves
 from proxy.reload.named_adapters import NamedAdapters
 from proxy.reload.served_versions import ServedVersions, Wanted
@@ -38,7 +38,6 @@ from turnwise.errors import (
     EngineRefused,
     EngineUnsuitable,
     FilesNotRead,
-    ReloadFailed,
     SettingsError,
     TurnwiseError,
 )
@@ -122,6 +121,7 @@ class Reloader:
         """Check the store and the engines until cancelled."""
         checked_at = 0.0
         while True:
+            began = time.monotonic()
             try:
                 if time.monotonic() - checked_at >= HEALTH_SECONDS:
                     checked_at = time.monotonic()
@@ -135,13 +135,13 @@ class Reloader:
             except Exception:  # the task's outermost edge: an unexpected error must not end it
                 self._metrics.background_errors.labels("reload").inc()
                 log.exception("a round of the reloader failed unexpectedly")
-            await self._follow_named()
+            await self._follow_named(began)
             await asyncio.sleep(self._settings.policies_poll_seconds)
 
-    async def _follow_named(self) -> None:
+    async def _follow_named(self, since: float) -> None:
         """Bring the named policies to their versions, whatever has become of the default one."""
         try:
-            await self._named.follow()
+            await self._named.follow(since)
         except TurnwiseError as error:
             self._metrics.background_errors.labels("reload").inc()
             log.warning("the named policies could not be brought up to date: %s", error)
@@ -256,7 +256,8 @@ class Reloader:
             if active is not None and active.version == target.version:
                 raise
             if not self._attempts.schedule(target.version, error):
-                await self._fail(target, error)
+                self._last_error = why_not_loaded(target, error)
+                await record_failure(self.lease, self._metrics, target, error)
             return
         outcomes = await asyncio.gather(
             *(self._loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
@@ -269,13 +270,6 @@ class Reloader:
             else:
                 seconds = max(seconds, outcome)
         await self._succeed(target, seconds)
-
-    async def _fail(self, target: PolicyVersion, error: TurnwiseError) -> None:
-        self._last_error = reason = f"version {target.version} was not loaded: {error}"
-        self._metrics.reloads.labels("failed").inc()
-        log.error("%s; the last good version is served", reason)
-        evidence = error.evidence if isinstance(error, ReloadFailed) else None
-        await self.lease.write(policies.fail_policy, target.version, reason, evidence)
 
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
         self._pool.stop_draining()

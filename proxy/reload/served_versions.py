@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping
 
@@ -84,12 +85,16 @@ class ServedVersions:
         """The hold-out of that reading."""
         self.in_use: set[int] = set()
         """The versions that sessions of any policy may sample with, by that reading."""
+        self._newest: Wanted | None = None
+        """That reading."""
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
         """A reading for calls that has not started yet."""
 
-    async def wanted(self) -> Wanted:
-        """Read and apply what the store wants."""
+    async def wanted(self, since: float = math.inf) -> Wanted:
+        """Read and apply what the store wants, unless a reading since this monotonic instant has done so."""
+        if self._newest is not None and self._newest.read_at >= since:
+            return self._newest
         wanted = await self._read()
         self._apply(wanted)
         return wanted
@@ -147,7 +152,7 @@ class ServedVersions:
         """Set the trial; let calls sample with another adapter if another version is wanted."""
         if wanted.number < self._applied:
             return
-        self._applied = wanted.number
+        self._applied, self._newest = wanted.number, wanted
         self._pool.trial, self._pool.holdout = _version(wanted.canary), _version(wanted.holdout)
         self.holdout = wanted.holdout
         self._pool.policies = wanted.named
