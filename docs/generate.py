@@ -12,8 +12,8 @@ from pydantic import SecretStr
 
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
+from trainer.algorithms.grpo import PolicyGradient
 from trainer.algorithms.loading import provided
-from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main as command
 from turnwise.processes.engine_command import EngineSettings

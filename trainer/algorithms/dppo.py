@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.grpo import PolicyGradient
 from trainer.learning.ratios import TrainedTokens, anchor, ratio_of
 
 MAX_RATIO = 20.0

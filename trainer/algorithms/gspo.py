@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient, cut_off, ppo_clip
+from trainer.algorithms.grpo import PolicyGradient, cut_off, ppo_clip
 from trainer.learning.batch import Aggregation
 from trainer.learning.ratios import TrainedTokens, anchor, ratio_of, sequence_mean
 

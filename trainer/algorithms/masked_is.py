@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient, out_of_bounds, ratio
+from trainer.algorithms.grpo import PolicyGradient, out_of_bounds, ratio
 from trainer.learning.ratios import TrainedTokens
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.grpo import PolicyGradient
 from trainer.learning.ratios import TrainedTokens
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient, ratio
+from trainer.algorithms.grpo import PolicyGradient, ratio
 from trainer.learning.ratios import TrainedTokens
 
 

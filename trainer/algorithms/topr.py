@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.grpo import PolicyGradient
 from trainer.learning.batch import Aggregation
 from trainer.learning.ratios import TrainedTokens, sequence_log_ratio
 

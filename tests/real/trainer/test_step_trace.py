@@ -12,7 +12,7 @@ import trainer
 from trainer.train import OnPolicyWorkflow
 
 ROOT = Path(trainer.__file__).parent
-MOST_FILES = 26
+MOST_FILES = 25
 """A bound on what a reader opens. Lower it when a step needs fewer."""
 
 

@@ -8,7 +8,7 @@ import torch
 from support.algorithms import algorithm
 from torch import tensor
 
-from trainer.algorithms import cispo, dpo, dppo, gspo, masked_is, policy_gradient, sapo, topr
+from trainer.algorithms import cispo, dpo, dppo, grpo, gspo, masked_is, sapo, topr
 from trainer.algorithms.algorithm import loss_of
 from trainer.learning import ratios
 from trainer.learning.ratios import CorrectionRule, TrainedTokens, ratio_of
@@ -33,7 +33,7 @@ def test_ppo_clips_higher_than_lower_by_hand():
     r = 0.5, A = 1: min(0.5, 0.8) = 0.5.    r = 0.5, A = -1: min(-0.5, -0.8) = -0.8.
     """
     ratio, advantages = tensor([1.5, 1.5, 0.5, 0.5]), tensor([1.0, -1.0, 1.0, -1.0])
-    close(policy_gradient.ppo_clip(ratio, advantages, 0.2, 0.28), [-1.28, 1.5, -0.5, 0.8])
+    close(grpo.ppo_clip(ratio, advantages, 0.2, 0.28), [-1.28, 1.5, -0.5, 0.8])
 
 
 def test_gspo_uses_the_geometric_mean_of_each_sequence_by_hand():
@@ -79,14 +79,14 @@ def test_dppo_masks_by_the_change_of_probability_by_hand():
 
 def test_the_kl_estimate_equals_the_number_worked_by_hand():
     """Log ratio to the reference d = ln 2: 2 - 1 - ln 2."""
-    close(policy_gradient.kl(tensor([-1.0]), tensor([-1.0 + LN2])), [1 - LN2])
+    close(grpo.kl(tensor([-1.0]), tensor([-1.0 + LN2])), [1 - LN2])
 
 
 def test_the_kl_estimate_agrees_with_the_kl_in_expectation():
     """Over all outcomes of p = (0.7, 0.3) against q = (0.5, 0.5) it averages to the KL itself."""
     p, q = tensor([0.7, 0.3]), tensor([0.5, 0.5])
     exact = float((p * (p / q).log()).sum())
-    close((p * policy_gradient.kl(p.log(), q.log())).sum(), exact)
+    close((p * grpo.kl(p.log(), q.log())).sum(), exact)
 
 
 def test_truncated_importance_sampling_gives_the_numbers_worked_by_hand():
@@ -154,7 +154,7 @@ def test_a_ratio_is_not_counted_twice():
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens_by_hand():
     """A = -1: ratio 5 would give loss 5, the dual clip makes it 3; ratio 2 stays 2. A = 1 is not touched."""
     ratio, advantages = tensor([5.0, 2.0, 5.0]), tensor([-1.0, -1.0, 1.0])
-    close(policy_gradient.ppo_clip(ratio, advantages, 0.2, 0.28, 3.0), [3.0, 2.0, -1.28])
+    close(grpo.ppo_clip(ratio, advantages, 0.2, 0.28, 3.0), [3.0, 2.0, -1.28])
 
 
 def test_sapo_gives_the_numbers_worked_by_hand():
@@ -176,7 +176,7 @@ def test_topr_keeps_good_samples_whole_and_tapers_bad_ones_by_hand():
 def test_the_kl_in_the_reward_is_summed_over_the_rest_of_the_chain_by_hand():
     """Divergences 1, 2 and 4: the sums are 3 and 2 in chain 0, and 4 in chain 1; coefficient 0.5."""
     tokens = of_chains(reference=tensor([-2.0, -3.0, -5.0]))
-    close(policy_gradient.kl_in_advantages(tokens, 0.5), [1 - 1.5, 1 - 1.0, 1 - 2.0])
+    close(grpo.kl_in_advantages(tokens, 0.5), [1 - 1.5, 1 - 1.0, 1 - 2.0])
 
 
 def test_the_fraction_of_clipped_tokens_depends_on_the_algorithm():
