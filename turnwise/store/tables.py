@@ -3,6 +3,8 @@
 A turn stores its parent's id and only the tokens and messages after it, so a session of T turns takes O(T). Arrays are
 little-endian blobs (int32 ids, float32 logprobs), documents are JSON text, instants are integer microseconds since 1970
 in UTC: the bytes are the same on both databases, and a driver converts nothing on the hot path.
+
+Until release 0.2 the only migration creates these tables; from then on a change here needs a migration.
 """
 
 from __future__ import annotations
@@ -86,14 +88,15 @@ def _columns(
     return columns
 
 
-def _index_where_set(condition: str, name: str, *columns: str, unique: bool = False) -> sa.Index:
-    """Return an index of the rows whose column `condition` is not null."""
-    return sa.Index(name, *columns, unique=unique, **_where(f"{condition} IS NOT NULL"))
+indexes: list[sa.Index] = []
+"""All of them, in the order of their creation: of two that serve a query equally well, SQLite takes the last one."""
 
 
-def _where(condition: str) -> dict[str, Any]:
-    """Return the arguments of an index of the rows that fulfil a condition."""
-    return {"sqlite_where": sa.text(condition), "postgresql_where": sa.text(condition)}
+def _index(name: str, *columns: str, where: str | None = None, unique: bool = False) -> sa.Index:
+    """Return an index of the rows that fulfil a condition, or of all rows."""
+    condition = None if where is None else sa.text(where)
+    indexes.append(sa.Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition))
+    return indexes[-1]
 
 
 sessions = sa.Table(
@@ -104,16 +107,16 @@ sessions = sa.Table(
     sa.Column("num_rewards", sa.Integer, nullable=False),
     *_columns(Session, omit=frozenset({"reward", "trained_in", "labels"})),
     sa.UniqueConstraint("tenant", "session_id"),
-    sa.Index("ix_sessions_group", "tenant", "group_id"),
-    sa.Index("ix_sessions_group_pk", "group_pk"),
-    sa.Index("ix_sessions_task", "tenant", "task_id"),
-    sa.Index("ix_sessions_status", "status", "last_active_at"),
-    sa.Index("ix_sessions_live", "status", "last_active_at", **_where("group_id IS NULL AND ended_at IS NOT NULL")),
-    sa.Index("ix_sessions_tenant", "tenant", "session_pk"),
-    sa.Index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
-    sa.Index("ix_sessions_created", "created_at"),
-    sa.Index("ix_sessions_split", "split", "session_pk"),
-    _index_where_set("user_id", "ix_sessions_user", "tenant", "user_id"),
+    _index("ix_sessions_group", "tenant", "group_id"),
+    _index("ix_sessions_group_pk", "group_pk"),
+    _index("ix_sessions_task", "tenant", "task_id"),
+    _index("ix_sessions_status", "status", "last_active_at"),
+    _index("ix_sessions_live", "status", "last_active_at", where="group_id IS NULL AND ended_at IS NOT NULL"),
+    _index("ix_sessions_tenant", "tenant", "session_pk"),
+    _index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
+    _index("ix_sessions_created", "created_at"),
+    _index("ix_sessions_split", "split", "session_pk"),
+    _index("ix_sessions_user", "tenant", "user_id", where="user_id IS NOT NULL"),
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
 
@@ -129,7 +132,7 @@ session_labels = sa.Table(
     ),
     *_columns(Label, key="label"),
     sa.Column("tenant", sa.Text, nullable=False),
-    sa.Index("ix_session_labels_label", "label", "tenant", "session_pk"),
+    _index("ix_session_labels_label", "label", "tenant", "session_pk"),
 )
 
 turns = sa.Table(
@@ -139,13 +142,13 @@ turns = sa.Table(
     *_columns(Turn, key="turn_id", omit=frozenset({"session_id", "tenant"}), required=frozenset({"step"})),
     sa.UniqueConstraint("session_pk", "seq"),
     # Few calls have a key; turns without one are not indexed.
-    _index_where_set("request_key", "ix_turns_request", "session_pk", "request_key", unique=True),
+    _index("ix_turns_request", "session_pk", "request_key", where="request_key IS NOT NULL", unique=True),
     # Turns of calls that name their session are not searched by conversation and not indexed.
-    _index_where_set("inferred_by", "ix_turns_inferred", "inferred_by", "history_digest"),
+    _index("ix_turns_inferred", "inferred_by", "history_digest", where="inferred_by IS NOT NULL"),
     # A handoff changes tools or system message, so its conversation is found by the dialogue alone.
-    _index_where_set("inferred_by", "ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest"),
+    _index("ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest", where="inferred_by IS NOT NULL"),
     # Calls that did not fail are not indexed by time.
-    sa.Index("ix_turns_failed", "created_at", **_where("outcome = 'error'")),
+    _index("ix_turns_failed", "created_at", where="outcome = 'error'"),
 )
 
 rewards = sa.Table(
@@ -154,7 +157,7 @@ rewards = sa.Table(
     sa.Column("reward_id", Serial, primary_key=True, autoincrement=True),
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
     *_columns(Reward, omit=frozenset({"reward_id", "session_id", "tenant"})),
-    sa.Index("ix_rewards_session", "session_pk"),
+    _index("ix_rewards_session", "session_pk"),
 )
 
 feedback = sa.Table(
@@ -173,7 +176,8 @@ idempotency = sa.Table(
     sa.Column("key", sa.Text, primary_key=True),
     sa.Column("body_digest", sa.LargeBinary, nullable=False),
     sa.Column("answer", sa.Text, nullable=False),
-    sa.Column("created_at", Instant, nullable=False, index=True),
+    sa.Column("created_at", Instant, nullable=False),
+    _index("ix_idempotency_created_at", "created_at"),
 )
 """Answers to reward posts with an `Idempotency-Key`, and the sessions of calls with one; a replay gets the same."""
 
@@ -198,13 +202,13 @@ groups = sa.Table(
     sa.Column("reason", sa.Text),
     sa.Column("imported", sa.Integer),
     sa.UniqueConstraint("tenant", "group_id"),
-    sa.Index("ix_groups_status", "status", "policy_id", "ready_at"),
-    sa.Index("ix_groups_update", "update_id"),
-    sa.Index("ix_groups_tenant", "tenant", "status"),
-    sa.Index("ix_groups_activity", "status", "last_active_at"),
-    sa.Index("ix_groups_finished", "status", "num_finished"),
+    _index("ix_groups_status", "status", "policy_id", "ready_at"),
+    _index("ix_groups_update", "update_id"),
+    _index("ix_groups_tenant", "tenant", "status"),
+    _index("ix_groups_activity", "status", "last_active_at"),
+    _index("ix_groups_finished", "status", "num_finished"),
     # Most groups are not imported, and not indexed.
-    _index_where_set("imported", "ix_groups_imported", "imported", "group_pk"),
+    _index("ix_groups_imported", "imported", "group_pk", where="imported IS NOT NULL"),
 )
 """The unit of claiming. A session without a group id has a group of size 1 with the session's id. `imported` is 1 for
 groups of imported sessions, which only SFT and DPO train; null otherwise."""
@@ -219,7 +223,7 @@ trained_sessions = sa.Table(
     sa.Column("policy_version", sa.Integer, nullable=False),
     sa.Column("advantages", sa.Text, nullable=False),
     sa.Column("digest", sa.LargeBinary),
-    sa.Index("ix_trained_sessions_update", "update_id"),
+    _index("ix_trained_sessions_update", "update_id"),
 )
 """The sessions that an update trained; `advantages` has the advantage of each trained turn, by turn id."""
 
@@ -236,8 +240,8 @@ policy_versions = sa.Table(
     "policy_versions",
     metadata,
     *_columns(PolicyVersion, key="version"),
-    sa.Index("ix_policy_versions_status", "status", "policy_id"),
-    sa.Index("ix_policy_versions_policy", "policy_id", "version"),
+    _index("ix_policy_versions_status", "status", "policy_id"),
+    _index("ix_policy_versions_policy", "policy_id", "version"),
 )
 
 leases = sa.Table(
