@@ -71,6 +71,12 @@ class DemoSettings(Settings):
     max_versions: int = Field(default=60, ge=1)
     """Maximum number of versions; the demo then stops and reports the reward reached."""
 
+    def missed(self, report: Report) -> str | None:
+        """Return the target if the run missed it."""
+        if report.reward_after >= self.enough_reward and not report.failed_requests:
+            return None
+        return f"at least {self.enough_reward} held-out reward and no failed request"
+
 
 AnySettings = TypeVar("AnySettings", bound=DemoSettings)
 
@@ -376,10 +382,9 @@ def conclude(report: Report, settings: DemoSettings, say: Say) -> int:
     say("demo", f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}")
     say("demo", f"one task before and after: {out / 'transcript.md'}")
     say("demo", f"look inside: turnwise sessions --database sqlite:///{out / 'turnwise.db'}")
-    if report.reward_after < settings.enough_reward or report.failed_requests:
-        say("demo", f"target missed: at least {settings.enough_reward} held-out reward and no failed request")
-        return 1
-    return 0
+    if missed := settings.missed(report):
+        say("demo", f"target missed: {missed}")
+    return 1 if missed else 0
 
 
 def main(demo: Demo, settings: DemoSettings, say: Say) -> int:

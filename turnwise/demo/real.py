@@ -1,7 +1,8 @@
 """`python -m turnwise.demo.real`: a pretrained model of 135 M parameters learns a task of three turns.
 
 Besides the reward on fresh held-out tasks, sampled as in training and greedily, it measures what the training changed
-on unrelated conversations. `--control` gives each session the reward of another one: there is nothing to learn.
+on unrelated conversations. `--control` gives each session the reward of another one: there is nothing to learn, so the
+held-out reward must not rise. It falls, because steps in random directions cost the model the format of the commands.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from turnwise.rollouts.pacing import active_policy
 from turnwise.types import Json, PolicyKind
 
 GREEDY = ("--sampling", '{"temperature": 0}')
+MOST_RISE = 0.1
+"""How far a control's held-out reward may rise: about two standard errors of the difference over 128 tasks each."""
 FIRST_FINAL_TASK = 1_000_000
 """Index of the first task of the last evaluation; those before it decided when the training ended."""
 
@@ -44,6 +47,13 @@ class RealDemoSettings(DemoSettings):
     """Give each training session the reward of another one: nothing can be learnt, and all versions are trained."""
     unrelated: Path = Path("examples/bosses/unrelated.jsonl")
     """Conversations that have nothing to do with the task, with replies of SmolLM2-135M-Instruct."""
+
+    def missed(self, report: Report) -> str | None:
+        """Return the target if the run missed it; a control must not learn."""
+        if not self.control:
+            return super().missed(report)
+        most = report.reward_before + MOST_RISE
+        return None if report.reward_after <= most else f"a control's held-out reward rises to at most {most:.2f}"
 
 
 class RealDemo(Demo):

@@ -14,6 +14,8 @@ import pytest
 from turnwise.demo import bosses
 from turnwise.demo.forgetting import measure_forgetting
 from turnwise.demo.plain_agent import NUM_SHUFFLED, ShuffledRewards
+from turnwise.demo.real import RealDemoSettings
+from turnwise.demo.report import Report
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.types import PolicyKind
 
@@ -86,6 +88,14 @@ def test_a_control_gives_every_reward_to_another_session():
     assert max(Counter(reward for reward in given if reward >= 0).values()) == 1
     assert given.count(-1.0) <= NUM_SHUFFLED
     assert given != sorted(given)
+
+
+@pytest.mark.parametrize(
+    ("control", "after", "is_met"), [(False, 0.92, True), (False, 0.35, False), (True, 0.02, True), (True, 0.92, False)]
+)
+def test_the_demo_must_learn_and_its_control_must_not(control: bool, after: float, is_met: bool):
+    report = Report(title="", seed=0, reward_before=0.3, reward_after=after)
+    assert (RealDemoSettings(control=control).missed(report) is None) is is_met
 
 
 def test_a_model_has_forgotten_nothing_of_itself_and_another_model_differs(tmp_path):
