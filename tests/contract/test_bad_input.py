@@ -254,14 +254,6 @@ def test_a_call_without_a_valid_engine_reply_gets_an_error_and_is_stored_with_it
     assert [view.turn.outcome for view in both.proxy.turns(session_id)] == ["error"]
 
 
-def test_calls_fail_with_an_error_while_the_engine_is_down_and_succeed_once_it_is_back(start_proxy, fake_engine):
-    both = start_proxy(fake_engine.url)
-    with httpx2.Client(base_url=both.url, timeout=60) as http:
-        fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
-        refusal(http.post("/v1/chat/completions", json=CHAT), 503, 503)
-        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-
-
 def test_calls_fail_with_an_error_while_the_database_is_locked_and_succeed_once_it_is_free(start_proxy, fake_engine):
     """A reply that cannot be stored is not sent; the next call is served."""
     proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "0.5")

@@ -37,15 +37,6 @@ def _run(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-@pytest.mark.parametrize(
-    "command", ["up", "proxy", "train", "engine", "fake-engine", "db", "keys", "sessions", "doctor"]
-)
-def test_every_command_has_help(command):
-    result = _run(command, "--help")
-    assert result.exit_code == 0, result.output
-    assert "Usage:" in result.output
-
-
 def test_the_command_line_starts_without_the_packages_of_the_extras():
     """The SDK alone has a `turnwise` command; fastapi, torch and a database driver come with extras."""
     code = (

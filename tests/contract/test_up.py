@@ -111,10 +111,6 @@ def test_a_non_loopback_address_needs_a_key(model):
     assert "turnwise keys create" in _refused("up", "--model", model, "--host", "0.0.0.0", "--port", "8199")
 
 
-def test_a_missing_gpu_is_found_before_anything_starts(model):
-    assert "there is no GPU 7" in _refused("up", "--model", model, "--engine-gpus", "7")
-
-
 def test_the_databases_password_is_on_no_command_line_and_in_no_dry_run():
     result = _run("up", "--dry-run", "--json", "--model", "owner/name", "--database", PASSWORD_URL)
     assert result.exit_code == 0, result.output

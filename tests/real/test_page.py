@@ -102,28 +102,6 @@ def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) 
     wait_until(lambda: page.locator(".chart canvas").count() == 1 + len(titles), "all curves are drawn again")
 
 
-def test_a_curve_of_one_value_is_drawn_around_it(window: Visit) -> None:
-    """At its first value, the axis of a live curve shows two minutes, not years."""
-    page = window.open("")
-    page.evaluate("""async () => {
-        const {chart} = await import("/web/chart.js");
-        document.querySelector("main").append(chart("One", [["value", [[1.7e9, 1]]]], {isTime: true}));
-    }""")
-    page.wait_for_selector(".chart[data-points='1'][data-span='120']")
-
-
-def test_content_of_any_shape_is_shown(window: Visit) -> None:
-    """A refused call is stored with what the client sent."""
-    page = window.open("")
-    read = "async (content) => (await import('/web/page.js')).text(content)"
-    assert [page.evaluate(read, content) for content in (None, 5, [None], [[]])] == [
-        "",
-        "5",
-        "[\n  null\n]",
-        "[\n  []\n]",
-    ]
-
-
 def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(window: Visit) -> None:
     page = window.open("#sessions")
     first = page.locator(".sessions > li").nth(1)

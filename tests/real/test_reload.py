@@ -23,9 +23,9 @@ import torch
 from openai import APIError, AsyncOpenAI, OpenAI
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_perturbed
 from support.control_plane import ask, metric, policy, publish, wait_for_status
-from support.engines import RunningEngine, load_own_weights
-from support.proxies import RunningProxy, running_proxy
-from support.waiting import assert_stays, wait_until
+from support.engines import RunningEngine
+from support.proxies import RunningProxy
+from support.waiting import wait_until
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.store import policies
@@ -302,40 +302,6 @@ def publish_in_store(proxy: RunningProxy, version: int, path: Path, kind: Policy
     with database.write() as connection:
         policies.publish_policy(connection, PolicyVersion(version=version, path=str(path), kind=kind))
     database.close()
-
-
-def test_a_version_is_pinned_rolled_back_to_and_unpinned(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
-    """A pinned version stays active when newer versions are published; after unpinning the newest is served again."""
-    forwards = {0: forward_of(engine.model_dir)}
-    for version in (1, 2):
-        path = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
-        forwards[version] = forward_of(path)
-        wait_for_status(served, publish(served, path))
-    for pinned in (1, 0):
-        ask(served.url, f"/v1/policies/{pinned}/activate", {})
-        wait_for_status(served, pinned)
-        assert greedy_gap(served, forwards[pinned]) < TOLERANCE
-    forwards[3] = forward_of(write_perturbed(engine.model_dir, tmp_path / "v3", 3))
-    assert publish(served, tmp_path / "v3") == 3
-    assert_stays(lambda: policy(served, 3)["status"] == "published", "version 3 waits while version 0 is pinned")
-    assert greedy_gap(served, forwards[0]) < TOLERANCE
-    ask(served.url, "/v1/policies/3/activate", {"pin": False})
-    wait_for_status(served, 3)
-    assert greedy_gap(served, forwards[3]) < TOLERANCE
-
-
-def test_a_restarted_engine_gets_the_active_version(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
-    """Its original weights are replaced, whether it restarts under a running proxy or before a new one starts."""
-    path = write_perturbed(engine.model_dir, tmp_path / "v1", 1)
-    wait_for_status(served, publish(served, path))
-    load_own_weights(engine)
-    wait_until(lambda: ask(engine.url, "/weight_info")["weight_version"] == "1", "the engine has version 1")
-    assert greedy_gap(served, forward_of(path)) < TOLERANCE
-    served.kill()
-    load_own_weights(engine)
-    with running_proxy(engine.url, served.database_url, tmp_path) as another:
-        assert greedy_gap(another, forward_of(path)) < TOLERANCE
-        assert another.turns()[-1].turn.policy_version_first == 1
 
 
 @pytest.mark.filterwarnings(TIED)

@@ -58,20 +58,6 @@ def call_and_leave_before_the_commit(proxy: RunningProxy, url: str) -> None:
     lock.close()
 
 
-def test_a_retry_gets_the_answer_that_could_not_be_delivered_once(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
-    """The client gives up while its turn waits for a locked database; two retries are two samples."""
-    proxy = start_proxy(fake_engine.url)
-    post(proxy, url=proxy.session_v1("s")).raise_for_status()
-    fake_engine.calls.clear()
-    call_and_leave_before_the_commit(proxy, proxy.session_v1("s"))
-    ids = [post(proxy, url=proxy.session_v1("s"), x_stainless_retry_count="1").json()["id"] for _ in range(2)]
-    assert len(set(ids)) == 2
-    assert [call.reply_id for call in fake_engine.calls] == ids
-    assert {view.turn.turn_id for view in proxy.turns("s")} > set(ids)
-
-
 def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,22 +64,6 @@ def test_a_conversation_that_moves_between_workers_is_one_exact_chain(shared, se
     assert [turn.turn_id for turn in turns] == seen
     assert [turn.parent_turn_id for turn in turns] == [None, *seen[:-1]]
     assert {turn.outcome for turn in turns} == {"exact"}
-
-
-def test_all_workers_refuse_a_session_that_one_of_them_has_ended(shared, session_id):
-    url, body = f"{shared.proxy.url}/sessions/{session_id}", {"messages": [{"role": "user", "content": "hi"}]}
-    for _ in range(NUM_CONNECTIONS):  # until both workers have it in memory
-        ask(url, "/v1/chat/completions", body)
-    ask(shared.proxy.url, f"/v1/sessions/{session_id}/end", {})
-
-    def is_refused() -> bool:
-        try:
-            ask(url, "/v1/chat/completions", body)
-        except urllib.error.HTTPError as refusal:
-            return refusal.code == 409
-        return False
-
-    wait_until(lambda: all(is_refused() for _ in range(NUM_CONNECTIONS)), "both workers refuse it")
 
 
 def test_all_workers_apply_the_sampling_of_a_session_that_is_changed_through_one_of_them(shared, session_id):

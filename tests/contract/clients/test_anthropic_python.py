@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import anthropic
@@ -56,25 +55,3 @@ def test_the_tool_runner_runs_a_tool_to_the_end(client: anthropic.Anthropic, pro
     turn = next(view.turn for view in proxy.turns() if view.turn.turn_id == last.id)
     assert turn.parent_turn_id is not None
     assert turn.outcome == "exact"
-
-
-def test_count_tokens_and_errors(client: anthropic.Anthropic) -> None:
-    assert client.messages.count_tokens(model="fake", messages=[USER]).input_tokens > 10
-    with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(model="policy-v0", max_tokens=9, messages=[USER])
-    with pytest.raises(anthropic.BadRequestError):
-        client.messages.create(model="fake", max_tokens=0, messages=[USER])
-
-
-def test_the_async_client_streams_many_at_once(proxy: RunningProxy) -> None:
-    async def all_at_once() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=proxy.url, api_key="any", max_retries=0) as client:
-
-            async def streamed(text: str) -> str:
-                asked: Any = [{"role": "user", "content": text}]
-                async with client.messages.stream(model="fake", max_tokens=50, messages=asked) as stream:
-                    return await stream.get_final_text()
-
-            return await asyncio.gather(*(streamed(f"{n}") for n in range(12)))
-
-    assert asyncio.run(all_at_once()) == [f"{n}" for n in range(12)]

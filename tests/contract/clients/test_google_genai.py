@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -84,28 +83,6 @@ def test_a_chat_with_tools_and_thinking_is_one_exact_chain(
     messages = proxy.turns(session_id)[-1].messages
     assert [each["role"] for each in messages] == ["system", "user", "assistant", "tool", "tool", "assistant", "user"]
     assert fake_engine.calls[-1].body["tools"][0]["function"]["parameters"]["properties"] == {"key": {"type": "string"}}
-
-
-def test_the_sdk_calls_python_functions_automatically(
-    client: genai.Client, proxy: RunningProxy, fake_engine: RunningFakeEngine, session_id: str
-) -> None:
-    """Automatic function calling sends the function's result back until the reply is text."""
-    looked: list[str] = []
-
-    def look(key: str) -> str:
-        """Look a key up."""
-        looked.append(key)
-        return "found it"
-
-    call = Reply(tool_calls=[ToolCall(name="look", arguments={"key": "x"})])
-    fake_engine.answer(Rule(reply=call, contains="search", count=1))
-    made = client.models.generate_content(
-        model="fake", contents="search", config=types.GenerateContentConfig(tools=[look])
-    )
-    assert looked == ["x"]
-    assert made.text == "search"  # the fake engine repeats the user
-    assert proxy.turns(session_id)[-1].messages[-1]["content"] == "found it"
-    assert_one_exact_chain(proxy, session_id, 2)
 
 
 def test_the_generation_config_becomes_the_engines_sampling_parameters(
@@ -200,20 +177,3 @@ def test_a_stream_without_alt_is_one_json_array(proxy: RunningProxy) -> None:
     assert "".join(texts) == "One two three"
     assert chunks[-1]["candidates"][0]["finishReason"] == "STOP"
     assert chunks[-1]["usageMetadata"]["promptTokenCount"] > 3
-
-
-@pytest.mark.filterwarnings("ignore:Inheritance class:DeprecationWarning")  # the SDK's own, of aiohttp's sessions
-def test_the_async_client_streams_many_at_once(proxy: RunningProxy) -> None:
-    async def all_at_once() -> list[str]:
-        options = types.HttpOptions(base_url=proxy.url)
-        client = genai.Client(api_key="any", http_options=options).aio
-
-        async def streamed(text: str) -> str:
-            chunks = await client.models.generate_content_stream(model="fake", contents=text)
-            return "".join([chunk.text or "" async for chunk in chunks])
-
-        replies = await asyncio.gather(*(streamed(f"{n}") for n in range(12)))
-        await client.aclose()
-        return list(replies)
-
-    assert asyncio.run(all_at_once()) == [f"{n}" for n in range(12)]

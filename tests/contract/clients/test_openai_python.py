@@ -63,25 +63,6 @@ def test_chat_completions_parse(client: openai.OpenAI) -> None:
     assert isinstance(final.choices[0].message.parsed, City)
 
 
-def test_a_tool_loop_is_one_chain(client: openai.OpenAI, proxy: RunningProxy) -> None:
-    messages: list[Any] = [{"role": "user", "content": "a loop"}]
-    first = client.chat.completions.create(model="fake", messages=messages, tools=[TOOL(Look)]).choices[0].message
-    assert first.tool_calls
-    messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "found"}]
-    second = client.chat.completions.create(model="fake", messages=messages, tools=[TOOL(Look)])
-    turns = {view.turn.turn_id: view.turn for view in proxy.turns()}
-    assert turns[second.id].parent_turn_id is not None
-    assert turns[second.id].outcome == "exact"
-
-
-def test_with_raw_response_and_with_streaming_response(client: openai.OpenAI) -> None:
-    raw = client.chat.completions.with_raw_response.create(model="fake", messages=[USER])
-    assert raw.headers["content-type"] == "application/json"
-    assert raw.parse().choices[0].message.content == "Hello there"
-    with client.chat.completions.with_streaming_response.create(model="fake", messages=[USER], stream=True) as streamed:
-        assert any("[DONE]" in line for line in streamed.iter_lines())
-
-
 def test_responses_create_stream_and_parse(client: openai.OpenAI) -> None:
     made = client.responses.create(model="fake", input="Hello there")
     assert made.output_text == "Hello there"
@@ -130,15 +111,6 @@ def test_a_conversation_names_its_session_and_continues_from_its_newest_response
     assert again[1].parent_turn_id == again[0].turn_id
     with pytest.raises(openai.BadRequestError, match="not both"):
         ask(model="fake", input="x", conversation="conv_kim", previous_response_id=first.id)
-
-
-def test_errors_have_the_clients_own_classes(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="policy-v0", messages=[USER])
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="fake", messages=[USER], temperature=-1)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="policy-v0", input="x")
 
 
 def test_a_retry_after_an_error_is_a_separate_turn(proxy: RunningProxy, fake_engine: RunningFakeEngine) -> None:

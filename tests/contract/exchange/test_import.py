@@ -239,14 +239,6 @@ def test_a_format_of_another_package_is_found_by_its_entry_point(
     assert records(database)[0].session.task_id == "x"
 
 
-def test_a_format_that_is_not_installed_names_its_package(database: Database, tmp_path: Path, model: Path) -> None:
-    for name, expected in (("litellm", "pip install ./extras/formats"), ("csv", "installed are openai, hf")):
-        plugins.installed.cache_clear()
-        if name in plugins.installed(plugins.IMPORTS):
-            continue
-        assert expected in run_import(tmp_path, model, [HELLO], name, status=2)["error"]
-
-
 def test_a_session_with_a_bad_line_is_not_stored_in_part(
     runs_format: None, database: Database, tmp_path: Path, model: Path
 ) -> None:

@@ -131,41 +131,29 @@ async def test_a_kept_connection_that_the_server_closes_is_replaced():
     assert len(server.requests) == 3
 
 
-async def test_a_request_after_which_a_kept_connection_closes_late_is_not_sent_again(monkeypatch):
-    """After this time the server may have started to process it."""
+async def closing(server, reader, _):
+    """Close a new connection without an answer."""
+    await server.request(reader)
+
+
+@pytest.mark.parametrize(
+    ("script", "num_answered"),
+    [
+        (answering_once_then(after_seconds=0.1), 1),
+        (closing, 0),
+        (answering_once_then(OK[:-1]), 1),
+        (answering_once_then(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20"), 1),
+    ],
+    ids=["closed late", "a new connection", "an incomplete answer", "a first byte of an answer"],
+)
+async def test_a_request_that_the_server_may_have_begun_to_process_is_not_sent_again(monkeypatch, script, num_answered):
     monkeypatch.setattr("proxy.engines.http_client.STALE_SECONDS", 0.05)
-
-    async with serving(answering_once_then(after_seconds=0.1)) as (server, client):
-        await get(client)
-        with pytest.raises(Disconnected, match="closed the connection"):
-            await get(client)
-    assert len(server.requests) == 2
-
-
-async def test_a_request_after_which_a_new_connection_closes_is_not_sent_again():
-    async def script(server, reader, _):
-        await server.request(reader)
-
     async with serving(script) as (server, client):
+        for _ in range(num_answered):
+            await get(client)
         with pytest.raises(Disconnected, match="closed the connection"):
             await get(client)
-    assert len(server.requests) == 1
-
-
-async def test_a_request_with_an_incomplete_answer_is_not_sent_again():
-    async with serving(answering_once_then(OK[:-1])) as (server, client):
-        await get(client)
-        with pytest.raises(Disconnected):
-            await get(client)
-    assert len(server.requests) == 2
-
-
-async def test_a_request_on_a_kept_connection_with_a_first_byte_of_answer_is_not_sent_again():
-    async with serving(answering_once_then(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")) as (server, client):
-        await get(client)
-        with pytest.raises(Disconnected, match="closed the connection"):
-            await get(client)
-    assert len(server.requests) == 2
+    assert len(server.requests) == num_answered + 1
 
 
 async def test_a_connection_that_has_idled_too_long_is_not_used(monkeypatch):
@@ -227,21 +215,6 @@ async def test_leaving_a_response_early_closes_the_connection():
         await asyncio.wait_for(server.has_lost.wait(), 60)
 
 
-async def test_cancellation_closes_the_connection():
-    asked = asyncio.Event()
-
-    async def script(server, reader, _):
-        await server.request(reader)
-        asked.set()
-        await server.wait_for_the_end(reader)
-
-    async with serving(script) as (server, client):
-        waiting = asyncio.create_task(get(client))
-        await asyncio.wait_for(asked.wait(), 60)
-        waiting.cancel()
-        await asyncio.wait_for(server.has_lost.wait(), 60)
-
-
 async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
     body = bytes(range(256)) * (1 << 16)
     async with serving(answering(ok_with(body), OK)) as (_, client):
@@ -266,14 +239,6 @@ async def test_an_answer_that_is_not_http_is_an_error(answer):
     async with serving(answering(answer)) as (_, client):
         with pytest.raises(Disconnected, match="not valid HTTP"):
             await get(client)
-
-
-async def test_a_closed_port_is_a_connection_error():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    client = HttpClient(f"http://127.0.0.1:{port}", connect_seconds=5, silence_seconds=5)
-    with pytest.raises(Disconnected, match="Errno"):
-        await get(client)
 
 
 async def test_a_connection_that_is_not_accepted_in_time_is_an_error():

@@ -21,7 +21,7 @@ from proxy.writer.client import Writer
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
-from turnwise.store import forks, ledger, queries
+from turnwise.store import ledger, queries
 from turnwise.store.database import Connection, Database
 from turnwise.types import Outcome, Session
 
@@ -193,50 +193,6 @@ def test_a_killed_writing_process_is_replaced_and_its_jobs_fail(database, databa
     assert old != new
     assert stored(database) == []
     assert errors_of_writer(metrics) == 1.0
-
-
-def fork_of(session_id: str) -> Session:
-    return Session(session_id=session_id, metadata={"forked_from": {"session_id": "s", "turn_id": "b"}})
-
-
-def fork_and_die(connection: Connection, session: Session) -> None:
-    """Fork, and kill this process before its transaction is committed."""
-    forks.copy_turns(connection, session, "a", ["a", "b"])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_fork_whose_writing_process_is_killed_is_stored_completely_or_not_at_all(database, database_url):
-    """The killed fork leaves nothing; the repeated one is stored once, with its group and both copies."""
-
-    async def run() -> None:
-        async with writing(database_url) as writer:
-            await writer.do(ledger.create_session, Session(session_id="s"))
-            await writer.append([turn("a")])
-            await writer.append([turn("b", parent_turn_id="a")])
-            with pytest.raises(StoreUnavailable, match="not known"):
-                await writer.do(fork_and_die, fork_of("fork"))
-            assert counted(database) == ({"open": 1}, {"open": 1}, 2)
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(StoreUnavailable):
-                        first = await writer.do(forks.copy_turns, fork_of("fork"), "a", ["a", "b"])
-                        break
-                    await asyncio.sleep(0.05)
-            assert await writer.do(forks.copy_turns, fork_of("fork"), "a", ["a", "b"]) == first
-
-    asyncio.run(run())
-    assert counted(database) == ({"open": 2}, {"open": 2}, 4)
-    with database.read() as connection:
-        copies = [view.turn for view in queries.turns(connection, "default", "fork")[0]]
-    assert [(copy.seq, copy.reason) for copy in copies] == [(0, "forked"), (1, "forked")]
-    assert copies[1].parent_turn_id == copies[0].turn_id
-
-
-def counted(database: Database) -> tuple[dict[str, int], dict[str, int], int]:
-    """Return the numbers of sessions and groups by status, and of turns."""
-    with database.read() as connection:
-        counts = queries.counts(connection)
-    return counts.sessions, counts.groups, counts.num_turns
 
 
 def errors_of_writer(metrics: Metrics) -> float | None:

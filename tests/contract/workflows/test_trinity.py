@@ -10,7 +10,6 @@ import pytest
 from support.stand_in_proxy import StandIn, serving
 
 from turnwise.errors import InvalidRequest
-from turnwise.workflows import trinity
 from turnwise.workflows.trinity import (
     EID,
     AsyncRewardPropagationWorkflow,
@@ -267,18 +266,6 @@ def test_the_client_is_synchronous_or_asynchronous_as_the_workflow_is(model):
     assert Stepped(task=task, model=model, use_openai_client=False).client is None
 
 
-def test_a_missing_method_of_a_subclass_is_named(model):
-    """A subclass must define `step`, `reward` and `max_step_num`."""
-    for kind in (StepWiseRewardWorkflow, RewardPropagationWorkflow):
-        workflow = kind(task=Task(), model=model)
-        with pytest.raises(NotImplementedError, match="must define step"):
-            workflow.step(0)
-        with pytest.raises(NotImplementedError, match="must define max_step_num"):
-            _ = workflow.max_step_num
-        with pytest.raises(NotImplementedError, match="must define reward"):
-            workflow.reward([], **({"step_num": 0} if kind is StepWiseRewardWorkflow else {}))
-
-
 def test_the_flags_of_each_workflow_are_the_originals_also_under_their_old_names(model):
     """Neither is repeatable or resettable; only the asynchronous variants are asynchronous."""
     for kind, is_async in [(Stepped, False), (AsyncStepped, True), (Propagated, False), (AsyncPropagated, True)]:
@@ -358,12 +345,6 @@ FIELDS = {
 def test_records_have_the_fields_of_the_original(record):
     """The names are the same, so a workflow's code works unchanged."""
     assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(record)}
-
-
-def test_ids_are_empty_until_they_are_set():
-    """Batch and task have no name yet; run and step are the first."""
-    eid = EID()
-    assert (eid.batch, eid.task, eid.run, eid.step) == ("", "", 0, 0)
 
 
 def task_of(kind, **fields):
@@ -449,8 +430,3 @@ def test_experiences_of_an_evaluation_are_not_returned(proxy, model):
     status, made = run_task(model, task_of(Stepped, is_eval=True))
     assert (status.ok, made) == (True, [])
     assert last_session(proxy)["split"] == "eval"
-
-
-def test_the_originals_names_are_in_one_module():
-    """A port changes only the import."""
-    assert set(trinity.__all__) >= {"Workflow", "Task", "Experience", "EID", "ModelWrapper", "StepWiseRewardWorkflow"}

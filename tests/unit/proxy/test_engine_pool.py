@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -20,98 +20,72 @@ SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
 IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 
 
-def with_pool(use: Callable[[EnginePool], object], urls: list[str] = URLS, *, most_calls: int = 100) -> None:
-    """Use a pool of engines that are ready; no request is sent to them."""
-
-    async def run() -> None:
-        pool = EnginePool(urls, Metrics(), timeout_seconds=1, max_concurrent_calls=most_calls)
-        for engine in pool.engines:
-            engine.status.change(EngineState.READY)
-        try:
-            outcome = use(pool)
-            if asyncio.iscoroutine(outcome):
-                await asyncio.wait_for(outcome, 60)
-        finally:
-            pool.close()
-
-    asyncio.run(run())
+@pytest.fixture
+async def pool(request: pytest.FixtureRequest) -> AsyncIterator[EnginePool]:
+    """A pool of engines that are ready; no request is sent to them. The parameter is the limit of calls."""
+    pool = EnginePool(URLS, Metrics(), timeout_seconds=1, max_concurrent_calls=getattr(request, "param", 100))
+    for engine in pool.engines:
+        engine.status.change(EngineState.READY)
+    yield pool
+    pool.close()
 
 
 def homes(pool: EnginePool) -> dict[str, str]:
     return {session.session_id: pool.lane(session).engine.url for session in SESSIONS}
 
 
-def test_sessions_are_spread_and_stay():
+async def test_sessions_are_spread_and_stay(pool: EnginePool):
     """600 over three engines: 200 each, ± 11.5 (one standard deviation)."""
-
-    def use(pool: EnginePool) -> None:
-        where = homes(pool)
-        assert all(abs(list(where.values()).count(url) - 200) < 60 for url in URLS)
-        assert homes(pool) == where
-
-    with_pool(use)
+    where = homes(pool)
+    assert all(abs(list(where.values()).count(url) - 200) < 60 for url in URLS)
+    assert homes(pool) == where
 
 
-def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_moves_them_back():
-    def use(pool: EnginePool) -> None:
-        before = homes(pool)
-        pool.engines[1].status.change(EngineState.ABSENT)
-        without = homes(pool)
-        assert {key for key in before if before[key] != without[key]} == {
-            key for key, url in before.items() if url == URLS[1]
-        }
-        pool.engines[1].status.change(EngineState.READY)
-        assert homes(pool) == before
-
-    with_pool(use)
+async def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_moves_them_back(pool: EnginePool):
+    before = homes(pool)
+    pool.engines[1].status.change(EngineState.ABSENT)
+    without = homes(pool)
+    assert {key for key in before if before[key] != without[key]} == {
+        key for key, url in before.items() if url == URLS[1]
+    }
+    pool.engines[1].status.change(EngineState.READY)
+    assert homes(pool) == before
 
 
-def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once():
-    def use(pool: EnginePool) -> None:
-        for engine in pool.engines:
-            engine.status.change(EngineState.ABSENT)
-        with pytest.raises(EngineUnavailable, match="none of the 3 engines is ready"):
-            pool.lane(SESSIONS[0])
-        with pytest.raises(EngineUnavailable):
-            pool.route("models")
-
-    with_pool(use)
+async def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once(pool: EnginePool):
+    for engine in pool.engines:
+        engine.status.change(EngineState.ABSENT)
+    with pytest.raises(EngineUnavailable, match="none of the 3 engines is ready"):
+        pool.lane(SESSIONS[0])
+    with pytest.raises(EngineUnavailable):
+        pool.route("models")
 
 
-def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another():
-    def use(pool: EnginePool) -> None:
-        pool.engines[0].status.change(EngineState.DRAINING)
-        assert set(homes(pool).values()) == set(URLS[1:])
-        for engine in pool.engines:
-            engine.status.change(EngineState.DRAINING)
-        assert set(homes(pool).values()) == set(URLS)
-
-    with_pool(use)
+async def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another(pool: EnginePool):
+    pool.engines[0].status.change(EngineState.DRAINING)
+    assert set(homes(pool).values()) == set(URLS[1:])
+    for engine in pool.engines:
+        engine.status.change(EngineState.DRAINING)
+    assert set(homes(pool).values()) == set(URLS)
 
 
-def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engines_do_not():
-    async def use(pool: EnginePool) -> None:
-        closed, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
-        other = next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[1])
-        with closed.status.reloading():
-            waiting = asyncio.ensure_future(enter(pool, session))
-            assert (await enter(pool, other)).engine is pool.engines[1]
-            assert not waiting.done()
-        assert (await waiting).engine is closed
-
-    with_pool(use)
+async def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engines_do_not(pool: EnginePool):
+    closed, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
+    other = next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[1])
+    with closed.status.reloading():
+        waiting = asyncio.ensure_future(enter(pool, session))
+        assert (await enter(pool, other)).engine is pool.engines[1]
+        assert not waiting.done()
+    assert (await waiting).engine is closed
 
 
-def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out():
-    async def use(pool: EnginePool) -> None:
-        lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
-        with lost.status.reloading():
-            waiting = asyncio.ensure_future(enter(pool, session))
-            await asyncio.sleep(0)
-            lost.status.change(EngineState.ABSENT)
-        assert (await waiting).engine is not lost
-
-    with_pool(use)
+async def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out(pool: EnginePool):
+    lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
+    with lost.status.reloading():
+        waiting = asyncio.ensure_future(enter(pool, session))
+        await asyncio.sleep(0)
+        lost.status.change(EngineState.ABSENT)
+    assert (await waiting).engine is not lost
 
 
 async def enter(pool: EnginePool, session: Session) -> Lane:
@@ -121,56 +95,44 @@ async def enter(pool: EnginePool, session: Session) -> Lane:
     return lane
 
 
-def test_a_call_over_the_limit_is_refused_with_the_time_to_retry():
-    async def use(pool: EnginePool) -> None:
-        lane = await pool.admit(SESSIONS[0])
-        with pytest.raises(Overloaded, match="1 calls are in flight"):
-            await enter(pool, SESSIONS[1])
-        pool.release(lane)
+@pytest.mark.parametrize("pool", [1], indirect=True)
+async def test_a_call_over_the_limit_is_refused_with_the_time_to_retry(pool: EnginePool):
+    lane = await pool.admit(SESSIONS[0])
+    with pytest.raises(Overloaded, match="1 calls are in flight"):
         await enter(pool, SESSIONS[1])
-
-    with_pool(use, most_calls=1)
-
-
-def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial():
-    def use(pool: EnginePool) -> None:
-        pool.engines[2].apply_label("8")
-        pool.trial = 8
-        assert {pool.lane(session).version for session in IN_TRIAL} == {8}
-        assert {pool.lane(session).version for session in SESSIONS} == {0}
-        pool.engines[2].status.change(EngineState.ABSENT)
-        assert {pool.lane(session).version for session in IN_TRIAL} == {0}
-
-    with_pool(use)
+    pool.release(lane)
+    await enter(pool, SESSIONS[1])
 
 
-def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine():
-    def use(pool: EnginePool) -> None:
-        for engine in pool.engines:
-            engine.adapters[8] = Lane(engine, 8, adapter_name(8))
-        pool.trial = 8
-        assert {pool.lane(session).adapter for session in IN_TRIAL} == {"policy-v8"}
-        assert {pool.lane(session).adapter for session in SESSIONS} == {None}
-        assert {pool.lane(session).engine.url for session in IN_TRIAL} == set(URLS)
-        pool.trial = None
-        assert {pool.lane(session).adapter for session in [*SESSIONS, *IN_TRIAL]} == {None}
+async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool: EnginePool):
+    pool.engines[2].apply_label("8")
+    pool.trial = 8
+    assert {pool.lane(session).version for session in IN_TRIAL} == {8}
+    assert {pool.lane(session).version for session in SESSIONS} == {0}
+    pool.engines[2].status.change(EngineState.ABSENT)
+    assert {pool.lane(session).version for session in IN_TRIAL} == {0}
 
-    with_pool(use)
+
+async def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine(pool: EnginePool):
+    for engine in pool.engines:
+        engine.adapters[8] = Lane(engine, 8, adapter_name(8))
+    pool.trial = 8
+    assert {pool.lane(session).adapter for session in IN_TRIAL} == {"policy-v8"}
+    assert {pool.lane(session).adapter for session in SESSIONS} == {None}
+    assert {pool.lane(session).engine.url for session in IN_TRIAL} == set(URLS)
+    pool.trial = None
+    assert {pool.lane(session).adapter for session in [*SESSIONS, *IN_TRIAL]} == {None}
 
 
 @pytest.mark.parametrize(
     ("label", "held", "version"), [("7", 7, 7), ("default", UNLABELLED, 0), (None, UNLABELLED, 0), (LOADING, None, 3)]
 )
-def test_the_label_of_the_weights_sets_the_loaded_version(label, held, version):
+async def test_the_label_of_the_weights_sets_the_loaded_version(pool: EnginePool, label, held, version):
     """During the exchange there is no version; tokens sampled before it have the previous version."""
-
-    def use(pool: EnginePool) -> None:
-        engine: Engine = pool.engines[0]
-        engine.apply_label("3")
-        engine.apply_label(label)
-        assert (engine.loaded_version, engine.version) == (held, version)
-
-    with_pool(use)
+    engine: Engine = pool.engines[0]
+    engine.apply_label("3")
+    engine.apply_label(label)
+    assert (engine.loaded_version, engine.version) == (held, version)
 
 
 def test_an_adapters_name_and_its_version_are_one_to_one():
@@ -178,17 +140,13 @@ def test_an_adapters_name_and_its_version_are_one_to_one():
     assert [adapter_version(name) for name in ("policy-v", "policy-vx", "12", "my-policy-v1")] == [None] * 4
 
 
-def test_an_engine_counts_as_lora_enabled_from_its_first_adapter():
+async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool: EnginePool):
     """Without the probe there is no other way to detect it."""
-
-    def use(pool: EnginePool) -> None:
-        engine = pool.engines[0]
-        assert isinstance(engine, Vllm)
-        assert not engine.may_have_lora
-        engine.adapters[3] = Lane(engine, 3, adapter_name(3))
-        assert engine.may_have_lora
-
-    with_pool(use)
+    engine = pool.engines[0]
+    assert isinstance(engine, Vllm)
+    assert not engine.may_have_lora
+    engine.adapters[3] = Lane(engine, 3, adapter_name(3))
+    assert engine.may_have_lora
 
 
 async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_is_not_applied(monkeypatch):

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, experiences, ledger, policies, queries, tables
+from turnwise.store import claims, ledger, policies, queries, tables
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
@@ -232,23 +232,6 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: 
     assert sorted(claimed) == sorted(names)
     assert {row.status for row in group_rows(database).values()} == {"trained"}
     assert {row.fencing_token for row in group_rows(database).values()} == {1}
-
-
-def test_a_claim_gives_the_trainer_its_experiences(database: Database) -> None:
-    for session_id in ("a", "b", "unrewarded"):
-        add_session(database, session_id, turns=2, group_id="g", group_size=2, task_id="task")
-    with database.write() as connection:
-        ledger.end_session(connection, "default", "unrewarded")
-    finish(database, "a", value=1)
-    finish(database, "b", value=0)
-    claimed = claim(database)
-    with database.read() as connection:
-        found = list(experiences.experiences_of_groups(connection, claimed.group_pks))
-    assert [(one.session_id, one.reward, one.turn_ids) for one in found] == [
-        ("a", 1, ("a-t1", "a-t2")),
-        ("b", 0, ("b-t1", "b-t2")),
-    ]
-    assert {one.group_id for one in found} == {"g"}
 
 
 def test_a_reward_after_training_changes_the_ledger_and_not_the_group(database: Database) -> None:

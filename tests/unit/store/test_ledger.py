@@ -349,15 +349,6 @@ def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> 
         assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b") == [1]
 
 
-def test_a_later_line_revises_the_sessions_reward(database: Database) -> None:
-    add_session(database)
-    finish(database, value=1)
-    assert stored_session(database).reward == 1
-    with database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id="s", value=0.5)])
-    assert stored_session(database).reward == 0.5
-
-
 def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(database: Database) -> None:
     add_session(database, "a", turns=0, group_id="some", group_size=2)
     add_session(database, "b", turns=0, group_id="some", group_size=2)
@@ -483,11 +474,3 @@ def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_ch
     chains = {turn.turn_id: turn.chain_id for turn in stored}
     assert chains == {"t1": "t1", "t2": "t1", "t3": "t3", "t4": "t4", "t5": "t3"}
     assert session.num_chains == 3
-
-
-def test_one_call_expires_at_most_so_many_idle_sessions(database: Database) -> None:
-    with database.write() as connection:
-        for number in range(5):
-            ledger.create_session(connection, Session(session_id=f"s{number}"))
-        expired = [len(ledger.expire_idle_sessions(connection, utc_now() + HOUR, limit=2)) for _ in range(4)]
-    assert expired == [2, 2, 1, 0]

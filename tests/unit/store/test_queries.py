@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -274,17 +273,3 @@ def test_a_conversation_is_found_only_by_its_own_key_and_tenant_in_an_open_sessi
         other_key = history.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
     assert found == {"mine": (b"mine", ["mine"]), "over": (b"", []), "named": (b"", []), "theirs": (b"", [])}
     assert other_key == (b"", [])
-
-
-def test_a_conversation_is_looked_up_in_its_index(sqlite_template: Path) -> None:
-    """SQLite's planner does not need rows to choose; the lookup must not walk all turns."""
-    database = Database(f"sqlite:///{sqlite_template}")
-    statements: list[tuple[str, tuple[object, ...]]] = []
-    with database.read() as connection:
-        sa.event.listen(connection, "before_cursor_execute", lambda *given: statements.append((given[2], given[3])))
-        history.sessions_of_conversation(connection, "default", "key", [b"1", b"2"], limit=9)
-        statement, parameters = next(each for each in statements if each[0].startswith("SELECT"))
-        plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
-    database.close()
-    assert plan[0] == "SEARCH turns USING INDEX ix_turns_inferred (inferred_by=? AND history_digest=?)"
-    assert not any(step.startswith("SCAN") for step in plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,37 +94,6 @@ def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(databa
         assert policies.pinned_version(connection) == 1
         policies.choose_policy(connection, 4, pin=False)  # the newest: follow it
         assert policies.pinned_version(connection) is None
-
-
-def test_the_serving_state_is_read_by_one_statement_as_its_parts_are(database: Database) -> None:
-    def publish(version: int) -> None:
-        policies.publish_policy(connection, PolicyVersion(version=version, path="org/model", metrics={"loss": 0.1}))
-
-    with database.write() as connection:
-        changes: list[Callable[[], object]] = [
-            lambda: None,
-            lambda: publish(0),
-            lambda: policies.activate_policy(connection, 0, reload_seconds=0.1),
-            lambda: publish(1),
-            lambda: policies.try_policy(connection, 1, 0.3),
-            lambda: publish(2),
-            lambda: policies.choose_policy(connection, 0, pin=False),  # until version 3 is published
-            lambda: publish(3),
-            lambda: policies.fail_policy(connection, 3, "it is broken"),
-            lambda: policies.pin_policy(connection, 3),
-            lambda: policies.pin_policy(connection, None),
-            lambda: policies.activate_policy(connection, 2, reload_seconds=0.1, holdout_share=0.1),
-        ]
-        for change in changes:
-            change()
-            version = policies.pinned_version(connection)
-            pinned = None if version is None else policies.get_policy(connection, version)
-            newest = policies.newest_policy(connection)
-            _, holdout = policies.active_and_holdout(connection)
-            parts = policies.ServingState(*policies.active_and_canary(connection), pinned, newest, holdout)
-            assert policies.serving_states(connection).get(0, policies.ServingState()) == parts
-    versions = [None if part is None else part.version for part in (parts.active, parts.canary, parts.holdout)]
-    assert versions == [2, 1, 0]
 
 
 def test_a_version_whose_files_are_gone_cannot_be_chosen(database: Database, tmp_path: Path) -> None:

@@ -113,12 +113,6 @@ def test_the_constructor_keeps_whole_seconds_and_ignores_unknown_keywords():
     assert not hasattr(made, "uid")
 
 
-def test_a_subclass_must_define_run():
-    """A workflow class without `run` cannot be instantiated."""
-    with pytest.raises(TypeError, match="run"):
-        Workflow(RolloutEngine(), None)
-
-
 def test_keywords_are_passed_to_run_and_the_time_limit_is_the_objects():
     """A keyword `timeout` belongs to the agent, as in rLLM: the limit is `self.timeout`."""
     received = {}
@@ -231,17 +225,6 @@ def test_a_cancellation_is_raised():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(go())
-
-
-def test_a_workflow_that_never_reset_cannot_be_post_processed():
-    """`reset` sets the id: without it there is an AttributeError."""
-
-    class Forgetful(Workflow):
-        async def run(self, task, uid, **kwargs):
-            return None
-
-    with pytest.raises(AttributeError, match="uid"):
-        run(Forgetful(RolloutEngine(), None))
 
 
 def test_commit_copies_names_and_resets():
@@ -370,16 +353,6 @@ def test_metrics_are_mean_rewards_by_name():
     )
     workflow().collect_metrics(episode)
     assert episode.metrics == {"solver_acc": 0.5, "judge_acc": 2.0}
-
-
-def test_post_processing_twice_shapes_twice():
-    """Not idempotent, as in rLLM: 1 + 0.5 * 2 = 2, then 2 + 0.5 * 2 = 3."""
-    made = workflow(gamma=0.5)
-    made.reset({}, "t:0")
-    episode = Episode(trajectories=[Trajectory(steps=[step(1.0), step(2.0)])])
-    for _ in range(2):
-        made.postprocess_episode(episode)
-    assert episode.trajectories[0].steps[0].reward == 3.0
 
 
 def test_reset_clears_commits_resets_agents_and_passes_the_task_to_environments():
