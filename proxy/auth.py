@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 
 from turnwise.errors import Forbidden, StoreError, Unauthorized
 from turnwise.store import keys
-from turnwise.store.database import Connection, Database, to_micros
+from turnwise.store.database import Connection, Database
+from turnwise.store.rows import to_micros
 from turnwise.types import DEFAULT_POLICY, Session
 
 log = logging.getLogger(__name__)

@@ -16,13 +16,14 @@ from typing import cast
 from fastapi import Request
 
 from proxy.auth import Authenticator
+from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
 from proxy.engines.activity import ActivityRecorder
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
-from proxy.engines.pool import EnginePool, ModelNames
+from proxy.engines.pool import EnginePool
 from proxy.engines.served_template import find_template, load_unchecked_template
 from proxy.events import Events
 from proxy.fault import FaultPoints
@@ -187,7 +188,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         exports=exports,
         writer=writer,
         pool=pool,
-        model_names=ModelNames(settings.model_names),
+        model_names=ModelNames(settings.model_names, pool, database),
         sessions=sessions,
         relay=relay,
         reloader=reloader,

@@ -46,8 +46,9 @@ from turnwise.store import (
     regression,
     weight_servers,
 )
-from turnwise.store.database import Connection, Database, clock, from_micros
+from turnwise.store.database import Connection, Database, clock
 from turnwise.store.regression import SessionLabels
+from turnwise.store.rows import from_micros
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
 from turnwise.types import DEFAULT_POLICY, GroupKey, Policy, PolicyVersion, SessionKey, UpdateRecord

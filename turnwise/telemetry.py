@@ -19,7 +19,6 @@ import re
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -83,14 +82,6 @@ def make_context(request_id: str, traceparent: str) -> RequestContext:
 def random_hex(num_digits: int) -> str:
     """Return random hex digits for an id, which is no secret; this takes no system call."""
     return f"{random.getrandbits(4 * num_digits):0{num_digits}x}"
-
-
-def ordered_hex() -> str:
-    """Return 32 hex digits for an id: the milliseconds since 1970, and 80 random bits.
-
-    A database writes the index of such ids at its end only. Random ids change another page of the index for each row.
-    """
-    return f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(80):020x}"
 
 
 def configure_logging(level: str, log_format: LogFormat) -> LogHandler | None:

@@ -2,6 +2,7 @@
 
 transformers takes 1.5 s of CPU to import. So what it loaded is kept in a directory that is named by the digest of the
 model's files: later processes read it with `tokenizers` and `jinja2` alone, which transformers uses for the same work.
+Messages are shaped as vLLM passes them to the template, so that a rendered conversation is the engine's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -35,6 +36,10 @@ MAX_FILE_BYTES = 2**27
 """Larger files are weights."""
 RECORD, BACKEND = "record.json", "tokenizer.json"
 """In a kept directory: what is not in the backend, and the backend."""
+
+
+ContentFormat = Literal["string", "openai"]
+"""How a template reads a message's content: as one text, or as a list of parts."""
 
 
 class KeptTokenizer:
@@ -224,3 +229,76 @@ def _to_json(
 
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def shape_conversation(messages: Sequence[Json], content_format: ContentFormat, *, has_developer: bool) -> list[Json]:
+    """Return a conversation as vLLM passes it to the template.
+
+    Args:
+        messages: The messages of a chat request.
+        content_format: How the template reads contents.
+        has_developer: Whether the template knows the role `developer`; otherwise such messages become system messages.
+
+    Raises:
+        ValueError: a content is neither text nor a list of parts.
+    """
+    conversation = [_shape_message(message, content_format) for message in messages]
+    return conversation if has_developer else _merge_system(conversation)
+
+
+def _shape_message(message: Json, content_format: ContentFormat) -> Json:
+    """Return the message without the fields that vLLM drops."""
+    content = message.get("content")
+    if not isinstance(content, str | list | None):
+        raise ValueError(f"content {content!r:.80} is neither text nor a list of parts")  # noqa: TRY004  as documented
+    parts = [content] if isinstance(content, str) else [_part_text(part) for part in content or []]
+    shaped: Json = {"role": message.get("role")}
+    if content_format == "openai" and shaped["role"] != "tool":
+        shaped["content"] = [{"type": "text", "text": text} for text in parts]
+    else:
+        shaped["content"] = "\n".join(parts)
+    for field in ("name", "tool_call_id"):
+        if isinstance(message.get(field), str):
+            shaped[field] = message[field]
+    if message.get("role") == "assistant":
+        _add_assistant_fields(shaped, message)
+    return shaped
+
+
+def _add_assistant_fields(shaped: Json, message: Json) -> None:
+    if calls := message.get("tool_calls"):
+        shaped["tool_calls"] = [_call_with_parsed_arguments(call) for call in calls]
+    thinking = message.get("reasoning", message.get("reasoning_content"))
+    if thinking is not None:
+        shaped["reasoning"] = shaped["reasoning_content"] = thinking
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, dict):
+        return str(part.get("text") or part.get("refusal") or "")
+    return str(part)
+
+
+def _call_with_parsed_arguments(call: Json) -> Json:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            arguments = {}
+    function["arguments"] = arguments if isinstance(arguments, dict) else {}
+    return {**call, "function": function}
+
+
+def _merge_system(conversation: list[Json]) -> list[Json]:
+    """Turn developer messages into one system message at the front, as vLLM does for templates that know none."""
+    if not any(message["role"] == "developer" for message in conversation):
+        return conversation
+    system = [m for m in conversation if m["role"] in ("developer", "system")]
+    texts = [
+        m["content"] if isinstance(m["content"], str) else "\n".join(part["text"] for part in m["content"])
+        for m in system
+    ]
+    first = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    return [first, *(m for m in conversation if m["role"] not in ("developer", "system"))]

@@ -193,7 +193,7 @@ class Relay:
                 num_bytes += len(data)
                 if num_bytes > self._max_reply_bytes:
                     raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
-                held += take_events(sse.data_of(buffer.feed(data)), running, lane)
+                held += take_events(buffer.feed(data), running, lane)
                 if held and not running.is_finished:
                     running.has_sent, encoded, held = True, held, b""
                     await send(encoded)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import random
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -98,9 +100,14 @@ class Replays:
             for attempt in self._attempts
         )
 
-    def begin(self, identity: RequestIdentity, call_id: str, left: asyncio.Future[None]) -> Attempt:
-        """Add a call that starts to sample."""
+    def begin(self, identity: RequestIdentity, left: asyncio.Future[None]) -> Attempt:
+        """Add a call that starts to sample, under a new id.
+
+        The id is the milliseconds since 1970, and 80 random bits: a database writes the index of such ids at its end
+        only. Random ids change another page of the index for each row.
+        """
         key = identity.lookup_key
+        call_id = f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(80):020x}"
         attempt = Attempt(identity, key, call_id, left)
         if identity.idempotency_key is not None:
             for earlier in self._by_key.get(key, [])[:]:

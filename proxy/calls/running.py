@@ -7,9 +7,12 @@ later one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
+import functools
 import time
+from collections.abc import Iterator
 
 import msgspec
 import orjson
@@ -24,7 +27,7 @@ from proxy.dialects.captured import Captured
 from proxy.engines.answers import AnswerTooLong
 from proxy.engines.engine import Lane
 from turnwise.errors import EngineReplyTooLong, EngineUnavailable
-from turnwise.types import Session, utc_now
+from turnwise.types import Session
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,7 +44,9 @@ class Running:
     lane: Lane | None = None
     """The engine and weights that serve the call; None until the call is admitted."""
     captured: Captured = dataclasses.field(default_factory=Captured)
-    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+    created_at: datetime.datetime = dataclasses.field(
+        default_factory=functools.partial(datetime.datetime.now, datetime.UTC)
+    )
     started: float = dataclasses.field(default_factory=time.perf_counter)
     num_prompt_tokens: int = 0
     """Prompt tokens that the engine has echoed; counted when the turns are built, because a long prompt takes time."""
@@ -89,33 +94,32 @@ class ClientLeft(Exception):
     """The client closed its connection before it had the whole reply."""
 
 
-class cancelled_when_client_leaves:  # noqa: N801  used like a function
+@contextlib.contextmanager
+def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
     """Cancel the block when the client closes its connection.
 
     Raises:
         ClientLeft: in place of the cancellation.
     """
+    task = asyncio.current_task()
+    assert task is not None, "the block runs in a task"
 
-    __slots__ = ("_is_inside", "_left", "_task")
+    def cancel(_: asyncio.Future[None]) -> None:
+        if is_inside:
+            task.cancel()
 
-    def __init__(self, left: asyncio.Future[None]) -> None:
-        self._left = left
-
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._is_inside = True
-        self._left.add_done_callback(self._cancel)
-
-    def _cancel(self, _: asyncio.Future[None]) -> None:
-        if self._is_inside and self._task is not None:
-            self._task.cancel()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._is_inside = False
-        self._left.remove_done_callback(self._cancel)
-        if kind is asyncio.CancelledError and self._task is not None and self._left.done():
-            self._task.uncancel()
-            raise ClientLeft from None
+    is_inside = True
+    left.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not left.done():
+            raise
+        task.uncancel()
+        raise ClientLeft from None
+    finally:
+        is_inside = False
+        left.remove_done_callback(cancel)
 
 
 def stored_reason(error: EngineUnavailable, otherwise: str) -> str:

@@ -51,11 +51,6 @@ class Prefix:
     history: History
     outlines: Outlines = dataclasses.field(default_factory=Outlines)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Memory, roughly."""
-        return PREFIX_BYTES + len(self.history.full) * MESSAGE_BYTES + self.outlines.num_bytes
-
 
 def prefix_of(text: bytes, history: History) -> Prefix:
     """Return the prefix that a JSON array of messages is for later ones."""
@@ -96,7 +91,7 @@ class Prefixes:
         if replaced is not None:
             self._drop(replaced)
         self._drop(prefix)
-        num_bytes = prefix.memory_bytes
+        num_bytes = PREFIX_BYTES + len(prefix.history.full) * MESSAGE_BYTES + prefix.outlines.num_bytes
         if num_bytes > self._max_bytes:
             return
         self._by_owner.setdefault(owner, {})[prefix] = None
@@ -133,17 +128,14 @@ class Conversation:
     """The messages of one call."""
 
     messages: Sequence[Json]
+    history: History
+    """Digests of every prefix of the messages."""
     prefix: Prefix
     """All messages, for a later call that begins with them."""
     owner: Owner | None = None
     """Whose later calls may begin with them; None if they are not kept."""
     earlier: Prefix | None = None
     """The messages of an earlier call that they begin with."""
-
-    @property
-    def history(self) -> History:
-        """Digests of every prefix of the messages."""
-        return self.prefix.history
 
     @property
     def num_replied(self) -> int:
@@ -167,17 +159,17 @@ class Conversation:
         return [digests[end] for end in reversed(self.history.replies)]
 
 
+@dataclasses.dataclass(slots=True)
 class _Pauses:
     """Lets the event loop run between the steps of a long calculation."""
 
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
+    since: float = dataclasses.field(default_factory=time.perf_counter)
 
     async def pause(self) -> None:
         """Let other calls run, if this one has run for long."""
-        if time.perf_counter() - self._since > HELD_SECONDS:
+        if time.perf_counter() - self.since > HELD_SECONDS:
             await asyncio.sleep(0)
-            self._since = time.perf_counter()
+            self.since = time.perf_counter()
 
 
 async def read_conversation(
@@ -206,7 +198,7 @@ async def read_conversation(
     prefix = prefix_of(call.messages_json, history)
     if earlier is not None:
         prefix.outlines = earlier.outlines
-    return Conversation(call.messages, prefix, owner, earlier)
+    return Conversation(call.messages, history, prefix, owner, earlier)
 
 
 async def _encode(messages: Sequence[Json], pauses: _Pauses) -> bytes:

@@ -123,6 +123,18 @@ class KnownTurn:
         return num_bytes + (sum(map(sys.getsizeof, (self.arguments, *self.arguments))) if self.arguments else 0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """How a stored turn ended, as far as what follows it depends on that."""
+
+    last_token: int | None
+    """The last sampled token."""
+    ended: bool
+    """Whether the last token is an end-of-turn token, rather than a cut by length or a stop string."""
+    reasoning: str
+    """The thinking that was sampled; empty without any."""
+
+
 class TurnIndex:
     """Turns by a digest, in the order in which they were added."""
 
@@ -228,16 +240,13 @@ class Forest:
         """
         for end in range(conversation.num_replied - 1, -1, -1):
             turns = self.by_history.find(conversation.history.full[end])
+            if len(turns) == 1:
+                return turns[0]
             if turns:
-                return self._choose(turns, conversation)
+                call_ids = conversation.call_ids()
+                same_run = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
+                return ([turn for turn in same_run if not turn.is_aborted] or same_run)[-1]
         return None
-
-    def _choose(self, turns: Sequence[KnownTurn], conversation: Conversation) -> KnownTurn:
-        if len(turns) == 1:
-            return turns[0]
-        call_ids = conversation.call_ids()
-        same_run = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
-        return ([turn for turn in same_run if not turn.is_aborted] or same_run)[-1]
 
     def find_reply(self, messages: Sequence[Json]) -> KnownTurn | None:
         """Return the newest agent's turn whose reply the messages repeat, by the ids of its tool calls or its text."""

@@ -10,6 +10,7 @@ start that its template treats both alike, and replaces no conversation with a l
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ class Outline(NamedTuple):
     """The number of its `Kind`, which the `Outliner` assigns: numbers are compared faster."""
 
 
+@dataclasses.dataclass(slots=True)
 class Outlines:
     """The outlines of the first messages of a conversation: the kinds of all, and the messages that are still needed.
 
@@ -79,26 +81,17 @@ class Outlines:
     others are forgotten, and made again from the conversation in the rare case that a rendering needs one.
     """
 
-    __slots__ = ("_num_at_last_forgetting", "kinds", "messages", "num_bytes")
-
-    def __init__(self) -> None:
-        self.kinds: list[int] = []
-        self.messages: dict[int, bytes] = {}
-        """Outlined messages as JSON, by position."""
-        self.num_bytes = 0
-        """Memory of `messages`."""
-        self._num_at_last_forgetting = 0
-
-    def __len__(self) -> int:
-        """Return the number of messages that were outlined."""
-        return len(self.kinds)
+    kinds: list[int] = dataclasses.field(default_factory=list)
+    """Of all messages that were outlined."""
+    messages: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    """Outlined messages as JSON, by position."""
+    num_bytes: int = 0
+    """Memory of `messages`."""
+    num_at_last_forgetting: int = 0
 
     def copy(self) -> Outlines:
         """Return a copy; completing it does not change this one."""
-        copied = Outlines()
-        copied.kinds, copied.messages, copied.num_bytes = self.kinds[:], self.messages.copy(), self.num_bytes
-        copied._num_at_last_forgetting = self._num_at_last_forgetting
-        return copied
+        return dataclasses.replace(self, kinds=self.kinds[:], messages=self.messages.copy())
 
     def extend(self, outlines: Sequence[Outline]) -> None:
         """Add the outlines of the next messages."""
@@ -110,9 +103,9 @@ class Outlines:
 
     def forget(self, needed: Iterable[int], others: Collection[int], replied: int) -> None:
         """Forget outlines now and then, except those at or near the needed positions, at others, and after a reply."""
-        if len(self.kinds) - self._num_at_last_forgetting < FORGET_AFTER:
+        if len(self.kinds) - self.num_at_last_forgetting < FORGET_AFTER:
             return
-        self._num_at_last_forgetting = len(self.kinds)
+        self.num_at_last_forgetting = len(self.kinds)
         kept = {*others, *(at for position in needed for at in range(position - NEAR, position + 1))}
         forgotten = [position for position in self.messages if position < replied and position not in kept]
         freed = [self.messages.pop(position) for position in forgotten]
@@ -170,8 +163,7 @@ class Outliner:
             thinking: what is put into replies that were sent without it, by position.
         """
         known = Outlines() if known is None else known
-        if len(known) < len(messages):
-            known.extend([self._outlined(message) for message in messages[len(known) :]])
+        known.extend([self._outlined(message) for message in messages[len(known.kinds) :]])
         kinds, with_thinking = known.kinds[:replied], {}
         for position, text in thinking.items():
             if position < replied:

@@ -18,8 +18,7 @@ import numpy as np
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import History, has_media
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
-from proxy.continuation.forest import Forest, KnownTurn
-from proxy.continuation.reply import Reply
+from proxy.continuation.forest import Forest, KnownTurn, Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import Call, template_arguments
 from turnwise.types import Json, TokenIds
@@ -122,7 +121,7 @@ async def _extended_prompt(
         )
         return between, encode_ids(between, parent_tokens) if len(between) else parent_tokens
 
-    num_outlined = min(len(outlines), replied)
+    num_outlined = min(len(outlines.kinds), replied)
     if num_outlined and not template.renders_in_short(messages, replied):
         num_outlined = 0
     is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)

@@ -8,7 +8,9 @@ and the call starts a new chain.
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import os.path
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -19,16 +21,19 @@ import numpy as np
 import orjson
 
 from proxy.continuation.digests import CALL_IDS, NAME
+from proxy.continuation.forest import Reply
 from proxy.continuation.outline import NO_THINKING, Outliner, Outlines, answers_earlier_call, marks_of, restored
-from proxy.continuation.reply import MARKER, Reply, with_marker, without_thinking
 from proxy.continuation.template_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES, LongProbe, long_probes
-from turnwise.template_messages import ContentFormat, shape_conversation
+from turnwise.tokenizer import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
 
 MAX_CLOSINGS = 1024
 """Kinds of conversations whose closing text is known."""
 GIVEN_BYTES = 16
 """Length of the digest of tools and template arguments in the key of a closing text."""
+
+MARKER = "TurnwiseMarkQ7Z"
+"""Replaces a reply's content; letters and a digit, so that JSON or HTML escaping does not change it."""
 
 Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
 
@@ -253,12 +258,12 @@ class ChatTemplate:
         given = orjson.dumps([tools, arguments], option=orjson.OPT_SORT_KEYS)
         key = (kinds, replied, end_token, keep_thinking, blake2b(given, digest_size=GIVEN_BYTES).digest())
         if keep_thinking:
-            messages = [without_thinking(message) for message in messages]
+            messages = [_without_thinking(message) for message in messages]
         known = self._closings.get(key)
         if known is not None:
             has_calls = bool(messages[replied].get("tool_calls"))
             try:
-                rest = self._after_marker(with_marker(messages, replied), tools, arguments, generate=True)
+                rest = self._after_marker(_with_marker(messages, replied), tools, arguments, generate=True)
                 return self._tokenise(reply, *self._split_at_end(rest, known, reply, has_calls=has_calls))
             except Unsafe:
                 pass  # the check of the whole decides
@@ -296,9 +301,9 @@ class ChatTemplate:
     ) -> Checked:
         """Do what `whole_continuation` does."""
         if keep_thinking:
-            messages = [without_thinking(message) for message in messages]
+            messages = [_without_thinking(message) for message in messages]
         whole = self.render(messages, tools, arguments, generate=True)
-        marked = with_marker(messages, replied)
+        marked = _with_marker(messages, replied)
         closing = self._after_marker(marked[: replied + 1], tools, arguments, generate=False)
         rest = self._after_marker(marked, tools, arguments, generate=True)
         end, after = self._split_at_end(rest, closing, reply, has_calls=bool(messages[replied].get("tool_calls")))
@@ -368,12 +373,30 @@ class ChatTemplate:
         thinking_shown = keep_thinking or reply.reasoning.strip() in whole[len(before) : reply_end]
         if whole.startswith(before) and len(before) <= reply_end and thinking_shown:
             return
-        plain = [without_thinking(message) for message in messages]
+        plain = [_without_thinking(message) for message in messages]
         history = self.render(plain[:replied], tools, arguments, generate=False)
         if not self.render(plain, tools, arguments, generate=True).startswith(history):
             raise Unsafe("template_unsafe")
         if not keep_thinking:
             raise Unsafe("thinking_stripped")
+
+
+def _with_marker(messages: Sequence[Json], replied: int) -> list[Json]:
+    """Return the messages with the marker as the last part that a template prints of the reply at index `replied`."""
+    reply = messages[replied]
+    if reply.get("tool_calls"):
+        marked = copy.deepcopy(reply)
+        marked["tool_calls"][-1]["function"]["arguments"] = json.dumps({MARKER: MARKER})
+    else:
+        marked = {**_without_thinking(reply), "content": MARKER}
+    return [*messages[:replied], marked, *messages[replied + 1 :]]
+
+
+def _without_thinking(message: Json) -> Json:
+    """Return the message without thinking."""
+    if "reasoning" not in message and "reasoning_content" not in message:
+        return message
+    return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
 
 
 def _last_common(closing: str, rest: str, end: str) -> int | None:

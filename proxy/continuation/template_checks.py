@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from proxy.continuation.template import ChatTemplate
-from turnwise import template_messages
 from turnwise import tokenizer as tokenizers
 from turnwise.files import write_whole
-from turnwise.template_messages import ContentFormat
-from turnwise.tokenizer import KeptTokenizer, load_tokenizer
+from turnwise.tokenizer import ContentFormat, KeptTokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ def _code_digest() -> str:
     """Return the digest of the code that the checks run."""
     digest = blake2b(digest_size=8)
     here = sorted(Path(__file__).parent.glob("*.py"))
-    for file in [*here, Path(template_messages.__file__), Path(tokenizers.__file__)]:
+    for file in [*here, Path(tokenizers.__file__)]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from proxy.continuation.digests import CALL_IDS, NAME
-from proxy.continuation.reply import Reply
+from proxy.continuation.forest import Reply
 from turnwise.types import Json
 
 PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"

@@ -20,36 +20,31 @@ class EventBuffer:
         self._parts: list[bytes] = []
         """The bytes of an incomplete event."""
 
-    def feed(self, data: bytes) -> bytes:
-        """Add bytes; return the events that are now complete, with line feeds as line ends; see `data_of`.
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes; return the data of the events that are now complete, without their other fields.
 
         Bytes that end no event are only kept: the event of a long prompt arrives in many parts.
         """
-        if not self._parts and data.endswith(SEPARATOR) and b"\r" not in data:
-            return data
-        self._parts.append(data)
-        if not (SEPARATOR in data or b"\r" in data or data[:1] == b"\n"):
-            return b""
-        received = b"".join(self._parts)
-        if b"\r" in received:
-            received = received.replace(b"\r\n", b"\n")
-        end = received.rfind(SEPARATOR) + len(SEPARATOR)
-        if end < len(SEPARATOR):
-            end = 0
-        rest = received[end:]
-        self._parts = [rest] if rest else []
-        return received[:end]
+        if self._parts or not data.endswith(SEPARATOR) or b"\r" in data:
+            self._parts.append(data)
+            if not (SEPARATOR in data or b"\r" in data or data[:1] == b"\n"):
+                return []
+            received = b"".join(self._parts)
+            if b"\r" in received:
+                received = received.replace(b"\r\n", b"\n")
+            end = received.rfind(SEPARATOR) + len(SEPARATOR)
+            if end < len(SEPARATOR):
+                end = 0
+            rest = received[end:]
+            self._parts = [rest] if rest else []
+            data = received[:end]
+        start = len(PREFIX)
+        return [event[start:] for event in data.split(SEPARATOR) if event.startswith(PREFIX)]
 
     @property
     def pending(self) -> bytes:
         """The bytes of an incomplete event."""
         return b"".join(self._parts)
-
-
-def data_of(events: bytes) -> list[bytes]:
-    """Return the data of each of some complete events; other fields than `data` are dropped."""
-    start = len(PREFIX)
-    return [event[start:] for event in events.split(SEPARATOR) if event.startswith(PREFIX)]
 
 
 def event(data: bytes) -> bytes:

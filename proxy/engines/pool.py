@@ -11,19 +11,17 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Literal
 
-from proxy.engines.engine import Engine, Lane, adapter_version
+from proxy.engines.engine import Engine, Lane
 from proxy.engines.http_client import Access
 from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
-from turnwise.errors import Conflict, EngineUnavailable, NotFound, Overloaded
+from turnwise.errors import Conflict, EngineUnavailable, Overloaded
 from turnwise.store.tables import NO_TENANT
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyVersion, Session
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyVersion, Session
 
 DRAIN_POLL_SECONDS = 0.02
 """How often it is checked whether the calls of a draining engine have ended."""
@@ -231,7 +229,7 @@ class EnginePool:
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
         """
-        self._check_limit(self._in_flight)
+        self.check_limit(self._in_flight)
         self._in_flight += 1
         try:
             if self.read_served is not None and self._may_be_outdated(session):
@@ -266,15 +264,12 @@ class EnginePool:
         await self._load(lane.engine, lane.version)
         lane.engine.adapters[lane.version] = lane
 
-    def check_place(self) -> None:
-        """Check the limit for a call whose body is not decoded yet; earlier calls of this kind count as running.
+    def check_limit(self, num_calls: int) -> None:
+        """Check that one more than so many calls may run; a call whose body is not decoded yet counts `num_served`.
 
         Raises:
             Overloaded: all places are taken.
         """
-        self._check_limit(self.num_served)
-
-    def _check_limit(self, num_calls: int) -> None:
         if num_calls >= self._max_concurrent_calls:
             raise Overloaded(f"{num_calls} calls are in flight, which is the limit; retry after a second")
 
@@ -340,46 +335,3 @@ class EnginePool:
 
 def _num_calls(engine: Engine) -> int:
     return engine.num_calls
-
-
-Rule = Literal["policy", "refuse"]
-MAX_NAME_LENGTH = 256
-
-
-class ModelNames:
-    """The names that are served, by the setting `model_names`."""
-
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
-        self._rules = dict(rules)
-
-    def check(self, name: str, engines: Iterable[Engine]) -> None:
-        """Check that a requested name stands for the served policy; an empty name always does.
-
-        Raises:
-            NotFound: it does not.
-        """
-        served = {engine.model for engine in engines}
-        if not name or name in served or self._is_policy(name):
-            return
-        if adapter_version(name) is not None:
-            hint = "the proxy itself chooses the policy version of a call"
-        else:
-            hint = "the setting `model_names` says which other names are accepted"
-        raise NotFound(
-            f"model {name!r:.80} is not served; ask for {', '.join(map(repr, sorted(served)))}; {hint}",
-            param="model",
-            code="model_not_found",
-        )
-
-    def _is_policy(self, name: str) -> bool:
-        """Return whether the first rule that matches a name accepts it."""
-        if adapter_version(name) is not None or len(name) > MAX_NAME_LENGTH:
-            return False
-        return next((rule == "policy" for pattern, rule in self._rules.items() if fnmatchcase(name, pattern)), False)
-
-    def listed(self, models: list[Json]) -> list[Json]:
-        """Return the models to list: the engine's own, and every name that a rule accepts literally."""
-        own = [model for model in models if adapter_version(str(model["id"])) is None][:1]
-        known = {model["id"] for model in own}
-        names = [pattern for pattern in self._rules if pattern not in known and not set(pattern) & set("*?[")]
-        return own + [{**model, "id": name} for model in own for name in names if self._is_policy(name)]

@@ -68,11 +68,8 @@ class Budgets:
         self._unwritten: dict[tuple[str, str, int], int] = {}
         self._in_write: dict[tuple[str, str, int], int] = {}
         self._writing: asyncio.Task[None] | None = None
-        self._are_set = self._key_budget is not None or self._tenant_budget is not None
-
-    def apply_to(self, principal: Principal) -> bool:
-        """Return whether a budget counts the caller's calls."""
-        return self._are_set or principal.has_budget
+        self.are_set = self._key_budget is not None or self._tenant_budget is not None
+        """Whether every caller's calls are counted; otherwise those of keys with a budget of their own."""
 
     async def check(self, principal: Principal) -> None:
         """Check that the caller's key and tenant have tokens left.
@@ -99,7 +96,7 @@ class Budgets:
 
     def charge(self, principal: Principal, num_tokens: int) -> None:
         """Add a call's tokens to its accounts; the store gets them with its next transaction."""
-        if not num_tokens or not self.apply_to(principal):
+        if not num_tokens:
             return
         for key_id in (principal.root_key_id, None):
             self._account(principal.tenant, key_id).num_tokens += num_tokens

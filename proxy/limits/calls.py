@@ -110,28 +110,28 @@ class Limits:
         self._timer: asyncio.TimerHandle | None = None
         self.are_set = self._key_rule.is_set or self._tenant_rule.is_set or self._queue_seconds > 0
         """Whether calls are counted at all."""
-        self.unlimited = Admission(self, [])
-        """The place of every call while they are not."""
 
-    async def admit(self, principal: Principal) -> Admission:
-        """Take a place in all scopes of the caller, after waiting in the queue if there is none.
+    async def admit(self, principal: Principal) -> list[Scope]:
+        """Take a place in all scopes of the caller, after waiting in the queue if there is none; return them.
+
+        The caller gives them to `leave` once.
 
         Raises:
             Overloaded: no place within `queue_seconds`.
         """
         if not self.are_set:
-            return self.unlimited
+            return []
         scopes = self._scopes_of(principal)
         if not self._queues and not self._blocked_seconds(scopes):
             _enter(scopes)
-            return Admission(self, scopes)
+            return scopes
         if self._queue_seconds <= 0:
             raise self._overloaded(scopes)
         await self._wait(principal.root_key_id, scopes)
-        return Admission(self, scopes)
+        return scopes
 
     def leave(self, scopes: list[Scope], num_tokens: int) -> None:
-        """Return the place of a call."""
+        """Return the place of a call, and count its prompt and sampled tokens."""
         for scope in scopes:
             scope.leave(num_tokens)
         self._dispatch()
@@ -226,18 +226,3 @@ def _is_idle(scope: Scope, now: float) -> bool:
 def _enter(scopes: list[Scope]) -> None:
     for scope in scopes:
         scope.enter()
-
-
-@dataclasses.dataclass(slots=True)
-class Admission:
-    """The place of one call."""
-
-    limits: Limits
-    scopes: list[Scope]
-    num_tokens: int = 0
-    """Prompt and sampled tokens, to be set before the place is returned."""
-
-    def release(self) -> None:
-        """Return the place."""
-        if self.scopes:
-            self.limits.leave(self.scopes, self.num_tokens)

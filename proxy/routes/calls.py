@@ -23,19 +23,15 @@ from proxy.calls.running import ClientLeft, Running, cancelled_when_client_leave
 from proxy.continuation.which_session import name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
-from proxy.engines.pool import OWN_MODEL
 from proxy.http.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS, Reserved
-from proxy.limits.calls import Admission
+from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import ReplySender
-from turnwise.errors import Conflict, InvalidRequest, NotFound, StoreError, TurnwiseError
-from turnwise.store import policies, queries
-from turnwise.store.database import Database
+from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
+from turnwise.store import queries
 from turnwise.store.lineage import TurnView
-from turnwise.store.tables import NO_TENANT
-from turnwise.telemetry import ordered_hex
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyStatus, PolicyVersion
+from turnwise.types import Json
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -53,7 +49,6 @@ POLICY_VERSION = "x-policy-version"
 """Reply header of a whole reply: the policy version that sampled its first token."""
 DROPPED_TOOLS = "x-turnwise-dropped-tools"
 """Reply header that names the tools which were removed from the request."""
-_VERSION = re.compile(r"[0-9]{1,9}")
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -65,8 +60,8 @@ class Place:
     principal: Principal
     left: asyncio.Future[None]
     """Done when the client has closed its connection."""
-    admission: Admission | None = None
-    """None until the place is taken."""
+    limited: list[LimitedScope] | None = None
+    """What counts the call under a limit; None until the place is taken."""
     body: Reserved | None = None
     """The memory of the request's body; None for a short one."""
     num_tokens: int = 0
@@ -81,15 +76,15 @@ class Place:
             ClientLeft: the client closed its connection while the call waited.
         """
         services, principal = self.services, self.principal
-        if services.budgets.apply_to(principal):
+        if services.budgets.are_set or principal.has_budget:
             await services.budgets.check(principal)
         if not services.settings.queue_seconds:
-            services.pool.check_place()
+            services.pool.check_limit(services.pool.num_served)
         if services.limits.are_set:
             with cancelled_when_client_leaves(self.left):
-                self.admission = await services.limits.admit(principal)
+                self.limited = await services.limits.admit(principal)
         else:
-            self.admission = services.limits.unlimited
+            self.limited = []
         services.pool.num_served += 1
 
     async def reserve_body(self, headers: dict[bytes, bytes]) -> None:
@@ -106,11 +101,12 @@ class Place:
         """Return all of it, and count the call's tokens."""
         if self.body is not None:
             self.body.release()
-        if self.admission is not None:
+        if self.limited is not None:
             self.services.pool.num_served -= 1
-            self.admission.num_tokens = self.num_tokens
-            self.admission.release()
-            self.services.budgets.charge(self.principal, self.num_tokens)
+            if self.limited:
+                self.services.limits.leave(self.limited, self.num_tokens)
+            if self.services.budgets.are_set or self.principal.has_budget:
+                self.services.budgets.charge(self.principal, self.num_tokens)
 
 
 class SampleEndpoint:
@@ -155,7 +151,7 @@ class SampleEndpoint:
                 await place.reserve_body(headers)
             call, digest = await self._read(scope, receive, headers, query, principal)
             reply.call = call
-            await name_policy(call, principal, services)
+            await services.model_names.name_policy(call, principal)
             if call.dropped_fields or call.dropped_tools:
                 self._report_dropped(call, reply)
             if call.previous_turn_id is not None or call.conversation_id is not None:
@@ -188,7 +184,7 @@ class SampleEndpoint:
                 reply.headers[SESSION] = named
             await reply.again(earlier, stream=call.stream)
             return
-        attempt = services.replays.begin(identity, ordered_hex(), place.left)
+        attempt = services.replays.begin(identity, place.left)
         answer = None
         try:
             answer = await self._sample(call, place, identity, attempt.call_id, reply)
@@ -199,7 +195,7 @@ class SampleEndpoint:
         self, call: Call, place: Place, identity: RequestIdentity, call_id: str, reply: ReplySender
     ) -> bytes:
         services = self._services
-        if place.admission is None:
+        if place.limited is None:
             await place.take()
         if place.body is not None:
             place.body.release()
@@ -309,42 +305,6 @@ class SampleEndpoint:
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
         call.drop_fields(self._services.pool.kind.own_fields)
         return call
-
-
-async def name_policy(call: Call, principal: Principal, services: Services) -> None:
-    """Set the policy, and its version, that a call names as its model; check a name that is of no policy.
-
-    `NAME` is a policy of the caller's tenant or `default`, and `NAME@VERSION` is one of its versions. Another tenant's
-    policy is a name like any other.
-
-    Raises:
-        NotFound: the policy has no such version, or the name is not served.
-        Conflict: the version failed.
-    """
-    pool, tenant = services.pool, principal.tenant
-    call.policy_id = principal.policy_id
-    name, _, number = call.model.rpartition("@")
-    named = name if _VERSION.fullmatch(number) else call.model
-    policy = pool.policies.get((NO_TENANT if named == DEFAULT_POLICY_NAME else tenant, named))
-    if policy is None:
-        services.model_names.check(call.model, pool.engines)
-        return
-    call.policy_id, call.names_policy, is_version = policy.policy_id, True, named != call.model
-    if is_version and (policy.policy_id, int(number)) == (DEFAULT_POLICY, 0):
-        call.policy_version = OWN_MODEL
-    elif is_version:
-        call.policy_version = await asyncio.to_thread(_read_version, services.database, policy, int(number))
-
-
-def _read_version(database: Database, policy: Policy, version: int) -> PolicyVersion:
-    found = None
-    with database.read() as connection, contextlib.suppress(NotFound):
-        found = policies.get_policy(connection, version)
-    if found is None or found.policy_id != policy.policy_id:
-        raise NotFound(f"policy {policy.name!r} has no version {version}", param="model", code="model_not_found")
-    if found.status is PolicyStatus.FAILED:
-        raise Conflict(f"version {version} failed: {found.error}", param="model", code="version_not_loaded")
-    return found
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:

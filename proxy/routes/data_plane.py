@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.convertors import StringConvertor, register_url_convertor
@@ -16,7 +16,7 @@ from proxy.dialects.base import Action, Call, Dialect, WireRoute, template_argum
 from proxy.dialects.chat import readable_messages
 from proxy.http.asgi import App, Receive, Scope, Send, parse_object, read_body
 from proxy.routes import upstream
-from proxy.routes.calls import SampleEndpoint, identify, name_policy, query_of
+from proxy.routes.calls import SampleEndpoint, identify, query_of
 from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import TurnwiseError
 from turnwise.types import Json
@@ -76,7 +76,7 @@ class QueryEndpoint:
         headers = dict(scope["headers"])
         with await services.bodies.reserve(principal, headers):
             call = await self._read_counted(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
-        await name_policy(call, principal, services)
+        await services.model_names.name_policy(call, principal)
         identify(call, scope, headers, settings.ignored_ids)
         continued = await services.sessions.continued_length(call, principal)
         if continued is not None:
@@ -104,7 +104,7 @@ class QueryEndpoint:
     async def _get_model(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
         name = scope["path_params"]["model"]
         if self._services.pool.find_policy(principal.tenant, name) is None:
-            self._services.model_names.check(name, self._services.pool.engines)
+            self._services.model_names.check(name)
         models = await self._models(principal)
         listed = next((model for model in models if model["id"] == name), models[0])
         return dialect.encode_model({**listed, "id": name})
@@ -143,13 +143,19 @@ class Endpoints:
         for prefix in ("", registry.SESSION_PREFIX):
             self.routes.append(Route(prefix + route.path, endpoint, methods=[route.method]))
 
-    def find(self, method: str, path: str) -> tuple[App, dict[str, Any]] | None:
-        """Return the endpoint of a path without session prefix, and its path parameters."""
+    def find(self, scope: Scope) -> App | None:
+        """Return the endpoint of a request, and set the request's path parameters; None for another route."""
+        path, method, params = scope["path"], scope["method"], {}
+        if path.startswith("/sessions/"):
+            session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
+            path, params = slash + rest, {"session_id": session_id}
         if endpoint := self._exact.get((method, path)):
-            return endpoint, {}
+            scope["path_params"] = params
+            return endpoint
         for served_method, pattern, endpoint in self._patterns:
             if method == served_method and (match := pattern.match(path)):
-                return endpoint, match.groupdict()
+                scope["path_params"] = {**match.groupdict(), **params}
+                return endpoint
         return None
 
 
@@ -164,18 +170,5 @@ class DataPlane:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve a request here, or pass it to the app."""
-        endpoint = self._find(scope) if scope["type"] == "http" else None
+        endpoint = self._app.state.endpoints.find(scope) if scope["type"] == "http" else None
         return (endpoint or self._app)(scope, receive, send)
-
-    def _find(self, scope: Scope) -> App | None:
-        path: str = scope["path"]
-        endpoints: Endpoints = self._app.state.endpoints
-        params = {}
-        if path.startswith("/sessions/"):
-            session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
-            path, params = slash + rest, {"session_id": session_id}
-        found = endpoints.find(scope["method"], path)
-        if found is None:
-            return None
-        scope["path_params"] = {**found[1], **params}
-        return found[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from proxy.dialects.base import Call, Dialect, Encoder
-from proxy.dialects.sse import Verbatim
+from proxy.dialects.base import Call, Dialect
 from proxy.http import problems
 from proxy.http.asgi import Send, send_whole
 from turnwise.errors import TurnwiseError
@@ -30,16 +30,14 @@ class ReplySender:
         self._started = False
         self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
-        self.call: Call | None = None
-        """The call, once it is read; its encoder writes the error event at the end of a failed stream."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._commenting: asyncio.Task[None] | None = None
+        self.call: Call
+        """The call, set once it is read; its encoder writes the events, and the error at the end of a failed stream."""
         self.headers: dict[str, str] = {}
         """Extra headers of a successful reply."""
         self.parts: list[bytes] = []
         """The events that were sent."""
-
-    @property
-    def _encoder(self) -> Encoder:
-        return Verbatim() if self.call is None else self.call.encoder
 
     async def again(self, answer: bytes, *, stream: bool) -> None:
         """Send an answer that was sent before."""
@@ -59,27 +57,37 @@ class ReplySender:
         self._sent_at = self._loop.time()
         await self._send_part(data)
 
-    def kept_alive(self, seconds: float) -> KeptAlive | contextlib.nullcontext[None]:
-        """Return a block in which a stream of events that has been silent for so long gets a comment."""
-        if seconds <= 0 or not self._encoder.content_type.startswith("text/event-stream"):
-            return contextlib.nullcontext()
-        self._sent_at = self._loop.time()
-        return KeptAlive(self, seconds)
+    @contextlib.contextmanager
+    def kept_alive(self, seconds: float) -> Iterator[None]:
+        """Send a comment whenever the stream of events has been silent for so long in the block.
 
-    @property
-    def silent_seconds(self) -> float:
-        """Time since events or a comment were sent."""
-        return self._loop.time() - self._sent_at
-
-    async def comment(self) -> None:
-        """Send a comment, which keeps a silent connection open."""
+        One timer runs for the whole stream. It calls a method: a closure that names itself would keep the events of
+        every stream in memory until the next garbage collection.
+        """
+        if seconds <= 0 or not self.call.encoder.content_type.startswith("text/event-stream"):
+            yield
+            return
         self._sent_at = self._loop.time()
-        await self._send_part(KEEP_ALIVE)
+        self._timer = self._loop.call_later(seconds, self._comment_if_silent, seconds)
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+            if self._commenting is not None:
+                self._commenting.cancel()
+
+    def _comment_if_silent(self, seconds: float) -> None:
+        """Send a comment if it is time for one, and the last one has been sent."""
+        silent = self._loop.time() - self._sent_at
+        if silent >= seconds and (self._commenting is None or self._commenting.done()):
+            self._commenting = self._loop.create_task(self._send_part(KEEP_ALIVE))
+            self._sent_at, silent = self._loop.time(), 0.0
+        self._timer = self._loop.call_later(max(seconds - silent, MIN_CHECK_SECONDS), self._comment_if_silent, seconds)
 
     async def _send_part(self, data: bytes, *, is_last: bool = False) -> None:
         if not self._started:
             self._started = True
-            headers = [(b"content-type", self._encoder.content_type.encode()), (b"cache-control", b"no-cache")]
+            headers = [(b"content-type", self.call.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
             headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
@@ -96,36 +104,4 @@ class ReplySender:
         if not self._started:
             await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
             return
-        await self.end(self._encoder.error(body))
-
-
-class KeptAlive:
-    """Sends a comment whenever a stream has been silent for some time.
-
-    One timer runs for the whole stream. It is not a closure that names itself: such a cycle would keep the events of
-    every stream in memory until the next garbage collection.
-    """
-
-    __slots__ = ("_loop", "_reply", "_seconds", "_sending", "_timer")
-
-    def __init__(self, reply: ReplySender, seconds: float) -> None:
-        self._reply = reply
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._sending: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> None:
-        self._timer = self._loop.call_later(self._seconds, self._check)
-
-    def _check(self) -> None:
-        """Send a comment if it is time for one, and the last one has been sent."""
-        silent = self._reply.silent_seconds
-        if silent >= self._seconds and (self._sending is None or self._sending.done()):
-            self._sending = self._loop.create_task(self._reply.comment())
-            silent = 0.0
-        self._timer = self._loop.call_later(max(self._seconds - silent, MIN_CHECK_SECONDS), self._check)
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()
+        await self.end(self.call.encoder.error(body))

@@ -22,7 +22,7 @@ from proxy.metrics import Metrics
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work, answer
 from turnwise.errors import StoreUnavailable
-from turnwise.store import retention
+from turnwise.store import retention, rows
 from turnwise.store.database import Connection
 from turnwise.store.new_turns import TurnRow
 from turnwise.store.retention import Deleted
@@ -128,7 +128,7 @@ class Writer:
             }
             span = context.trace.commit(named)
         with span:
-            endings = [Ending(*fields) for fields in await self._submit([turn.row() for turn in turns])]
+            endings = [Ending(*fields) for fields in await self._submit(list(map(row_of, turns)))]
         for ending in endings:
             if ending.routing_problem is not None:
                 self._metrics.unreadable_routing.labels(ending.routing_problem.value).inc()
@@ -314,6 +314,16 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
         future.set_exception(result)
     else:
         future.set_result(result)
+
+
+def row_of(turn: NewTurn) -> TurnRow:
+    """Return the row of a turn as it is sent; `complete` replaces the encoded values."""
+    return rows.TURNS.row(
+        turn,
+        encoded_logprobs=b",".join(turn.encoded_logprobs),
+        encoded_prompt=turn.encoded_prompt,
+        encoded_routing=turn.encoded_routing,
+    )
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:

@@ -30,7 +30,7 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
-from turnwise.store import ledger, new_turns, opening, rows
+from turnwise.store import ledger, new_turns, opening
 from turnwise.store.database import Connection, Database
 from turnwise.store.new_turns import TurnRow
 from turnwise.telemetry import LogFormat, configure_logging
@@ -75,15 +75,6 @@ class NewTurn(Turn):
     """Arguments of `pack_routing` for `routed_experts`; None where the engine returned no routing."""
     messages_state: Any = None
     """`Extended.messages_state`, which is not sent; None for a turn without a completion."""
-
-    def row(self) -> TurnRow:
-        """Return its row as it is sent; `complete` replaces the encoded values."""
-        return rows.TURNS.row(
-            self,
-            encoded_logprobs=b",".join(self.encoded_logprobs),
-            encoded_prompt=self.encoded_prompt,
-            encoded_routing=self.encoded_routing,
-        )
 
 
 class Work(NamedTuple):

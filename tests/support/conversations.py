@@ -16,4 +16,5 @@ def history_of(call: Call, fields: frozenset[str] = NO_FIELDS) -> History:
 
 def conversation_of(call: Call) -> Conversation:
     """Return a call's conversation."""
-    return Conversation(call.messages, prefix_of(orjson.dumps(call.messages), history_of(call)))
+    history = history_of(call)
+    return Conversation(call.messages, history, prefix_of(orjson.dumps(call.messages), history))

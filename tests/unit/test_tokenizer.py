@@ -10,8 +10,7 @@ from turnwise_fake_engine.tokens import write_tokenizer
 from unit.proxy.test_templates_of_many_families import CASES, FAMILIES, TEXT, template_of
 
 from turnwise import tokenizer as kept_tokenizers
-from turnwise.template_messages import shape_conversation
-from turnwise.tokenizer import KeptTokenizer, load_tokenizer
+from turnwise.tokenizer import KeptTokenizer, load_tokenizer, shape_conversation
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.store import lineage
-from turnwise.store.database import to_micros
+from turnwise.store.rows import to_micros
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import DELETED, policy_versions, sessions, turns
 from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, Credit, Json, Outcome, PolicyVersion, SessionStatus, Split

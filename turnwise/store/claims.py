@@ -19,8 +19,9 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
-from turnwise.store.database import Database, clock, from_micros, to_micros
+from turnwise.store.database import Database, clock
 from turnwise.store.policies import publish_policy
+from turnwise.store.rows import from_micros, to_micros
 from turnwise.store.statements import unindexed
 from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.store.trained import Advantages, record_trained

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
+from turnwise.store.rows import to_micros
 from turnwise.store.statements import begin, commit, execute
 
 if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most processes never migrate
@@ -29,8 +30,6 @@ if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most pro
 Connection: TypeAlias = sa.Connection
 """An open transaction; the only SQLAlchemy type that callers outside of the store use."""
 
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-_MICROSECOND = datetime.timedelta(microseconds=1)
 _MIGRATION_LOCK = 0x7475726E
 """Key of the advisory lock that a migration of PostgreSQL holds."""
 _MIGRATION_SECONDS = 600
@@ -45,16 +44,6 @@ _LOGIN_REFUSED = re.compile(
 _PERMANENT = ("28", "3D000", "57014", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY")
 """Beginnings of SQLSTATEs and SQLite's error names: no login, no database, `statement_timeout`; a broken file."""
 _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
-
-
-def to_micros(instant: datetime.datetime) -> int:
-    """Return the stored form of an instant: microseconds since 1970 in UTC."""
-    return (instant - _EPOCH) // _MICROSECOND
-
-
-def from_micros(micros: int) -> datetime.datetime:
-    """Return a stored instant as a timezone-aware datetime in UTC."""
-    return _EPOCH + micros * _MICROSECOND
 
 
 class Database:

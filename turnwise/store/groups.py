@@ -15,8 +15,7 @@ import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
-from turnwise.store.database import to_micros
-from turnwise.store.rows import StoredRow
+from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, members, unindexed
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now

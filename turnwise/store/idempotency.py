@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict
-from turnwise.store.database import to_micros
-from turnwise.store.rows import dump
+from turnwise.store.rows import dump, to_micros
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, insert_ignoring
 from turnwise.store.tables import idempotency
 from turnwise.types import SessionKey, utc_now

@@ -19,8 +19,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import named_policies
-from turnwise.store.database import from_micros, to_micros
-from turnwise.store.rows import StoredRow
+from turnwise.store.rows import StoredRow, from_micros, to_micros
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import NO_TENANT, api_keys, policies
 from turnwise.store.tables import secrets as secrets_table

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, idempotency, new_turns, queries, rows, trials
-from turnwise.store.database import to_micros
+from turnwise.store.rows import to_micros
 from turnwise.store.session_locks import LockedSession, lock_sessions, no_session
 from turnwise.store.statements import fetch_at_once, insert_ignoring, insert_rows, is_among, members
 from turnwise.store.tables import rewards, sessions, turns

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import rows
-from turnwise.store.database import to_micros
+from turnwise.store.rows import to_micros
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import NO_TENANT, policies, policy_versions
 from turnwise.types import (

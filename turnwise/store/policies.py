@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import named_policies, pages, rows
-from turnwise.store.database import to_micros
+from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch, insert_ignoring
 from turnwise.store.tables import policies
 from turnwise.store.tables import policy_versions as table

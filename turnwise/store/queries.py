@@ -17,10 +17,10 @@ import sqlalchemy as sa
 from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, named_policies, pages, rows, tables, trained
-from turnwise.store.database import to_micros
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
+from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch_at_once, is_among, members, unindexed
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Session, Turn, UpdateRecord, utc_now

@@ -17,9 +17,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.store import lineage, queries
-from turnwise.store.database import Database, to_micros
+from turnwise.store.database import Database
 from turnwise.store.idempotency import forget_sessions
-from turnwise.store.rows import StoredRow
+from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, members
 from turnwise.store.tables import (
     DELETED,

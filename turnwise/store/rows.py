@@ -21,7 +21,6 @@ import orjson
 import sqlalchemy as sa
 
 from turnwise.store import digests, tables
-from turnwise.store.database import from_micros, to_micros
 from turnwise.types import (
     Feedback,
     Label,
@@ -45,6 +44,8 @@ Convert: TypeAlias = Callable[[Any], Any]
 R = TypeVar("R")
 
 
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_MICROSECOND = datetime.timedelta(microseconds=1)
 _DELETE = b"\x7f"
 _ONLY_JSON = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
@@ -100,6 +101,16 @@ def _has_only_plain_values(document: Any) -> bool:
                 nested += value
         level = nested
     return True
+
+
+def to_micros(instant: datetime.datetime) -> int:
+    """Return the stored form of an instant: microseconds since 1970 in UTC."""
+    return (instant - _EPOCH) // _MICROSECOND
+
+
+def from_micros(micros: int) -> datetime.datetime:
+    """Return a stored instant as a timezone-aware datetime in UTC."""
+    return _EPOCH + micros * _MICROSECOND
 
 
 def ids_from_blob(blob: bytes) -> TokenIds:

@@ -12,7 +12,8 @@ import enum
 
 import sqlalchemy as sa
 
-from turnwise.store.database import clock, from_micros, to_micros
+from turnwise.store.database import clock
+from turnwise.store.rows import from_micros, to_micros
 from turnwise.store.tables import trainer_status as table
 
 BEAT_SECONDS = 10.0

@@ -6,7 +6,7 @@ import datetime
 
 import sqlalchemy as sa
 
-from turnwise.store.database import to_micros
+from turnwise.store.rows import to_micros
 from turnwise.store.tables import weight_servers as table
 
 

@@ -1,4 +1,7 @@
-"""A vLLM process: every route of vLLM, and of Turnwise's plug-in in it, that the proxy calls."""
+"""A vLLM process: the routes of vLLM, and of Turnwise's plug-in in it, that the proxy calls, and what they take.
+
+vLLM always returns token ids and logprobs. They are captured, and stay in the reply only if the client asked for them.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,35 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured
+from proxy.dialects.chat import readable_messages
 from proxy.engines.answers import Answer
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Body
-from proxy.engines.vllm import requirements, sampling
+from proxy.engines.vllm import requirements
 from proxy.engines.vllm.reply import read_parts, without_thinking
 from turnwise import logprob_request
-from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
-from turnwise.types import Json
+from turnwise.engine_requirements import CHAT_ROUTE
+from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
+from turnwise.types import TOOL_GRAMMAR, Json
 
+OWN_FIELDS = frozenset(
+    {
+        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority", "request_id", "data_parallel_rank"),
+        *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "stream_interval", "prompt_embeds"),
+    }
+)
+"""Request fields that steer the engine itself."""
+FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
+"""Request fields that capture always sets on the chat route."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this."""
 COUNT = re.compile(rb'\s*\{\s*"count"\s*:\s*(\d+)')
 """The begin of the answer of `/tokenize`, as vLLM writes it."""
 LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
@@ -31,7 +47,7 @@ LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
 class Vllm(Engine):
     """One vLLM process."""
 
-    own_fields: ClassVar[frozenset[str]] = sampling.OWN_FIELDS
+    own_fields: ClassVar[frozenset[str]] = OWN_FIELDS
     has_lora = False
     """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
     returns_routing = False
@@ -60,15 +76,22 @@ class Vllm(Engine):
 
     async def sample(self, call: Call, plan: Plan, model: str, headers: dict[str, str]) -> Answer:
         """Send a call."""
-        body = sampling.request(call, plan, returns_routing=self.returns_routing)
+        body = request(call, plan, returns_routing=self.returns_routing)
         body["model"] = model
         if self.may_have_lora:
-            sampling.reject_prompt_logprobs(body)
+            reject_prompt_logprobs(body)
         return await self.post(call.dialect.engine_route, orjson.dumps(body), headers)
 
     def effective_sampling(self, call: Call) -> Json:
-        """Return how it samples a call."""
-        return sampling.effective(call, self.defaults, has_tool_grammar=self.has_tool_grammar)
+        """Return how it samples a call: the call's parameters, its own defaults, and what it makes of both."""
+        sampling = call.sampling
+        unset = {name: value for name, value in self.defaults.items() if sampling.get(name) is None}
+        temperature = sampling.get("temperature", unset.get("temperature"))
+        if isinstance(temperature, int | float) and 0 < temperature < LOWEST_TEMPERATURE:
+            unset["temperature"] = LOWEST_TEMPERATURE
+        if self.has_tool_grammar and wants_tool_grammar(call):
+            unset[TOOL_GRAMMAR] = True
+        return {**sampling, **unset} if unset else sampling
 
     def read_reply(self, parts: list[bytes], captured: Captured, call: Call, plan: Plan) -> list[bytes]:
         """Capture a whole reply, or chunks of a stream."""
@@ -207,3 +230,57 @@ class Vllm(Engine):
         """Unload a LoRA adapter; one that is not loaded is no error."""
         with contextlib.suppress(EngineRefused):
             await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
+    """Return the request of a call, with the options that capture needs, for `orjson.dumps`."""
+    body = dict(call.body)
+    if call.dialect.engine_route != CHAT_ROUTE:
+        logprobs = body.get("logprobs")
+        return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
+    if call.messages:
+        body["messages"] = readable_messages(call)
+    # vLLM refuses both of these; capture's options must not change that error.
+    is_refused = not body.get("messages") or (body.get("top_logprobs") and not body.get("logprobs"))
+    if not is_refused:
+        body |= FORCED
+    if plan.prompt is not None:
+        body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(plan.prompt.json())}
+        if returns_routing and plan.parent is not None:
+            # Leaves out the experts of earlier turns' tokens. The last token before this turn's own was not routed when
+            # it was sampled, so its experts are this turn's.
+            body["routed_experts_prompt_start"] = plan.prompt.num_ids - len(plan.between) - 1
+    return body
+
+
+def reject_prompt_logprobs(body: Json) -> None:
+    """Reject a request that would crash an engine with LoRA.
+
+    A vLLM with LoRA crashes on logprobs of the prompt's own tokens while another call runs. `echo` asks for them too,
+    in chat even without `logprobs`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    field = "prompt_logprobs" if body.get("prompt_logprobs") is not None else "echo" if body.get("echo") else None
+    if field is not None:
+        raise InvalidRequest(
+            f"`{field}` would crash the engine, because it was started with LoRA; send the request without it, or "
+            "serve from an engine that was started without --lora",
+            param=field,
+            code="engine_has_lora",
+        )
+
+
+def wants_tool_grammar(call: Call) -> bool:
+    """Return whether vLLM, where it enforces strict tools, samples the call under a grammar that it does not name.
+
+    With `tool_choice` "auto", it attaches a structural tag if a tool is strict or only one call is allowed.
+    """
+    tools = call.tools
+    if not tools or call.body.get("tool_choice") not in (None, "auto"):
+        return False
+    if call.body.get("parallel_tool_calls") is False:
+        return True
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    return any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)

@@ -31,7 +31,7 @@ def identity(
 def answered(replays: Replays, request: RequestIdentity, answer: bytes | None, *, delivered: bool = True) -> None:
     """Finish a call."""
     left = asyncio.get_running_loop().create_future()
-    attempt = replays.begin(request, "id", left)
+    attempt = replays.begin(request, left)
     if not delivered:
         left.set_result(None)
     replays.settle(attempt, answer)
@@ -50,7 +50,7 @@ async def test_an_undelivered_answer_is_given_to_one_retry_with_the_same_body():
 async def test_a_call_with_the_same_body_does_not_wait_for_a_call_whose_client_is_connected():
     """It is another rollout of the same prompt."""
     replays = Replays(10_000)
-    replays.begin(identity(), "id", asyncio.get_running_loop().create_future())
+    replays.begin(identity(), asyncio.get_running_loop().create_future())
     assert await asyncio.wait_for(replays.find(identity(), is_retry=True), 5) is None
 
 
@@ -58,7 +58,7 @@ async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
     replays = Replays(10_000)
     left = asyncio.get_running_loop().create_future()
     left.set_result(None)
-    attempt = replays.begin(identity(), "id", left)
+    attempt = replays.begin(identity(), left)
     retry = asyncio.create_task(replays.find(identity(), is_retry=True))
     await asyncio.sleep(0)
     assert not retry.done()
@@ -94,7 +94,7 @@ async def test_an_idempotency_key_gets_the_same_answer_each_time():
 async def test_an_idempotency_key_with_another_request_is_refused():
     """It is also refused while the first call is running."""
     replays = Replays(10_000)
-    attempt = replays.begin(identity(key="k"), "id", asyncio.get_running_loop().create_future())
+    attempt = replays.begin(identity(key="k"), asyncio.get_running_loop().create_future())
     for _ in range(2):
         with pytest.raises(Conflict, match="'k' was used with another request"):
             await replays.find(identity("Bye.", key="k"), is_retry=False)

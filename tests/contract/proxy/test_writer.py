@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from proxy.metrics import Metrics
-from proxy.writer.client import Writer
+from proxy.writer.client import Writer, row_of
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
@@ -207,10 +207,10 @@ def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
         with theirs:
             program = f"'{sys.executable}' -c 'from proxy.writer.process import main; main()' {theirs.fileno()} & wait"
             proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
-        late = tuple(Job(0, time.monotonic(), [turn("late").row()]))
+        late = tuple(Job(0, time.monotonic(), [row_of(turn("late"))]))
         ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))
         assert type(receive(ours).results[0]) is StoreUnavailable
-        ours.sendall(b"".join(frame(tuple(Job(1, time.monotonic() + 60, [turn("left").row()])))))
+        ours.sendall(b"".join(frame(tuple(Job(1, time.monotonic() + 60, [row_of(turn("left"))])))))
         proxy.kill()
         proxy.wait()
         holder.rollback()

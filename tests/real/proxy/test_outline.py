@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
+from proxy.continuation.forest import Reply
 from proxy.continuation.outline import (
     OUTLINE_BYTES,
     Kind,
     Outliner,
     Outlines,
 )
-from proxy.continuation.reply import Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
 
 LONG = "A text that is much longer than what is kept of it. " * 20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.auth import Principal
-from proxy.limits.calls import Admission, Bucket, Limits
+from proxy.limits.calls import Bucket, Limits
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from turnwise.errors import Overloaded
@@ -36,7 +36,7 @@ async def test_without_a_limit_nothing_is_counted():
     limits = make_limits()
     assert not limits.are_set
     places = [await limits.admit(caller("a")) for _ in range(5000)]
-    assert not any(place.scopes for place in places)
+    assert not any(places)
 
 
 async def test_one_key_at_its_limit_does_not_stop_another():
@@ -45,7 +45,7 @@ async def test_one_key_at_its_limit_does_not_stop_another():
     with pytest.raises(Overloaded, match="key 'a'"):
         await limits.admit(caller("a"))
     await limits.admit(caller("b"))
-    admission.release()
+    limits.leave(admission, 0)
     await limits.admit(caller("a"))
 
 
@@ -54,7 +54,7 @@ async def test_keys_that_call_no_more_are_forgotten_where_there_are_many(monkeyp
     limits = make_limits(key_max_calls=1)
     await limits.admit(caller("busy"))
     for number in range(9):
-        (await limits.admit(caller(f"k{number}"))).release()
+        limits.leave(await limits.admit(caller(f"k{number}")), 0)
     assert len(limits._scopes) <= 3
     with pytest.raises(Overloaded, match="key 'busy'"):
         await limits.admit(caller("busy"))
@@ -81,14 +81,13 @@ async def test_a_tenants_limit_counts_all_of_its_keys():
 async def test_requests_and_tokens_per_minute_are_limited_and_the_error_has_the_time_to_retry():
     limits = make_limits(key_requests_per_minute=2)
     for _ in range(2):
-        (await limits.admit(caller("a"))).release()
+        limits.leave(await limits.admit(caller("a")), 0)
     with pytest.raises(Overloaded) as caught:
         await limits.admit(caller("a"))
     assert caught.value.retry_after_seconds == 30
     limits = make_limits(key_tokens_per_minute=60)
     place = await limits.admit(caller("a"))
-    place.num_tokens = 90
-    place.release()
+    limits.leave(place, 90)
     with pytest.raises(Overloaded) as caught:
         await limits.admit(caller("a"))
     assert caught.value.retry_after_seconds == 30
@@ -101,16 +100,16 @@ async def test_the_queue_is_fair_between_keys_for_any_number_of_calls():
     served: list[str] = []
 
     async def call(key_id: str) -> None:
-        place: Admission = await limits.admit(caller(key_id))
+        place = await limits.admit(caller(key_id))
         served.append(key_id)
         await asyncio.sleep(0)
-        place.release()
+        limits.leave(place, 0)
 
     waiting = [asyncio.ensure_future(call("greedy")) for _ in range(3)]
     await asyncio.sleep(0)
     waiting.append(asyncio.ensure_future(call("modest")))
     await asyncio.sleep(0)
-    admission.release()
+    limits.leave(admission, 0)
     await asyncio.wait_for(asyncio.gather(*waiting), 10)
     assert served == ["greedy", "modest", "greedy", "greedy"]
     assert limits._everybody.num_calls == 0
@@ -127,7 +126,7 @@ async def test_a_call_that_times_out_or_whose_client_disconnects_leaves_the_queu
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
     assert not limits._queues
-    admission.release()
+    limits.leave(admission, 0)
     await asyncio.wait_for(limits.admit(caller("d")), 5)
 
 
@@ -135,7 +134,7 @@ async def test_a_call_that_waits_for_its_rate_limit_is_admitted_when_the_bucket_
     limits = make_limits(key_requests_per_minute=1200, queue_seconds=20)
     async with asyncio.timeout(60):
         for _ in range(1210):  # ten more than the bucket holds
-            (await limits.admit(caller("a"))).release()
+            limits.leave(await limits.admit(caller("a")), 0)
 
 
 def test_each_worker_gets_its_share_of_the_limits_rounded_up():

@@ -18,7 +18,8 @@ from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import SENT, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
-from proxy.engines.vllm.sampling import effective, request
+from proxy.engines.vllm.engine import Vllm, request
+from proxy.writer.client import row_of
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
 from turnwise.types import Json, Outcome, Role, Session, utc_now
@@ -72,7 +73,7 @@ def extending(call: Call) -> Plan:
 
 def stored(turn: NewTurn) -> NewTurn:
     """Return a turn as the writing process stores it."""
-    row = complete(turn.row())
+    row = complete(row_of(turn))
     return dataclasses.replace(
         turn,
         outcome=Outcome(row["outcome"]),
@@ -163,7 +164,9 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
 def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defaults(limit: int | None, task: str):
     """The defaults limit a call without a limit to two tokens. A limit of four or less makes a call a probe."""
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
-    sampling = effective(call, {"max_tokens": 2}, has_tool_grammar=False)
+    engine = Vllm("http://127.0.0.1:1", timeout_seconds=1.0)
+    engine.defaults, engine.has_tool_grammar = {"max_tokens": 2}, False
+    sampling = engine.effective_sampling(call)
     plan, timing = plan_of(call), dataclasses.replace(TIMING, sampling=sampling)
     captured = Captured(PROMPT_TEXT, {0: choice(7)})
     (built_turn,) = build_turns(call, plan, captured, timing, turn_id="chatcmpl-1", session=SESSION)

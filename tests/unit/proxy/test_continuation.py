@@ -10,10 +10,9 @@ import pytest
 from support.conversations import conversation_of, history_of
 
 from proxy.continuation.encoded_ids import encode_ids
-from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.forest import Forest, KnownTurn, Reply
 from proxy.continuation.outline import restored
 from proxy.continuation.plan import Plan, break_reason, plan_call, sampled_thinking
-from proxy.continuation.reply import Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.chat import ChatCompletions
 from turnwise.types import Json

@@ -7,8 +7,15 @@ import gc
 import weakref
 
 from proxy.dialects.chat import ChatCompletions
-from proxy.http.asgi import Message
+from proxy.http.asgi import Message, Send
 from proxy.routes.reply_sender import KEEP_ALIVE, ReplySender
+
+
+def reply_to(send: Send) -> ReplySender:
+    dialect = ChatCompletions()
+    reply = ReplySender(send, dialect)
+    reply.call = dialect.parse({"messages": [], "stream": True}, max_choices=1, max_messages=1)
+    return reply
 
 
 async def test_the_events_of_a_stream_are_freed_without_a_garbage_collection() -> None:
@@ -17,7 +24,7 @@ async def test_the_events_of_a_stream_are_freed_without_a_garbage_collection() -
 
     gc.disable()
     try:
-        reply = ReplySender(send, ChatCompletions())
+        reply = reply_to(send)
         with reply.kept_alive(60.0):
             await reply.part(b"data: {}\n\n")
         freed = weakref.ref(reply)
@@ -37,7 +44,7 @@ async def two_comments(sent: list[bytes]) -> None:
             has_two.set()
 
     async with asyncio.timeout(60):
-        with ReplySender(send, ChatCompletions()).kept_alive(0.01):
+        with reply_to(send).kept_alive(0.01):
             await has_two.wait()
 
 

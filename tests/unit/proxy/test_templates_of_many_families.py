@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from proxy.continuation.digests import CALL_IDS, NAME
-from proxy.continuation.reply import Reply
+from proxy.continuation.forest import Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
 from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
 

@@ -6,7 +6,7 @@ import httpx2
 
 from turnwise.errors import BadLine, EngineUnavailable, EngineUnsuitable
 from turnwise.exchange.imports.tokenise import Tokeniser
-from turnwise.template_messages import ContentFormat
+from turnwise.tokenizer import ContentFormat
 from turnwise.types import Json
 
 TIMEOUT_SECONDS = 60.0

@@ -17,8 +17,7 @@ import numpy as np
 from turnwise.chains import IMPORTED
 from turnwise.errors import BadLine
 from turnwise.exchange.imports.drafts import Conversation, SampledTokens
-from turnwise.template_messages import ContentFormat, shape_conversation
-from turnwise.tokenizer import load_tokenizer
+from turnwise.tokenizer import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, Outcome, Turn, utc_now
 
 NO_POLICY = -1
