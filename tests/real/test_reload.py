@@ -14,6 +14,7 @@ import json
 import re
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ import torch
 from openai import APIError, AsyncOpenAI, OpenAI
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_perturbed
 from support.control_plane import ask, metric, policy, publish, wait_for_status
-from support.engines import RunningEngine
-from support.proxies import RunningProxy
+from support.engines import RunningEngine, running_engine
+from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 from support.weights_in_memory import weights_in_memory
 
+from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
@@ -350,14 +352,30 @@ def test_adapters_are_swapped_between_calls_without_a_pause_and_unloaded_when_un
     assert greedy_gap(served, forwards[0]) < TOLERANCE
 
 
+@pytest.fixture(params=["tied", "untied"])
+def served_model(
+    request: pytest.FixtureRequest, start_proxy: StartProxy, tmp_path: Path
+) -> Iterator[tuple[RunningProxy, RunningEngine]]:
+    """A proxy and its engine: the shared one, whose output head is its embeddings, or one with a head of its own."""
+    if request.param == "tied":
+        yield request.getfixturevalue("served"), request.getfixturevalue("engine")
+        return
+    model = build_small_model(tmp_path / "untied", SmallModelSpec(num_warm_up_steps=1))
+    with running_engine(model, tmp_path / "engine.log") as own:
+        proxy = start_proxy(own.url)
+        wait_for_status(proxy, 0)
+        yield proxy, own
+
+
 @pytest.mark.filterwarnings(TIED)
 def test_calls_in_one_batch_are_each_computed_with_their_own_adapter_or_with_none(
-    served: RunningProxy, engine: RunningEngine, tmp_path: Path
+    served_model: tuple[RunningProxy, RunningEngine], tmp_path: Path
 ):
     """The engine's slots are full, and every step computes tokens of both adapters and of the model without one.
 
     One adapter changes the output head too.
     """
+    served, engine = served_model
     forwards = {"small": forward_of(engine.model_dir)}
     for number, targets in {1: WITH_HEAD, 2: ATTENTION}.items():
         path = write_adapter(engine.model_dir, tmp_path / f"a{number}", number, targets=targets)
