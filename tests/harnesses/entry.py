@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -40,23 +41,24 @@ class Tool:
         return ToolCall(name=self.name, arguments={self.argument: value, **self.others})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Harness:
     """One agent, framework or SDK."""
 
     name: str
-    installer: Literal["npm", "pypi", "dev"]
-    """Source of the package; `dev` means Turnwise's development environment."""
     package: str
-    beside: tuple[str, ...] = ()
-    """Further packages, pinned as well."""
-    python: str | None = None
-    """The version of Python that the package needs, as uv takes it; None if it runs on Turnwise's own."""
-    dialect: str
     pointing: str
     """The line that points it at the proxy, for people who do not use `turnwise run`."""
     argv: Callable[[Path], list[str]]
     """The command, from the directory that it is installed in."""
+    _: dataclasses.KW_ONLY
+    installer: Literal["npm", "pypi", "dev"]
+    """Source of the package; `dev` means Turnwise's development environment."""
+    dialect: str = "chat"
+    beside: tuple[str, ...] = ()
+    """Further packages, pinned as well."""
+    python: str | None = None
+    """The version of Python that the package needs, as uv takes it; None if it runs on Turnwise's own."""
     agent: str = "any"
     """Its entry in the table of `turnwise run`."""
     tool: Tool = Tool("bash")
@@ -94,6 +96,12 @@ class Harness:
         """Return the packages with their versions, as the installer takes them."""
         pins, sign = PINS[self.installer], "@" if self.installer == "npm" else "=="
         return [f"{package}{sign}{pins[package.split('[')[0]]}" for package in (self.package, *self.beside)]
+
+
+dev = functools.partial(Harness, installer="dev")
+pypi = functools.partial(Harness, installer="pypi")
+npm = functools.partial(Harness, installer="npm")
+"""Entries of each installer: name, package, setting of the base URL, command."""
 
 
 def python_program(name: str) -> Callable[[Path], list[str]]:

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-from harnesses.entry import PROMPT, Harness, Tool
+from harnesses.entry import PROMPT, Tool, npm, pypi
 from turnwise_fake_engine import Reply, ToolCall
 
 
@@ -28,13 +28,11 @@ def _submit(text: str) -> Reply:
 
 
 COMMAND_LINE = (
-    Harness(
-        name="Claude Code",
-        installer="npm",
-        package="@anthropic-ai/claude-code",
-        dialect="messages",
-        pointing="`ANTHROPIC_BASE_URL=…` (no `/v1`), `ANTHROPIC_AUTH_TOKEN`, `ANTHROPIC_MODEL`",
-        argv=platform_binary(
+    npm(
+        "Claude Code",
+        "@anthropic-ai/claude-code",
+        "`ANTHROPIC_BASE_URL=…` (no `/v1`), `ANTHROPIC_AUTH_TOKEN`, `ANTHROPIC_MODEL`",
+        platform_binary(
             "@anthropic-ai/claude-code",
             "claude",
             "-p",
@@ -44,75 +42,64 @@ COMMAND_LINE = (
             "--allowedTools",
             "Bash,Agent",
         ),
+        dialect="messages",
         agent="claude-code",
         tool=Tool("Bash", others={"description": "check"}),
         delegate=Tool("Agent", "prompt", {"description": "a part", "subagent_type": "general-purpose"}),
         first_text="Available agent types",
         first_sub_text="skills are available",
     ),
-    Harness(
-        name="Codex CLI",
-        installer="npm",
-        package="@openai/codex",
+    npm(
+        "Codex CLI",
+        "@openai/codex",
+        '`config.toml`: `[model_providers.x] base_url = …/v1, wire_api = "responses"`',
+        _npm("codex", "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", PROMPT),
         dialect="responses",
-        pointing='`config.toml`: `[model_providers.x] base_url = …/v1, wire_api = "responses"`',
-        argv=_npm(
-            "codex", "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", PROMPT
-        ),
         agent="codex",
         tool=Tool("exec_command", "cmd", {"yield_time_ms": 60_000}),
         delegate=Tool("multi_agent_v1__spawn_agent", "message"),
         delegates_in_background=True,
     ),
-    Harness(
-        name="Gemini CLI",
-        installer="npm",
-        package="@google/gemini-cli",
+    npm(
+        "Gemini CLI",
+        "@google/gemini-cli",
+        "`GOOGLE_GEMINI_BASE_URL=…` (no `/v1`), `GEMINI_API_KEY`",
+        _npm("gemini", "-p", PROMPT, "--yolo", "--output-format", "json"),
         dialect="gemini",
-        pointing="`GOOGLE_GEMINI_BASE_URL=…` (no `/v1`), `GEMINI_API_KEY`",
-        argv=_npm("gemini", "-p", PROMPT, "--yolo", "--output-format", "json"),
         agent="gemini-cli",
         tool=Tool("run_shell_command"),
     ),
-    Harness(
-        name="opencode",
-        installer="npm",
-        package="opencode-ai",
-        dialect="chat",
-        pointing="`opencode.json`: a provider with `@ai-sdk/openai-compatible` and `options.baseURL`",
-        argv=platform_binary("opencode", "bin/opencode", "run", "--format", "json", PROMPT),
+    npm(
+        "opencode",
+        "opencode-ai",
+        "`opencode.json`: a provider with `@ai-sdk/openai-compatible` and `options.baseURL`",
+        platform_binary("opencode", "bin/opencode", "run", "--format", "json", PROMPT),
         agent="opencode",
         tool=Tool("bash", others={"description": "check"}),
         delegate=Tool("task", "prompt", {"description": "a part", "subagent_type": "general"}),
     ),
-    Harness(
-        name="Qwen Code",
-        installer="npm",
-        package="@qwen-code/qwen-code",
-        dialect="chat",
-        pointing="`OPENAI_BASE_URL=…/v1`, `--auth-type openai`",
-        argv=_npm("qwen", "-p", PROMPT, "--auth-type", "openai", "--yolo", "--output-format", "json"),
+    npm(
+        "Qwen Code",
+        "@qwen-code/qwen-code",
+        "`OPENAI_BASE_URL=…/v1`, `--auth-type openai`",
+        _npm("qwen", "-p", PROMPT, "--auth-type", "openai", "--yolo", "--output-format", "json"),
         agent="qwen-code",
         tool=Tool("run_shell_command", others={"is_background": False}),
         delegate=Tool("agent", "prompt", {"description": "a part", "subagent_type": "general-purpose"}),
     ),
-    Harness(
-        name="pi",
-        installer="npm",
-        package="@mariozechner/pi-coding-agent",
-        dialect="chat",
-        pointing="`models.json`: a provider with `baseUrl` and `api: openai-completions`",
-        argv=_npm("pi", "-p", "--mode", "json", PROMPT),
+    npm(
+        "pi",
+        "@mariozechner/pi-coding-agent",
+        "`models.json`: a provider with `baseUrl` and `api: openai-completions`",
+        _npm("pi", "-p", "--mode", "json", PROMPT),
         agent="pi",
     ),
-    Harness(
-        name="mini-swe-agent",
-        installer="pypi",
-        package="mini-swe-agent",
+    pypi(
+        "mini-swe-agent",
+        "mini-swe-agent",
+        "`OPENAI_API_BASE=…/v1`, `-m openai/NAME`",
+        lambda directory: [str(directory / "bin" / "mini"), "-y", "--exit-immediately", "-t", PROMPT],
         beside=("mcp",),
-        dialect="chat",
-        pointing="`OPENAI_API_BASE=…/v1`, `-m openai/NAME`",
-        argv=lambda directory: [str(directory / "bin" / "mini"), "-y", "--exit-immediately", "-t", PROMPT],
         agent="mini-swe-agent",
         last=_submit,
         environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,10 @@ from harnesses.entries.command_line import platform_binary
 from harnesses.entry import PROMPT, Tool, python_program
 from harnesses.shortening import ShorteningHarness
 from turnwise_fake_engine import Reply, ToolCall
+
+pypi = functools.partial(ShorteningHarness, installer="pypi")
+npm = functools.partial(ShorteningHarness, installer="npm")
+"""Entries of each installer: name, package, setting of the base URL, command."""
 
 
 def _with_encodings(argv: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
@@ -44,63 +49,53 @@ def _terminus_call(calls: Sequence[ToolCall]) -> Reply:
 
 
 COMPACTING = (
-    ShorteningHarness(
-        name="LangChain, SummarizationMiddleware",
-        installer="pypi",
-        package="langchain",
+    pypi(
+        "LangChain, SummarizationMiddleware",
+        "langchain",
+        "`ChatOpenAI(base_url=…/v1)`",
+        python_program("langchain_summary"),
         beside=("langchain-openai",),
-        dialect="chat",
-        pointing="`ChatOpenAI(base_url=…/v1)`",
-        argv=python_program("langchain_summary"),
         shortens="a summary replaces all but the last two messages",
         summary_texts=("Context Extraction Assistant",),
     ),
-    ShorteningHarness(
-        name="Inspect AI, CompactionSummary",
-        installer="pypi",
-        package="inspect-ai",
+    pypi(
+        "Inspect AI, CompactionSummary",
+        "inspect-ai",
+        '`get_model("openai-api/turnwise/NAME", base_url=…/v1)`',
+        python_program("inspect_compaction"),
         beside=("openai",),
-        dialect="chat",
-        pointing='`get_model("openai-api/turnwise/NAME", base_url=…/v1)`',
-        argv=python_program("inspect_compaction"),
         delegate=Tool("expert", "input"),
         shortens="a summary replaces everything after the first question",
         summary_texts=("tasked with summarizing conversations",),
     ),
-    ShorteningHarness(
-        name="AG2, SummarizeCompact",
-        installer="pypi",
-        package="ag2",
+    pypi(
+        "AG2, SummarizeCompact",
+        "ag2",
+        "`OpenAIConfig(NAME, base_url=…/v1)`",
+        python_program("ag2_summary"),
         beside=("openai",),
-        dialect="chat",
-        pointing="`OpenAIConfig(NAME, base_url=…/v1)`",
-        argv=python_program("ag2_summary"),
         shortens="a summary replaces all but the last four events",
         summary_texts=("Summarize the following conversation history",),
         is_asked_again=True,
     ),
-    ShorteningHarness(
-        name="Semantic Kernel, ChatHistorySummarizationReducer",
-        installer="pypi",
-        package="semantic-kernel",
-        dialect="chat",
-        pointing="`OpenAIChatCompletion(NAME, async_client=AsyncOpenAI(base_url=…/v1))`",
-        argv=python_program("semantic_kernel_summary"),
+    pypi(
+        "Semantic Kernel, ChatHistorySummarizationReducer",
+        "semantic-kernel",
+        "`OpenAIChatCompletion(NAME, async_client=AsyncOpenAI(base_url=…/v1))`",
+        python_program("semantic_kernel_summary"),
         tool=Tool("Shell-bash"),
         shortens="a summary replaces all but the last two messages",
         summary_texts=("summarization of the entire dialog",),
         is_asked_again=True,
     ),
-    ShorteningHarness(
-        name="gptme",
-        installer="pypi",
-        package="gptme",
-        beside=("litellm",),
-        dialect="chat",
-        pointing="`OPENAI_BASE_URL=…/v1`, `MODEL=openai/NAME`",
-        argv=_with_encodings(
+    pypi(
+        "gptme",
+        "gptme",
+        "`OPENAI_BASE_URL=…/v1`, `MODEL=openai/NAME`",
+        _with_encodings(
             lambda directory: [str(directory / "bin" / "python"), "-m", "gptme", "--non-interactive", PROMPT]
         ),
+        beside=("litellm",),
         agent="gptme",
         ask=_gptme_call,
         last=lambda text: Reply(text=f"Done.\n\n```complete\n{text}\n```"),
@@ -108,13 +103,11 @@ COMPACTING = (
         shortens="a summary replaces its conversation at 8,000 tokens",
         summary_texts=("produce a structured checkpoint",),
     ),
-    ShorteningHarness(
-        name="Copilot CLI",
-        installer="npm",
-        package="@github/copilot",
-        dialect="chat",
-        pointing="`COPILOT_PROVIDER_BASE_URL=…/v1`, `COPILOT_MODEL`",
-        argv=platform_binary("@github/copilot", "copilot", "-p", PROMPT, "--allow-all-tools"),
+    npm(
+        "Copilot CLI",
+        "@github/copilot",
+        "`COPILOT_PROVIDER_BASE_URL=…/v1`, `COPILOT_MODEL`",
+        platform_binary("@github/copilot", "copilot", "-p", PROMPT, "--allow-all-tools"),
         agent="copilot",
         tool=Tool("bash", others={"description": "check"}),
         delegate=Tool("task", "prompt", {"description": "a part", "agent_type": "general-purpose", "name": "part"}),
@@ -122,13 +115,11 @@ COMPACTING = (
         shortens="a summary replaces its conversation at 80 % of 60,000 tokens",
         summary_texts=("create a detailed summary of the conversation",),
     ),
-    ShorteningHarness(
-        name="Cline",
-        installer="npm",
-        package="cline",
-        dialect="chat",
-        pointing="`providers.json`: the provider `openai-compatible` with `baseUrl`",
-        argv=platform_binary("@cline/cli", "bin/cline", "--json", PROMPT),
+    npm(
+        "Cline",
+        "cline",
+        "`providers.json`: the provider `openai-compatible` with `baseUrl`",
+        platform_binary("@cline/cli", "bin/cline", "--json", PROMPT),
         agent="cline",
         ask=_cline_call,
         context_tokens=100_000,
@@ -136,14 +127,12 @@ COMPACTING = (
         shortens="a summary replaces all but its last messages at 81 % of 100,000 tokens",
         summary_texts=("Summar",),
     ),
-    ShorteningHarness(
-        name="Terminus 2",
-        installer="pypi",
-        package="terminal-bench",
+    pypi(
+        "Terminus 2",
+        "terminal-bench",
+        "`Terminus2(api_base=…/v1)`, model `openai/NAME`",
+        python_program("terminus_2"),
         python=">=3.12",
-        dialect="chat",
-        pointing="`Terminus2(api_base=…/v1)`, model `openai/NAME`",
-        argv=python_program("terminus_2"),
         ask=_terminus_call,
         last=lambda text: _terminus(f"echo {text}", is_last=True),
         offers_tools=False,
@@ -157,24 +146,20 @@ COMPACTING = (
     ),
 )
 TRIMMING = (
-    ShorteningHarness(
-        name="AutoGen, BufferedChatCompletionContext",
-        installer="pypi",
-        package="autogen-agentchat",
+    pypi(
+        "AutoGen, BufferedChatCompletionContext",
+        "autogen-agentchat",
+        "`OPENAI_BASE_URL=…/v1` or `OpenAIChatCompletionClient(base_url=…/v1)`",
+        python_program("autogen_window"),
         beside=("autogen-ext[openai]",),
-        dialect="chat",
-        pointing="`OPENAI_BASE_URL=…/v1` or `OpenAIChatCompletionClient(base_url=…/v1)`",
-        argv=python_program("autogen_window"),
         shortens="it sends the last five messages",
     ),
-    ShorteningHarness(
-        name="Langroid, drop_turns",
-        installer="pypi",
-        package="langroid",
+    pypi(
+        "Langroid, drop_turns",
+        "langroid",
+        "`OpenAIGPTConfig(api_base=…/v1)`",
+        _with_encodings(python_program("langroid_window")),
         beside=("litellm",),
-        dialect="chat",
-        pointing="`OpenAIGPTConfig(api_base=…/v1)`",
-        argv=_with_encodings(python_program("langroid_window")),
         shortens="it leaves out the oldest questions with their replies",
         is_asked_again=True,
     ),
