@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, write_settings
 
 PROGRAM = """
 import sys
@@ -28,41 +28,24 @@ def train(directory, model, num_processes, kind, *, num_groups=20, total_batches
         db = new_ledger(directory / "ledger.db")
         Rollouts(db, load_model(model)).play("a", num_groups=num_groups)
         db.close()
-    config = directory / "trainer.toml"
-    config.write_text(
-        f"""
-        database = "sqlite:///{directory / "ledger.db"}"
-        model = "{model}"
-        policies_dir = "{directory / "policies"}"
-        kind = "{kind}"
-        lora_rank = 4
-        multi_devices = {str(num_processes > 1).lower()}
-        groups_per_batch = 4
-        num_minibatches = 4
-        learning_rate = 3e-4
-        total_batches = {total_batches}
-        checkpoint_every = {checkpoint_every}
-        max_staleness = 10
-        row_tokens = 48
-        num_threads = 1
-        wait_seconds = 0.0
-        progress = false
-        keep_versions = 1
-        """
+    config = write_settings(
+        directory / "trainer.toml",
+        directory,
+        model,
+        kind=kind,
+        lora_rank=4,
+        multi_devices=num_processes > 1,
+        groups_per_batch=4,
+        num_minibatches=4,
+        learning_rate=3e-4,
+        total_batches=total_batches,
+        checkpoint_every=checkpoint_every,
+        keep_versions=1,
     )
     program = directory / "program.py"
     program.write_text(PROGRAM)
-    launcher = [sys.executable, str(program)]
-    if num_processes > 1:
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(num_processes),
-        ]
-        launcher.append(str(program))
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    launcher = [sys.executable, *(several if num_processes > 1 else []), str(program)]
     done = subprocess.run([*launcher, str(config)], timeout=300, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (directory / "policies" / "trainer.jsonl").read_text().splitlines()]

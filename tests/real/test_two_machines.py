@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, write_settings
 from support.waiting import wait_until
 
 from trainer.parallel import check_address
@@ -145,27 +145,17 @@ class Run:
 
     def configs(self, policies: str, **more: int) -> dict[str, Path]:
         """Write the settings of each machine; `policies` is the directory, which may hold the host's name."""
-        found = {}
-        for host in HOSTS:
-            found[host] = self._directory / f"{host}.toml"
-            lines = "".join(f"{name} = {value}\n" for name, value in more.items())
-            found[host].write_text(
-                f"""
-                database = "sqlite:///{self._directory / "ledger.db"}"
-                model = "{self._model}"
-                policies_dir = "{self._directory / policies.format(host)}"
-                multi_devices = true
-                groups_per_batch = 2
-                max_staleness = 10
-                row_tokens = 48
-                num_threads = 1
-                wait_seconds = 0.0
-                progress = false
-                weight_transfer = false
-                {lines}
-                """
+        given = {"multi_devices": True, "groups_per_batch": 2, "weight_transfer": False, **more}
+        return {
+            host: write_settings(
+                self._directory / f"{host}.toml",
+                self._directory,
+                self._model,
+                policies_dir=str(self._directory / policies.format(host)),
+                **given,
             )
-        return found
+            for host in HOSTS
+        }
 
 
 @pytest.mark.slow

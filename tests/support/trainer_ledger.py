@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,22 @@ def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSetting
         "progress": False,
     }
     return TrainerSettings(**(values | changes))
+
+
+def write_settings(file: Path, directory: Path, model: Path, **changes: Any) -> Path:
+    """Write the settings of a trainer's process over `ledger.db` in a directory; return the file."""
+    values: dict[str, Any] = {
+        "database": f"sqlite:///{directory / 'ledger.db'}",
+        "model": str(model),
+        "policies_dir": str(directory / "policies"),
+        "max_staleness": 10,
+        "row_tokens": 48,
+        "num_threads": 1,
+        "wait_seconds": 0.0,
+        "progress": False,
+    }
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in (values | changes).items()))
+    return file
 
 
 def new_policy(db: Database, name: str, base_version: int | None = None) -> int:

@@ -17,7 +17,7 @@ from support.killed_trainer import (
     Trainers,
     running_trainers,
 )
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from turnwise.store import policies, queries, trained
@@ -35,23 +35,8 @@ def play(directory: Path, model: Path, num_batches: int = 2) -> Path:
 
 def train(trainers: Trainers, directory: Path, model: Path, *die_at: str, total: int = 2, every: int = 1) -> int:
     """Run a trainer over the ledger; return its exit status."""
-    config = directory / "trainer.toml"
-    config.write_text(
-        f"""
-        database = "sqlite:///{directory / "ledger.db"}"
-        model = "{model}"
-        policies_dir = "{directory / "policies"}"
-        groups_per_batch = 3
-        num_minibatches = 2
-        total_batches = {total}
-        checkpoint_every = {every}
-        max_staleness = 10
-        row_tokens = 16
-        num_threads = 1
-        wait_seconds = 0.0
-        progress = false
-        """
-    )
+    batches = {"groups_per_batch": 3, "num_minibatches": 2, "total_batches": total, "checkpoint_every": every}
+    config = write_settings(directory / "trainer.toml", directory, model, row_tokens=16, **batches)
     return trainers.train(config, *die_at)
 
 

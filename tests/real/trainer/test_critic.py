@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.experience_factory import experience
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for, train
+from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
 from torch import tensor
 
 from trainer.algorithms import gae
@@ -99,12 +99,6 @@ def test_a_session_that_does_not_fit_into_memory_counts_in_no_mean_by_hand():
     scored, gauges = gae.with_values(batch, [0, 1], states, gae.GAE.Settings())
     np.testing.assert_allclose(scored.table.advantages, [1, 1, -1, -1, 0, 0], atol=1e-5)
     assert gauges == {"value_mean": 0.5, "value_loss": 0.125, "value_explained_variance": 0.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 CRITICS = [

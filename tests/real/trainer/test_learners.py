@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support import trainer_ledger
+from support.trainer_ledger import Rollouts, load_model, new_ledger
 
 from trainer.learning.optimizer import make_scheduler
 from trainer.main import run
@@ -17,24 +18,9 @@ from turnwise.errors import SettingsError
 from turnwise.store import experiences
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
 def settings_for(tmp_path, model, **changes):
-    values = {
-        "database": f"sqlite:///{tmp_path / 'ledger.db'}",
-        "model": str(model),
-        "policies_dir": tmp_path / "policies",
-        "groups_per_batch": 8,
-        "num_minibatches": 2,
-        "total_batches": 1,
-        "learning_rate": 5e-3,
-        "wait_seconds": 0.0,
-        "progress": False,
-    }
-    return TrainerSettings(**(values | changes))
+    defaults = {"groups_per_batch": 8, "num_minibatches": 2, "total_batches": 1, "learning_rate": 5e-3}
+    return trainer_ledger.settings_for(tmp_path, model, **(defaults | changes))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +40,7 @@ def train(tmp_path, model, played, **changes):
         contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as copy,
     ):
         source.backup(copy)
-    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, **changes), enable_jit=False)
-    state = workflow.learn(workflow.setup(0))
-    workflow.close()
-    return state
+    return trainer_ledger.train(settings_for(tmp_path, model, **changes))
 
 
 def preference(tmp_path, before, after):

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for
 
 from trainer.learning.batch import Batch, build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
-from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.store import experiences
 from turnwise.types import PolicyKind
@@ -23,12 +22,6 @@ WHILE_TRACING = "ignore:The .grad attribute of a Tensor that is not a leaf"
 """The compiler looks at the inputs of a layer, which another layer computed."""
 ROW_TOKENS = 40
 """Gives rows of one sequence without a mask, and rows of several sequences with a mask."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -102,23 +95,16 @@ def test_a_workflow_with_jit_gives_the_same_weights(tmp_path, model):
     found = {}
     for enable_jit in (False, True):
         directory = tmp_path / str(enable_jit)
-        db = new_ledger(tmp_path / f"{enable_jit}.db")
+        directory.mkdir()
+        db = new_ledger(directory / "ledger.db")
         Rollouts(db, load_model(model)).play("a", num_groups=3)
         db.close()
-        settings = TrainerSettings(
-            database=f"sqlite:///{tmp_path / f'{enable_jit}.db'}",
-            model=str(model),
-            policies_dir=directory,
-            groups_per_batch=3,
-            total_batches=1,
-            wait_seconds=0.0,
-            progress=False,
-        )
+        settings = settings_for(directory, model, total_batches=1)
         workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=enable_jit)
         assert workflow.agent.policy.compiled is enable_jit
         state = workflow.learn(workflow.setup(0))
         workflow.close()
-        found[enable_jit] = (state.metrics["loss"], load_file(directory / "v000001" / "model.safetensors"))
+        found[enable_jit] = (state.metrics["loss"], load_file(directory / "policies/v000001/model.safetensors"))
     assert found[True][0] == pytest.approx(found[False][0], abs=1e-5)
     for name, weight in found[False][1].items():
         torch.testing.assert_close(found[True][1][name], weight, atol=1e-5, rtol=0)
