@@ -188,79 +188,33 @@ def test_dpo_gives_the_numbers_worked_by_hand():
     close(dpo.dpo(tensor([2.0]), tensor([-2.0]), 0.5), [0.126928])
 
 
-def random_tokens(seed=0, count=40):
-    rng = np.random.default_rng(seed)
-    logprobs = -rng.exponential(1.0, count)
-    columns = {
-        "logprobs": logprobs,
-        "entropy": rng.uniform(0, 3, count),
-        "behaviour": logprobs + rng.normal(0, 0.4, count),
-        "proximal": logprobs + rng.normal(0, 0.2, count),
-        "reference": logprobs + rng.normal(0, 0.3, count),
-        "advantages": rng.normal(0, 1, count),
-        "weights": rng.dirichlet(np.ones(count)),
-    }
-    sequence = np.sort(rng.integers(0, 5, count))
-    sequence = np.unique(sequence, return_inverse=True)[1]
-    return columns, sequence
+CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 
 
-def numpy_loss(name, rule, c, sequence):
-    """An independent implementation of the losses in float64 with loops, from the papers."""
-    total = 0.0
-    for i in range(len(sequence)):
-        lp, old, a = c["logprobs"][i], c["behaviour"][i], c["advantages"][i]
-        r = math.exp(lp - old)
-        low, high = 1 - getattr(rule, "clip_low", 0), 1 + getattr(rule, "clip_high", 0)
-        if name == "reinforce":
-            loss = -a * lp
-        elif name == "grpo":
-            loss = -min(r * a, min(max(r, low), high) * a)
-            loss = min(loss, -3 * a) if a < 0 else loss
-        elif name == "gspo":
-            own = [j for j in range(len(sequence)) if sequence[j] == sequence[i]]
-            s = math.exp(sum(c["logprobs"][j] - c["behaviour"][j] for j in own) / len(own))
-            loss = -min(s * a, min(max(s, low), high) * a)
-        elif name == "cispo":
-            loss = -min(max(r, low), high) * a * lp
-        elif name == "masked_is":
-            loss = -r * a * lp if low <= r <= high else 0.0
-        elif name == "dppo":
-            moved = math.exp(lp) - math.exp(old)
-            blocked = (a > 0 and moved > rule.clip_high) or (a < 0 and moved < -rule.clip_low)
-            loss = 0.0 if blocked else -r * a
-        else:
-            loss = -lp
-        if name == "reinforce" and rule.correction is not None:
-            loss *= min(math.exp(lp - old), rule.correction_cap)
-        if name == "sft":
-            total += c["weights"][i] * loss
-            continue
-        d = c["reference"][i] - lp
-        k3 = math.exp(d) - d - 1
-        total += c["weights"][i] * (loss - rule.entropy_coef * c["entropy"][i] + rule.kl_coef * k3)
-    return total
-
-
-@pytest.mark.parametrize("name", ["reinforce", "grpo", "gspo", "cispo", "masked_is", "dppo", "sft"])
 @pytest.mark.parametrize(
-    "extra", [{}, {"correction": "tis", "correction_cap": 1.1}, {"entropy_coef": 0.1, "kl_coef": 0.3}]
+    ("name", "settings", "at_2", "at_half"),
+    [
+        ("reinforce", {}, 1.0, -1.0),
+        ("reinforce", {"correction": "tis", "correction_cap": 1.1}, 1.1, -0.5),
+        ("grpo", CLIPS, -1.28, 0.8),
+        ("gspo", CLIPS, -1.28, 0.8),
+        ("cispo", CLIPS, 1.28, -0.8),
+        ("masked_is", CLIPS, 0.0, 0.0),
+        ("dppo", CLIPS, -2.0, 0.0),  # probabilities move by e⁻¹ / 2 = 0.18, and by e⁻¹ = 0.37
+        ("sft", {}, 1.0, 1.0),
+    ],
 )
-def test_each_loss_equals_an_independent_float64_version(name, extra):
-    columns, sequence = random_tokens()
-    chosen = algorithm(name, **(extra if name != "sft" else {}))
-    tensors = {name: torch.tensor(values) for name, values in columns.items()} | {"proximal": None}
-    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), chosen)
-    assert float(actual) == pytest.approx(numpy_loss(name, chosen.settings, columns, sequence), abs=1e-6)
+def test_each_algorithm_applies_its_bounds_to_the_ratio_by_hand(name, settings, at_2, at_half):
+    """Tokens with log p = -1: ratio 2 and A = 1, then ratio 1/2 and A = -1."""
+    chosen = algorithm(name, **settings)
+    close(loss_of(of_chains(behaviour=tensor([-1.0 - LN2] * 3)), chosen), at_2)
+    close(loss_of(of_chains(behaviour=tensor([-1.0 + LN2] * 3), advantages=-torch.ones(3)), chosen), at_half)
 
 
-def test_ratios_are_relative_to_the_proximal_weights_where_they_exist():
-    columns, sequence = random_tokens()
-    tensors = {name: torch.tensor(values) for name, values in columns.items()}
-    chosen = algorithm("grpo")
-    swapped = columns | {"behaviour": columns["proximal"]}
-    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), chosen)
-    assert float(actual) == pytest.approx(numpy_loss("grpo", chosen.settings, swapped, sequence), abs=1e-6)
+def test_entropy_and_the_kl_to_the_reference_are_added_to_the_loss_by_hand():
+    """-A log p = 1; entropy 2 takes 0.1 · 2 off; log ratio ln 2 to the reference adds 0.3 (1 - ln 2)."""
+    tokens = of_chains(entropy=torch.full((3,), 2.0), reference=tensor([-1.0 + LN2] * 3))
+    close(loss_of(tokens, algorithm("reinforce", entropy_coef=0.1, kl_coef=0.3)), 1 - 0.2 + 0.3 * (1 - LN2))
 
 
 def test_dpo_sums_the_chains_of_a_session_and_weighs_each_pair_once():
