@@ -88,6 +88,7 @@ ACTION_OF_ROUTE = {
     "GET /v1/policies": "read",
     "POST /v1/policies": "publish",
     "POST /v1/policies/{version}/activate": "activate",
+    "POST /v1/policies/{policy}/archive": "activate",
     "GET /v1/counts": "read",
     "GET /v1/events": "read",
     "GET /v1/updates": "read",

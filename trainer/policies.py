@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from trainer.source import UpdateIds
 from trainer.state import State
 from trainer.train import RLWorkflow
 from turnwise.errors import SettingsError
-from turnwise.store import named_policies
+from turnwise.store import named_policies, trainer_status
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind
 from turnwise.types import Policy as NamedPolicy
@@ -191,17 +192,32 @@ class Policies:
             with self._shared.db.read() as conn:
                 return named_policies.list_named_policies(conn)
 
-        found = {one.policy_id: one for one in outlast(read, self._stopped) if one.archived_at is None}
-        for number in self._trained.keys() - found.keys() - {DEFAULT_POLICY}:
-            log.info("policy %d was archived or deleted, and is not trained any more", number)
-            gone = self._trained.pop(number)
-            gone.state.enter()
-            gone.workflow.commits.flush(gone.state)
-            self._close(gone.workflow)
+        listed = outlast(read, self._stopped)
+        found = {one.policy_id: one for one in listed if one.archived_at is None}
+        stored = {one.policy_id for one in listed}
+        for number in (self._trained.keys() | self._errors.keys()) - found.keys() - {DEFAULT_POLICY}:
+            self._leave(number, is_deleted=number not in stored)
         for number, policy in found.items():
             if number not in self._trained and number not in self._errors and not self._stopped.is_set():
                 log.info("policy %r has the number %d", policy.name, number)
                 self._begin(number, self._workflow(policy))
+
+    def _leave(self, number: int, *, is_deleted: bool) -> None:
+        """End with a policy that was archived or deleted; of a deleted one nothing stays on disk."""
+        log.info("policy %d was %s, and is not trained any more", number, "deleted" if is_deleted else "archived")
+        gone = self._trained.get(number)
+        if gone is not None:
+            if not is_deleted:
+                with self._set_aside_on_error(number, gone.workflow):
+                    gone.state.enter()
+                    gone.workflow.commits.flush(gone.state)
+            if self._trained.pop(number, None) is not None:
+                self._close(gone.workflow)
+        self._errors.pop(number, None)
+        if is_deleted:
+            shutil.rmtree(self._settings.policies_dir / str(number), ignore_errors=True)
+            with self._shared.db.write() as conn:
+                trainer_status.delete_report(conn, f"{self._settings.trainer_id}/{number}")
 
     @contextlib.contextmanager
     def _set_aside_on_error(self, number: int, workflow: RLWorkflow) -> Iterator[None]:

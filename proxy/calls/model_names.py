@@ -39,7 +39,7 @@ class ModelNames:
 
         Raises:
             NotFound: the policy has no such version, or the name is not served.
-            Conflict: the version failed.
+            Conflict: the version failed, or the policy is archived.
         """
         call.policy_id = principal.policy_id
         name, _, number = call.model.rpartition("@")
@@ -47,7 +47,10 @@ class ModelNames:
         policy = self._pool.find_policy(principal.tenant, named)
         if policy is None:
             self.check(call.model)
+            if self._pool.archived:
+                self._pool.check_in_use(principal.policy_id)
             return
+        self._pool.check_in_use(policy.policy_id)
         call.policy_id, call.names_policy, is_version = policy.policy_id, True, named != call.model
         if is_version and (policy.policy_id, int(number)) == (DEFAULT_POLICY, 0):
             call.policy_version = OWN_MODEL

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 
 from proxy.engines.engine import Engine, Lane
@@ -60,6 +60,8 @@ class EnginePool:
         """The named policies by tenant and name."""
         self.policy_names: Mapping[int, str] = {DEFAULT_POLICY: DEFAULT_POLICY_NAME}
         """Their names by number."""
+        self.archived: Collection[int] = ()
+        """The numbers of those that are archived."""
         self.adapters: Mapping[int, PolicyVersion] = {}
         """What the sessions of each named policy sample with, by its number: the served version, before the first one
         the adapter that it starts from. A policy that is missing samples with the engine's own model."""
@@ -97,6 +99,20 @@ class EnginePool:
     def find_policy(self, tenant: str, name: str) -> Policy | None:
         """Return the tenant's policy of this name, or the default policy by its name; None if there is none."""
         return self.policies.get((NO_TENANT if name == DEFAULT_POLICY_NAME else tenant, name))
+
+    def check_in_use(self, policy_id: int) -> None:
+        """Check that sessions may sample with a policy.
+
+        Raises:
+            Conflict: it is archived.
+        """
+        if policy_id in self.archived:
+            name = self.policy_names[policy_id]
+            raise Conflict(
+                f"policy {name!r} is archived; `turnwise policies unarchive {name}` takes it into use again",
+                param="policy",
+                code="policy_archived",
+            )
 
     @property
     def num_calls(self) -> int:
@@ -224,7 +240,7 @@ class EnginePool:
 
         Raises:
             Overloaded: all places are taken.
-            Conflict: no engine has the whole weights that the call asks for.
+            Conflict: no engine has the whole weights that the call asks for, or the policy is archived.
             ReloadFailed: the engine did not load the adapter.
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
@@ -236,10 +252,10 @@ class EnginePool:
                 await self._read_served(self.read_served)
             wanted = version
             if version is None and session.policy_id != DEFAULT_POLICY:
-                wanted = self.adapters.get(session.policy_id, OWN_MODEL)
+                wanted = self._served_to(session)
             lane = await self._wait_for_lane(session, wanted, 0.0 if has_waited else self._wait_seconds)
-            if wanted is not None and wanted.kind is PolicyKind.LORA and lane.adapter is None:
-                lane = await self._load(lane.engine, wanted.version)
+            if wanted is not None:
+                lane = await self._with_adapter(lane, wanted)
         except BaseException:
             self._in_flight -= 1
             raise
@@ -249,6 +265,32 @@ class EnginePool:
             arm = {self.trial: "canary", self.holdout: "holdout"}.get(lane.version, "control")
             self._metrics.canary_calls.labels(arm).inc()
         return lane
+
+    async def served_lane(self, session: Session) -> Lane:
+        """Return what the session's policy is served with, apart from canary and hold-out.
+
+        Raises:
+            ReloadFailed: the engine did not load the adapter.
+            EngineUnavailable: no engine serves.
+        """
+        if session.policy_id == DEFAULT_POLICY:
+            return self.route(session.session_id).active_lane
+        wanted = self._served_to(session)
+        return await self._with_adapter(self.lane(session, wanted), wanted)
+
+    def _served_to(self, session: Session) -> PolicyVersion:
+        """Return the version that the sessions of a named policy are served with.
+
+        Raises:
+            Conflict: the policy is archived.
+        """
+        self.check_in_use(session.policy_id)
+        return self.adapters.get(session.policy_id, OWN_MODEL)
+
+    async def _with_adapter(self, lane: Lane, wanted: PolicyVersion) -> Lane:
+        """Return the lane; load the wanted adapter first if its engine lacks it."""
+        is_missing = wanted.kind is PolicyKind.LORA and lane.adapter is None
+        return await self._load(lane.engine, wanted.version) if is_missing else lane
 
     async def _load(self, engine: Engine, version: int) -> Lane:
         assert self.load_adapter is not None, "a reloader has told the pool which adapters there are"

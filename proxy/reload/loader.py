@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
@@ -302,15 +302,18 @@ class Loader:
         except (BadCheckpoint, EngineError, FilesNotRead) as error:
             self.take_out(engine, error)
 
-    async def retire(self, engine: Engine, keep: set[int], *, num_spared: int = 1) -> None:
+    async def retire(self, engine: Engine, keep: set[int], *, num_spared: int = 1, ended: Collection[int] = ()) -> None:
         """Unload adapters without calls, except the latest ones: another process may still call them.
 
         Args:
             engine: the engine.
             keep: the versions that sessions may sample with.
             num_spared: how many of the others stay, one for each policy.
+            ended: those of policies that were archived or deleted, which do not stay.
         """
-        for version in [version for version in engine.adapters if version not in keep][: -max(1, num_spared)]:
+        unused = [version for version in engine.adapters if version not in keep]
+        leaving = [version for version in unused if version in ended]
+        for version in leaving + [version for version in unused if version not in ended][: -max(1, num_spared)]:
             if engine.adapters[version].num_calls == 0:
                 await engine.unload_adapter(version)
 

@@ -308,7 +308,10 @@ class Reloader:
             await self._admit(engine)
         elif engine.adapters:
             await self._loader.retire(
-                engine, {engine.version} | self._served.in_use, num_spared=len(self._pool.policies)
+                engine,
+                {engine.version} | self._served.in_use,
+                num_spared=len(self._pool.policies),
+                ended=self._served.ended,
             )
 
     async def _has_lost_weights(self, engine: Engine) -> bool:

@@ -85,6 +85,8 @@ class ServedVersions:
         """The hold-out of that reading."""
         self.in_use: set[int] = set()
         """The versions that sessions of any policy may sample with, by that reading."""
+        self.ended: set[int] = set()
+        """The versions that sessions of policies sampled with which were then archived or deleted."""
         self._newest: Wanted | None = None
         """That reading."""
         self._running: asyncio.Task[None] | None = None
@@ -157,6 +159,9 @@ class ServedVersions:
         self.holdout = wanted.holdout
         self._pool.policies = wanted.named
         self._pool.policy_names = {policy.policy_id: policy.name for policy in wanted.named.values()}
+        self._pool.archived = {each.policy_id for each in wanted.named.values() if each.archived_at is not None}
+        live = self._pool.policy_names.keys() - self._pool.archived
+        self.ended |= {served.version for policy_id, served in self._pool.adapters.items() if policy_id not in live}
         self._pool.adapters = {
             policy_id: served
             for policy_id, state in wanted.states.items()

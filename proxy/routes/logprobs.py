@@ -1,4 +1,4 @@
-"""`GET /v1/turns/{turn_id}/logprobs`: a turn's tokens under the served version, which shows what updates did to it."""
+"""`GET /v1/turns/{turn_id}/logprobs`: a turn's tokens under the version that its policy is served with now."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from turnwise.errors import Conflict
 from turnwise.logprob_request import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
+from turnwise.types import Session
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
@@ -29,15 +30,19 @@ async def recompute_logprobs(
     services: Here,
     principal: Caller,
 ) -> Response:
-    """Recompute the logprobs of a turn's sampled tokens under the served version; the engine samples one token each."""
+    """Recompute the logprobs of a turn's sampled tokens under the version that its policy is served with.
 
-    def read() -> TurnView:
+    The engine samples one token for each.
+    """
+
+    def read() -> tuple[TurnView, Session]:
         with services.database.read() as connection:
-            return queries.turn(connection, principal.tenant, turn_id)
+            view = queries.turn(connection, principal.tenant, turn_id)
+            return view, queries.session(connection, principal.tenant, view.turn.session_id)
 
-    view = await asyncio.to_thread(read)
+    view, session = await asyncio.to_thread(read)
     _check_repeatable(view)
-    lane = services.pool.route(view.turn.session_id).active_lane
+    lane = await services.pool.served_lane(session)
     version = lane.version
     turn = view.turn
     token_ids = [*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()][: turn.prompt_length + MAX_TOKENS]

@@ -22,6 +22,7 @@ from proxy.routes.serialise import PUBLIC
 from turnwise.installation import Finding
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
+from turnwise.store.named_policies import PolicySummary
 from turnwise.store.summaries import Summary
 from turnwise.store.trained import TrainedSession, UpdateGroup
 from turnwise.store.trainer_status import TrainerState
@@ -196,6 +197,12 @@ PolicyAnswer = answer_model(
     ),
 )
 NamedPolicy = answer_model("NamedPolicy", Policy, "A policy: the default one, or one that a tenant created.")
+ListedPolicy = answer_model(
+    "ListedPolicy",
+    Policy,
+    "A policy in a list.",
+    summary=(PolicySummary | None, Field(default=None, description="What it holds, with `summary=true`.")),
+)
 ActivationAnswer = _create(
     "ActivationAnswer",
     PolicyAnswer,
@@ -233,7 +240,15 @@ class DeletedAnswer(Answer):
     num_sessions: int
     num_turns: int
     policy_versions: list[int]
-    """The versions that were trained on it, oldest first; every later version descends from them."""
+    """The versions that were trained on it, oldest first; every later version of their policy descends from them."""
+    cloned_versions: list[int]
+    """Versions since the first of those from which other policies were created."""
+    num_policies: int
+    """Policies of the tenant that were deleted with it."""
+    deleted_versions: list[int]
+    """The versions of those policies."""
+    directories_left: list[str]
+    """Directories of those versions that were not removed: they are on another machine, or no trainer wrote them."""
 
 
 class Page(Answer):
@@ -267,7 +282,7 @@ PolicyPage = page_model(
         Field(description="The version that a person pinned the policy to; null follows the newest."),
     ),
     policies=(
-        list[NamedPolicy],  # type: ignore[valid-type]
+        list[ListedPolicy],  # type: ignore[valid-type]
         Field(description="The default policy and the tenant's own ones."),
     ),
 )

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
+from proxy.reload.version_files import PATIENCE_SECONDS
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
 from proxy.routes.serialise import (
     Caller,
@@ -31,9 +32,9 @@ from proxy.routes.serialise import (
     record_json,
 )
 from proxy.services import Services, services_of
-from turnwise.errors import BadCheckpoint, Forbidden, NotFound
+from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
 from turnwise.store import keys, named_policies, pages, policies
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
 CHECK_SECONDS = 30.0
@@ -88,6 +89,13 @@ class Activation(Body):
     """Keep serving this version when newer ones are published; false serves it until a newer version is published."""
 
 
+class Archival(Body):
+    """Whether a policy is in use."""
+
+    archived: bool = True
+    """False takes it into use again."""
+
+
 @router.get("", responses=describe_answer("PolicyPage"))
 async def list_policies(
     services: Here,
@@ -95,6 +103,7 @@ async def list_policies(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
     policy: Annotated[Text | None, Query(description="Only versions of this policy.")] = None,
+    summary: Annotated[bool, Query(description="Whether each policy has a `summary` of what it holds.")] = False,
 ) -> Response:
     """List the policies, and their versions, newest first: the tenant's own ones and the default one."""
 
@@ -112,7 +121,35 @@ async def list_policies(
 
     named, found, more, pinned = await asyncio.to_thread(read)
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
-    return answer({**page(listed, more), "pinned_version": pinned, "policies": [record_json(each) for each in named]})
+    held = await _summaries(services, principal, named) if summary else {}
+    rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
+    return answer({**page(listed, more), "pinned_version": pinned, "policies": rows})
+
+
+async def _summaries(services: Services, principal: Principal, named: list[Policy]) -> dict[int, Json]:
+    """Return what policies hold, by their numbers; `num_bytes` is null where the file system does not answer."""
+
+    def read() -> tuple[dict[int, named_policies.PolicySummary], dict[int, list[PolicyVersion]]]:
+        with services.database.read() as connection:
+            held = named_policies.policy_summaries(connection, principal.tenant)
+            return held, {
+                number: policies.list_policies(connection, limit=policies.MAX_MEASURED, policy_ids=[number])[0]
+                for number in held
+            }
+
+    held, versions = await asyncio.to_thread(read)
+
+    def measure() -> dict[int, int | None]:
+        return {number: policies.num_bytes_on_disk(found) for number, found in versions.items()}
+
+    sizes: dict[int, int | None] = {}
+    with contextlib.suppress(FilesNotRead):
+        key = ("sizes", *(str(each.policy_id) for each in named))
+        sizes = await services.files.read(key, "the versions", measure, seconds=PATIENCE_SECONDS)
+    return {
+        number: dataclasses.asdict(dataclasses.replace(each, num_bytes=sizes.get(number)))
+        for number, each in held.items()
+    }
 
 
 @router.post("", responses=describe_answer("PolicyAnswer", "NamedPolicy"))
@@ -188,6 +225,23 @@ async def activate_policy(
             "pinned_version": version if pin else None,
         }
     )
+
+
+@router.post("/{policy}/archive", responses=describe_answer("NamedPolicy"))
+async def archive_policy(
+    policy: Annotated[Text, Path()], services: Here, principal: Caller, how: Archival | None = None
+) -> Response:
+    """Archive a policy of the caller's tenant, or with `{"archived": false}` take it into use again.
+
+    Calls and new sessions of an archived policy get 409. It is not trained, and engines unload its adapters. Its
+    versions, sessions and files stay.
+    """
+    is_archived = (how or Archival()).archived
+    archived = await services.writer.do(
+        named_policies.archive_policy, principal.tenant, policy, is_archived=is_archived
+    )
+    await services.reloader.read_served()
+    return answer(record_json(archived))
 
 
 async def _check_may_serve(services: Services, principal: Principal, version: str) -> None:

@@ -37,6 +37,7 @@ from turnwise.store import (
     ledger,
     lineage,
     pages,
+    policies,
     queries,
     retention,
     search,
@@ -139,6 +140,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     policy_id = principal.policy_id
     if wanted.policy is not None:
         policy_id = (await asyncio.to_thread(read_policy, services, principal, wanted.policy)).policy_id
+    services.pool.check_in_use(policy_id)
     session = Session(session_id=session_id, tenant=principal.tenant, policy_id=policy_id, opened_by="api", **fields)
     stored = await services.sessions.create(session)
     if wanted.policy is not None:
@@ -297,27 +299,32 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
 async def delete_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Delete a session with its turns and rewards; the answer names the policy versions that were trained on it."""
     deleted = await services.writer.delete_all(retention.delete_session, principal.tenant, session_id)
-    return answer(_deleted(services, deleted))
+    return answer(await _finish_deletion(services, deleted))
 
 
 @router.delete("/tenant", responses=describe_answer("DeletedAnswer"))
 async def delete_tenant(services: Here, principal: Caller) -> Response:
-    """Delete everything of the caller's tenant: sessions, turns, rewards and keys, the caller's own included."""
+    """Delete everything of the caller's tenant: sessions, turns, rewards, policies and keys, also the caller's own.
+
+    The files of its policies' versions are deleted too. The answer names what is left.
+    """
     total = await services.writer.delete_all(retention.delete_tenant, principal.tenant)
     services.forget_keys()
     services.counts.forget(principal.tenant)
-    return answer(_deleted(services, total))
+    return answer(await _finish_deletion(services, total))
 
 
-def _deleted(services: Services, deleted: retention.Deleted) -> Json:
-    """Remove deleted sessions from memory; return the deletion as the API's JSON."""
+async def _finish_deletion(services: Services, deleted: retention.Deleted) -> Json:
+    """Remove deleted sessions from memory, and the files of deleted policies; return the deletion as the API's JSON."""
     for tenant, session_id in deleted.sessions:
         services.forget_session(tenant, session_id)
-    return {
-        "num_sessions": len(deleted.sessions),
-        "num_turns": deleted.num_turns,
-        "policy_versions": list(deleted.policy_versions),
-    }
+
+    def finish() -> Json:
+        with services.database.read() as connection:
+            report = retention.report(connection, deleted)
+        return report | {"directories_left": policies.remove_files(deleted.deleted_versions)}
+
+    return await asyncio.to_thread(finish)
 
 
 class NewLabel(Body):

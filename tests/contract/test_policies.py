@@ -180,6 +180,32 @@ def test_a_session_is_created_with_a_policy_and_shows_and_is_found_by_its_name(w
     }
 
 
+def test_policies_are_listed_with_what_they_hold(world: World) -> None:
+    """Also those without a version. Each tenant sees its own ones, with the number of its sessions."""
+    world.add_policy("a", "support")
+    world.add_policy("a", "empty")
+    version = world.publish("a", "support")
+    world.sampled("support-a")
+    listed = world.get("admin-a", "/v1/policies?summary=true")["policies"]
+    held = {each["name"]: (each["summary"]["served_version"], each["summary"]["num_sessions"]) for each in listed}
+    assert held == {"default": (None, 0), "support": (version, 1), "empty": (None, 0)}
+    sizes = {each["name"]: each["summary"]["num_bytes"] for each in listed}
+    files = (world.directory / "adapter-0").rglob("*")
+    assert sizes == {"default": 0, "support": sum(each.stat().st_size for each in files if each.is_file()), "empty": 0}
+    assert [each["name"] for each in world.get("admin-b", "/v1/policies?summary=true")["policies"]] == ["default"]
+    assert "summary" not in world.get("admin-a", "/v1/policies")["policies"][0]
+
+
+def test_a_turns_logprobs_are_recomputed_with_its_own_policy(world: World) -> None:
+    world.add_policy("a", "support")
+    version = world.publish("a", "support")
+    for key, served in (("support-a", version), ("admin-a", 0)):
+        turn_id = world.call(key).json()["id"]
+        recomputed = world.get("admin-a", f"/v1/turns/{turn_id}/logprobs")
+        assert (recomputed["policy_version_first"], recomputed["policy_version"]) == (served, served)
+        assert world.engine.calls[-1].body["model"] == (f"policy-v{version}" if version == served else "fake")
+
+
 def test_another_tenants_policy_does_not_exist(world: World) -> None:
     """It cannot be named, read, pinned, published to, cloned, or bound to a key."""
     world.add_policy("a", "support")
@@ -222,6 +248,28 @@ def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:
     assert {key: world.sampled(key) for key in served} == served
     failed = world.call("support-a", f"support@{broken}")
     assert (failed.status_code, failed.json()["error"]["code"]) == (409, "version_not_loaded")
+
+
+def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world: World) -> None:
+    """Its adapter leaves the engine, and comes back; another tenant cannot archive it."""
+    world.add_policy("a", "support")
+    version = world.publish("a", "support")
+    assert world.sampled("support-a", "gpt-5", "s") == version
+    assert world.http["admin-b"].post("/v1/policies/support/archive", json={}).status_code == 404
+    assert world.http["admin-a"].post("/v1/policies/default/archive", json={}).status_code == 400
+    assert world.post("admin-a", "/v1/policies/support/archive", {})["archived_at"] is not None
+    refused = [
+        world.call("support-a"),
+        world.call("support-a", "gpt-5", "s"),
+        world.call("admin-a", f"support@{version}"),
+        world.http["admin-a"].post("/v1/sessions", json={"policy": "support"}),
+    ]
+    codes = [(reply.status_code, reply.json()["error"]["code"]) for reply in refused]
+    assert codes == [(409, "policy_archived")] * 4
+    assert world.sampled("admin-a") == 0
+    wait_until(lambda: not world.engine.state.adapters, "its adapter has left the engine")
+    assert world.post("admin-a", "/v1/policies/support/archive", {"archived": False})["archived_at"] is None
+    assert world.sampled("support-a", "gpt-5", "s") == version
 
 
 def test_an_engine_that_lost_an_adapter_loads_it_at_the_next_call(world: World) -> None:

@@ -66,7 +66,10 @@ def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store: Database, tmp
     add_ended(store, "c", tenant="other")
     with store.write() as connection:
         keys.create_key(connection, "acme", keys.KeyRole.AGENT, "")
-    gone = {"num_sessions": 1, "num_turns": 0, "policy_versions": []}
+    lists: dict[str, list] = {
+        key: [] for key in ("policy_versions", "cloned_versions", "deleted_versions", "directories_left")
+    }
+    gone = {"num_sessions": 1, "num_turns": 0, "num_policies": 0} | lists
     assert run(tmp_path, "forget", "--tenant", "acme", "--session-id", "a", "--yes") == gone
     assert session_ids(store) == {"b", "c"}
     assert run(tmp_path, "forget", "--tenant", "acme", "--yes") == gone

@@ -127,12 +127,19 @@ def _named_policies(conn: sa.Connection) -> None:
     named_policies.create_named_policy(conn, "t", "sales", base_version=adapter.version)
     for base in ("default", f"support@{adapter.version}"):
         named_policies.create_policy_from(conn, "t", f"of-{base[:3]}", base)
+    named_policies.find_version(conn, "t", f"support@{adapter.version}")
+    policies.activate_policy(conn, adapter.version)
+    named_policies.find_version(conn, "t", "support")
     named_policies.policy_of_tenant(conn, "t", adapter)
     policies.list_policies(conn, policy_ids=[support.policy_id])
     keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key", policy="support")
     named_policies.policy_named(conn, "t", "support")
     named_policies.list_named_policies(conn, "t")
     named_policies.names_of_policies(conn)
+    for is_archived in (True, False):
+        named_policies.archive_policy(conn, "t", "support", is_archived=is_archived)
+    retention.report(conn, retention.Deleted(policy_versions=(0,)))
+    named_policies.delete_policies(conn, "t")
 
 
 def _lease(conn: sa.Connection) -> None:
@@ -355,6 +362,7 @@ OF_ALL: dict[str, Ask] = {
         trainer_status.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
         trainer_status.note_sign_of_life(c, "trainer"),
         trainer_status.trainer_statuses(c),
+        trainer_status.delete_report(c, "trainer"),
     ),
     "weights in memory": lambda c: (
         weight_servers.announce_weights(c, "trainer", "http://trainer", NOW),
@@ -381,6 +389,7 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "the number of all sessions": lambda c: session_records.count_sessions(c, SessionFilter()),
     "counts of the store": queries.counts,
     "all updates": trained.all_updates,
+    "summaries of policies": named_policies.policy_summaries,
     "evaluated versions": evaluations.evaluated_versions,
 }
 """Calls of commands that read everything, by their purpose."""

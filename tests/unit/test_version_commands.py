@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import peft
 import pytest
 from click.testing import CliRunner, Result
 from support.migrated import migrated
+from support.tiny_checkpoints import write_adapter
 
 from turnwise.commands.cli import main
 from turnwise.store import named_policies, policies
@@ -96,3 +98,27 @@ def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
         ("support", 1, True),
     ]
     assert "newest version: 2" in _run(*follow).output
+
+
+def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_loads(tmp_path):
+    url = migrated(f"sqlite:///{tmp_path}/t.db")
+    at = ("--database", url)
+    _run("policies", "create", "support", *at)
+    adapter = write_adapter(tmp_path / "v000001")
+    database = Database(url)
+    with database.write() as conn:
+        policy_id = named_policies.policy_named(conn, "default", "support").policy_id
+        policies.publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
+    database.close()
+    listed = json.loads(_run("policies", "list", *at, "--json").output)
+    summaries = {each["name"]: each["summary"] for each in listed}
+    assert (summaries["support"]["num_versions"], summaries["default"]["num_versions"]) == (1, 0)
+    assert summaries["support"]["num_bytes"] == sum(each.stat().st_size for each in adapter.iterdir())
+    assert _run("policies", "list", *at).output.startswith("tenant")
+    exported = tmp_path / "exported"
+    assert "no policy version" in _run("policies", "export", "support", str(exported), *at).stderr
+    assert _run("policies", "export", "support@1", str(exported), *at).exit_code == 0
+    assert "is not empty" in _run("policies", "export", "support@1", str(exported), *at).stderr
+    weights = peft.utils.load_peft_weights(str(exported), device="cpu")
+    assert peft.PeftConfig.from_pretrained(str(exported)).peft_type == peft.PeftType.LORA
+    assert weights.keys() == peft.utils.load_peft_weights(str(adapter), device="cpu").keys()

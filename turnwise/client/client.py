@@ -175,6 +175,11 @@ class Client(Connection):
         """Iterate over the published versions, of all policies or of one."""
         return self._rows(wire.page_of("/v1/policies", wire.given({"policy": policy})), "version")
 
+    def policy_summaries(self) -> list[Json]:
+        """Return the policies, with a `summary` of what each of them holds."""
+        rows: list[Json] = self._json(wire.get("/v1/policies?summary=true&limit=1"))["policies"]
+        return rows
+
     def publish_policy(self, path: str, **fields: Any) -> Json:
         """Publish a checkpoint directory as a new policy version."""
         return self._json(wire.write("/v1/policies", {"path": path, **fields}))
@@ -182,6 +187,10 @@ class Client(Connection):
     def create_policy(self, name: str, **fields: Any) -> Json:
         """Create a policy of the tenant; `base` is what it starts from."""
         return self._json(wire.write("/v1/policies", {"name": name, **fields}))
+
+    def archive_policy(self, name: str, *, archived: bool = True) -> Json:
+        """Archive a policy: nothing is sampled with it or trained; `archived=False` takes it into use again."""
+        return self._json(wire.archive_policy(name, archived=archived))
 
     def activate(self, version: int, *, pin: bool = True) -> Json:
         """Serve this policy version, and stay on it; without a pin until a newer version is published."""
@@ -386,6 +395,11 @@ class AsyncClient(Connection):
         """Iterate over the published versions, of all policies or of one."""
         return self._rows(wire.page_of("/v1/policies", wire.given({"policy": policy})), "version")
 
+    async def policy_summaries(self) -> list[Json]:
+        """Return the policies, with a `summary` of what each of them holds."""
+        rows: list[Json] = (await self._json(wire.get("/v1/policies?summary=true&limit=1")))["policies"]
+        return rows
+
     async def publish_policy(self, path: str, **fields: Any) -> Json:
         """Publish a checkpoint directory as a new policy version."""
         return await self._json(wire.write("/v1/policies", {"path": path, **fields}))
@@ -393,6 +407,10 @@ class AsyncClient(Connection):
     async def create_policy(self, name: str, **fields: Any) -> Json:
         """Create a policy of the tenant; `base` is what it starts from."""
         return await self._json(wire.write("/v1/policies", {"name": name, **fields}))
+
+    async def archive_policy(self, name: str, *, archived: bool = True) -> Json:
+        """Archive a policy: nothing is sampled with it or trained; `archived=False` takes it into use again."""
+        return await self._json(wire.archive_policy(name, archived=archived))
 
     async def activate(self, version: int, *, pin: bool = True) -> Json:
         """Serve this policy version, and stay on it; without a pin until a newer version is published."""

@@ -174,6 +174,11 @@ def activate(version: int, *, pin: bool) -> Call:
     return write(f"/v1/policies/{segment(version)}/activate", {"pin": pin})
 
 
+def archive_policy(name: str, *, archived: bool) -> Call:
+    """Return the call that archives a policy, or takes it into use again."""
+    return write(f"/v1/policies/{segment(name)}/archive", {"archived": archived})
+
+
 def revoke_key(key_id: str) -> Call:
     """Return the call that revokes an API key."""
     return write(f"/v1/keys/{segment(key_id)}/revoke", {})

@@ -1,8 +1,9 @@
-"""Commands about policies: `policies` with `create`, `activate`, `follow` and `merge`, and `updates`."""
+"""Commands about policies: `policies` and `updates`: their life from `create` to `archive`."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import click
@@ -11,11 +12,16 @@ from turnwise.client import Client
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.remote import proxy_options, refuse_tenant, remote
+from turnwise.errors import SettingsError
 from turnwise.types import DEFAULT_POLICY_NAME, Json
 
 _COLUMNS = (
     *("policy", "version", "status", "pinned", "on_disk", "reward_mean", "lift", "reload_seconds", "created_at"),
     "error",
+)
+_POLICY_COLUMNS = (
+    *("tenant", "name", "served_version", "num_versions", "num_sessions", "num_trained_sessions"),
+    *("num_trained_tokens", "last_update_at", "num_bytes", "archived_at"),
 )
 _UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", "num_tokens", "reward_mean", "seconds")
 _SHOWN = ("reward_mean", "seconds")
@@ -57,9 +63,68 @@ def policies(
                 "pinned": policy.version in pinned,
                 "on_disk": stored.on_disk(policy),
             }
-            for policy in stored.list_policies(conn, limit=limit)[0]
+            for policy in stored.list_policies(conn, limit=limit, policy_ids=named)[0]
         ]
     print_stored(listed, "policy versions", place, as_json=as_json, columns=_COLUMNS)
+
+
+@policies.command("list")
+@proxy_options
+@database_option
+@json_option
+def list_named(database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+    """List the policies, also those without a version: served version, sessions, what was trained, bytes on disk."""
+    with remote(url, api_key, database) as client:
+        listed = _summaries(database) if client is None else client.policy_summaries()
+    rows = [{**each, **each["summary"]} for each in listed]
+    print_records(listed if as_json else rows, as_json=as_json, columns=_POLICY_COLUMNS)
+
+
+def _summaries(database: str | None) -> list[Json]:
+    from turnwise.commands.store import opened
+    from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import named_policies
+    from turnwise.store import policies as stored
+
+    with opened(database_url(database)) as store:
+        with store.read() as conn:
+            named = named_policies.list_named_policies(conn)
+            held = named_policies.policy_summaries(conn)
+            versions = {
+                number: stored.list_policies(conn, limit=stored.MAX_MEASURED, policy_ids=[number])[0] for number in held
+            }
+        sizes = {number: stored.num_bytes_on_disk(found) for number, found in versions.items()}
+    return [
+        values_of(each) | {"summary": values_of(held[each.policy_id]) | {"num_bytes": sizes[each.policy_id]}}
+        for each in named
+    ]
+
+
+@policies.command("export")
+@click.argument("policy", metavar="POLICY[@VERSION]")
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--tenant", help="The policy's owner [default: default].")
+@click.option("--merge", "is_merged", is_flag=True, help="Write a whole model: the adapter added to the base model.")
+@database_option
+def export(policy: str, directory: Path, tenant: str | None, database: str | None, *, is_merged: bool) -> None:
+    """Copy the served or the named version of a policy to a new directory: an adapter that PEFT and vLLM load."""
+    from turnwise.commands.store import opened
+    from turnwise.store import named_policies
+
+    with opened(database_url(database)) as store, store.read() as conn:
+        version = named_policies.find_version(conn, tenant or "default", policy)
+    if directory.exists() and any(directory.iterdir()):
+        raise SettingsError(f"{str(directory)!r} is not empty: name a new directory")
+    if is_merged:
+        from trainer.publish.merge import merge_adapter
+
+        merge_adapter(Path(version.path), directory)
+    else:
+        try:
+            shutil.copytree(version.path, directory, dirs_exist_ok=True)
+        except FileNotFoundError as error:
+            raise SettingsError(f"version {version.version}'s files no longer exist: {version.path!r}") from error
+    click.echo(f"Version {version.version} is in {directory}.")
 
 
 @policies.command("create")
@@ -107,6 +172,43 @@ def _create(database: str | None, tenant: str, name: str, base: str) -> Json:
     with opened(database_url(database)) as store, store.write() as conn:
         created: Json = values_of(named_policies.create_policy_from(conn, tenant, name, base)[0])
     return created
+
+
+@policies.command("archive")
+@click.argument("name")
+@click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
+@proxy_options
+@database_option
+def archive(name: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None) -> None:
+    """Take a policy out of use: its calls get 409, it is not trained, and engines unload its adapters."""
+    _archive(name, tenant, database, url, api_key, is_archived=True)
+    click.echo(f"Policy {name} is archived. Its versions stay: turnwise policies unarchive {name}")
+
+
+@policies.command("unarchive")
+@click.argument("name")
+@click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
+@proxy_options
+@database_option
+def unarchive(name: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None) -> None:
+    """Take an archived policy into use again."""
+    _archive(name, tenant, database, url, api_key, is_archived=False)
+    click.echo(f"Policy {name} is in use again.")
+
+
+def _archive(
+    name: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None, *, is_archived: bool
+) -> None:
+    with remote(url, api_key, database) as client:
+        if client is not None:
+            refuse_tenant(tenant)
+            client.archive_policy(name, archived=is_archived)
+            return
+    from turnwise.commands.store import opened
+    from turnwise.store import named_policies
+
+    with opened(database_url(database)) as store, store.write() as conn:
+        named_policies.archive_policy(conn, tenant or "default", name, is_archived=is_archived)
 
 
 @policies.command("activate")

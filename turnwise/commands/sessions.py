@@ -184,11 +184,9 @@ def archive(
 
 def _delete_all(database: Database, delete_some: Callable[[Connection], Deleted]) -> Json:
     """Repeat a deletion, one short transaction each time, until nothing is left."""
-    from turnwise.store import retention
+    from turnwise.store import policies, retention
 
     deleted = retention.delete_all(database, delete_some)
-    return {
-        "num_sessions": len(deleted.sessions),
-        "num_turns": deleted.num_turns,
-        "policy_versions": list(deleted.policy_versions),
-    }
+    with database.read() as conn:
+        report = retention.report(conn, deleted)
+    return report | {"directories_left": policies.remove_files(deleted.deleted_versions)}

@@ -4,19 +4,24 @@ A policy is known by tenant and name outside of the store, and by `policy_id` in
 model itself: it belongs to no tenant, and is all there is until a policy is created. Named policies are adapters, so
 the weights below them must not change: none is created once the default policy has whole weights of a later version,
 and none such is published while there are named policies.
+
+The row of a deleted policy keeps its number alone, as those of its versions do: engines know adapters by the numbers of
+versions, so none is given to another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import datetime
+from collections.abc import Collection, Mapping
 
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import rows
-from turnwise.store.rows import to_micros
+from turnwise.store.rows import from_micros, to_micros
 from turnwise.store.statements import insert_ignoring
-from turnwise.store.tables import NO_TENANT, policies, policy_versions
+from turnwise.store.tables import DELETED, NO_TENANT, policies, policy_versions, sessions, updates
 from turnwise.types import (
     DEFAULT_POLICY,
     DEFAULT_POLICY_NAME,
@@ -26,6 +31,24 @@ from turnwise.types import (
     PolicyVersion,
     utc_now,
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySummary:
+    """What a policy holds."""
+
+    served_version: int | None
+    """The version that engines serve; None for the engine's own model, or what the policy was created from."""
+    num_versions: int
+    """Its published versions, the failed ones and those without files included."""
+    num_sessions: int
+    num_trained_sessions: int
+    """Sessions of its updates; one that was trained twice counts twice."""
+    num_trained_tokens: int
+    last_update_at: datetime.datetime | None
+    num_bytes: int | None = None
+    """Size of its versions' files and the trainer's states, as far as they are on this machine; None if unknown."""
+
 
 MAX_NAME = 100
 """Longest name of a policy, in characters."""
@@ -143,7 +166,7 @@ def check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
 
 def any_named_policy(conn: sa.Connection) -> bool:
     """Return whether there is a policy besides the default one, archived ones included."""
-    found = sa.select(policies.c.policy_id).where(policies.c.policy_id > DEFAULT_POLICY).limit(1)
+    found = sa.select(policies.c.policy_id).where(policies.c.tenant != NO_TENANT).limit(1)
     return conn.execute(found).first() is not None
 
 
@@ -151,6 +174,54 @@ def store_default_policy(conn: sa.Connection) -> None:
     """Store the default policy's row, if it is not stored."""
     row = rows.NAMED_POLICIES.row(_DEFAULT, created_at=to_micros(utc_now()))
     insert_ignoring(conn, policies, row)
+
+
+def archive_policy(conn: sa.Connection, tenant: str, name: str, *, is_archived: bool = True) -> Policy:
+    """Take a policy out of use, or into use again; return it. Again has no effect.
+
+    Raises:
+        NotFound: the tenant has no such policy.
+        InvalidRequest: it is the default policy.
+    """
+    policy = policy_named(conn, tenant, name)
+    if policy.policy_id == DEFAULT_POLICY:
+        raise InvalidRequest("the default policy is the served model and cannot be archived", param="policy")
+    if (policy.archived_at is not None) != is_archived:
+        change = sa.update(policies).where(policies.c.policy_id == policy.policy_id)
+        conn.execute(change.values(archived_at=to_micros(utc_now()) if is_archived else None))
+    return named_policy(conn, policy.policy_id)
+
+
+def bases_since(conn: sa.Connection, versions: Collection[int]) -> list[int]:
+    """Return the versions of the default policy since the first of these from which policies were created."""
+    if not versions:
+        return []
+    c = policy_versions.c
+    found = sa.select(c.version).join(policies, policies.c.base_version == c.version).distinct().order_by(c.version)
+    is_later = c.policy_id == DEFAULT_POLICY, c.version >= min(versions)
+    return list(conn.execute(found.where(*is_later)).scalars())
+
+
+def delete_policies(conn: sa.Connection, tenant: str) -> tuple[int, list[PolicyVersion]]:
+    """Delete a tenant's policies with what their versions and updates say; return their number and the versions.
+
+    The versions are as they were: the caller removes the files. A trainer that trains one of these policies ends with
+    it when it looks for policies the next time.
+    """
+    own = list(conn.execute(sa.select(policies.c.policy_id).where(policies.c.tenant == tenant)).scalars())
+    if not own:
+        return 0, []
+    found = conn.execute(sa.select(policy_versions).where(policy_versions.c.policy_id.in_(own)))
+    deleted = [rows.POLICIES.record(row) for row in found]
+    nothing = dict.fromkeys(("arms", "weights_digest", "arm_share"))
+    was = sa.update(policy_versions).where(policy_versions.c.policy_id.in_(own))
+    conn.execute(was.values(path="", status=PolicyStatus.FAILED.value, error="deleted", metrics="{}", **nothing))
+    conn.execute(sa.update(updates).where(updates.c.policy_id.in_(own)).values(metrics="{}"))
+    nothing = dict.fromkeys(("base_version", "pinned_version", "pinned_until"))
+    number, now = sa.cast(policies.c.policy_id, sa.Text), to_micros(utc_now())
+    gone = sa.update(policies).where(policies.c.policy_id.in_(own))
+    conn.execute(gone.values(tenant=NO_TENANT, name=number, archived_at=now, **nothing))
+    return len(own), deleted
 
 
 def create_policy_from(conn: sa.Connection, tenant: str, name: str, base: str) -> tuple[Policy, bool]:
@@ -162,16 +233,36 @@ def create_policy_from(conn: sa.Connection, tenant: str, name: str, base: str) -
         NotFound: the tenant has no such policy, or it has no such version.
     """
     policy_name, _, number = base.partition("@")
-    policy, c = policy_named(conn, tenant, policy_name), policy_versions.c
-    if not number:
-        is_served = c.policy_id == policy.policy_id, c.status == PolicyStatus.ACTIVE.value, c.version > 0
-        version = conn.execute(sa.select(c.version).where(*is_served)).scalar_one_or_none()
-        return create_named_policy(conn, tenant, name, base_version=version or policy.base_version)
+    policy = policy_named(conn, tenant, policy_name)
+    if number:
+        version = find_version(conn, tenant, base, param="base").version
+        return create_named_policy(conn, tenant, name, base_version=version)
+    served = _served_adapter(conn, policy)
+    return create_named_policy(conn, tenant, name, base_version=policy.base_version if served is None else served)
+
+
+def _served_adapter(conn: sa.Connection, policy: Policy) -> int | None:
+    """Return the served version of a policy; None before the first."""
+    c = policy_versions.c
+    is_served = c.policy_id == policy.policy_id, c.status == PolicyStatus.ACTIVE.value, c.version > 0
+    version: int | None = conn.execute(sa.select(c.version).where(*is_served)).scalar_one_or_none()
+    return version
+
+
+def find_version(conn: sa.Connection, tenant: str, named: str, *, param: str = "policy") -> PolicyVersion:
+    """Return a version as people write it: `POLICY@VERSION`, or `POLICY` for its served version.
+
+    Raises:
+        NotFound: the tenant has no such policy, or it has no such version.
+    """
+    policy_name, _, number = named.partition("@")
+    policy = policy_named(conn, tenant, policy_name)
     version = int(number) if number.isdigit() and len(number) < MAX_DIGITS else -1
-    row = conn.execute(sa.select(policy_versions).where(c.version == version)).one_or_none()
+    wanted = version if number else _served_adapter(conn, policy)
+    row = conn.execute(sa.select(policy_versions).where(policy_versions.c.version == wanted)).one_or_none()
     if row is None or row.policy_id != policy.policy_id:
-        raise NotFound(f"there is no policy version {base!r}; `turnwise policies` lists them", param="base")
-    return create_named_policy(conn, tenant, name, base_version=version)
+        raise NotFound(f"there is no policy version {named!r}; `turnwise policies` lists them", param=param)
+    return rows.POLICIES.record(row)
 
 
 def policy_of_tenant(conn: sa.Connection, tenant: str, version: PolicyVersion) -> Policy:
@@ -193,7 +284,7 @@ def named_policy(conn: sa.Connection, policy_id: int) -> Policy:
         NotFound: no such policy.
     """
     row = conn.execute(sa.select(policies).where(policies.c.policy_id == policy_id)).one_or_none()
-    if row is not None:
+    if row is not None and (row.tenant != NO_TENANT or policy_id == DEFAULT_POLICY):
         return rows.NAMED_POLICIES.record(row)
     if policy_id == DEFAULT_POLICY:
         return _DEFAULT
@@ -217,11 +308,42 @@ def policy_named(conn: sa.Connection, tenant: str, name: str) -> Policy:
 
 def list_named_policies(conn: sa.Connection, tenant: str | None = None) -> list[Policy]:
     """Return the policies by their numbers, the default one first; with a tenant, only its own and the default one."""
-    found = sa.select(policies).order_by(policies.c.policy_id)
+    is_there = sa.or_(policies.c.policy_id == DEFAULT_POLICY, policies.c.tenant != NO_TENANT)
+    found = sa.select(policies).where(is_there).order_by(policies.c.policy_id)
     if tenant is not None:
         found = found.where(policies.c.tenant.in_([NO_TENANT, tenant]))
     listed = [rows.NAMED_POLICIES.record(row) for row in conn.execute(found)]
     return listed if listed and listed[0].policy_id == DEFAULT_POLICY else [_DEFAULT, *listed]
+
+
+def policy_summaries(conn: sa.Connection, tenant: str | None = None) -> dict[int, PolicySummary]:
+    """Return what each policy holds, by its number; with a tenant, of the policies and the sessions that it may read.
+
+    It counts the sessions one by one.
+    """
+    c, own = policy_versions.c, sessions.c
+    is_served = c.status == PolicyStatus.ACTIVE.value
+    of_versions = sa.select(c.policy_id, sa.func.count(), sa.func.max(sa.case((is_served, c.version))))
+    versions = {row[0]: row[1:] for row in conn.execute(of_versions.where(c.version > 0).group_by(c.policy_id))}
+    u = updates.c
+    sums = sa.select(u.policy_id, sa.func.sum(u.num_sessions), sa.func.sum(u.num_tokens), sa.func.max(u.created_at))
+    trained = {row[0]: row[1:] for row in conn.execute(sums.group_by(u.policy_id))}
+    counted = sa.select(own.policy_id, sa.func.count()).group_by(own.policy_id)
+    counted = counted.where(own.status != DELETED if tenant is None else own.tenant == tenant)
+    num_sessions = {row[0]: row[1] for row in conn.execute(counted)}
+    found = {}
+    for policy in list_named_policies(conn, tenant):
+        num_versions, served = versions.get(policy.policy_id, (0, None))
+        num_trained, num_tokens, last = trained.get(policy.policy_id, (0, 0, None))
+        found[policy.policy_id] = PolicySummary(
+            served_version=served,
+            num_versions=num_versions,
+            num_sessions=num_sessions.get(policy.policy_id, 0),
+            num_trained_sessions=int(num_trained),
+            num_trained_tokens=int(num_tokens),
+            last_update_at=None if last is None else from_micros(last),
+        )
+    return found
 
 
 def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import functools
 import operator
+import shutil
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,10 @@ ROLLED_BACK = "rolled back as a canary"
 LOST = "lost: its trainer ended before its files were written"
 UNDONE = "undone: its weights come from a version in whose place an older one was activated"
 """Beginnings of the errors of versions that engines never got, or have loaded."""
+
+
+MAX_MEASURED = 1000
+"""Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
 
 
 class ServingState(NamedTuple):
@@ -311,6 +316,42 @@ def on_disk(policy: PolicyVersion) -> bool | None:
         return None
 
 
+def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
+    """Return the size of the files of some versions, and of the trainer's states beside them; None if it is unknown.
+
+    As `on_disk`, it reads the file system.
+    """
+    paths = [Path(policy.path) for policy in found if policy.version > 0 and on_disk(policy)]
+    try:
+        return sum(
+            file.stat().st_size
+            for path in paths
+            for place in (path, path.with_name(f"{path.name}.trainer"))
+            for file in place.rglob("*")
+            if file.is_file()
+        )
+    except OSError:
+        return None
+
+
+def remove_files(deleted: Iterable[PolicyVersion]) -> list[str]:
+    """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
+
+    A trainer's directory of a policy has its number as its name. What was published from elsewhere, or is on another
+    machine, is left. As `on_disk`, it reads the file system.
+    """
+    left = []
+    for policy in deleted:
+        directory = Path(policy.path)
+        is_trained = policy.update_id is not None and directory.parent.name == str(policy.policy_id)
+        if is_trained and directory.is_absolute() and directory.parent.is_dir():
+            shutil.rmtree(directory.parent, ignore_errors=True)
+        is_gone = is_trained and directory.parent.parent.is_dir() and not directory.exists()
+        if not is_gone:
+            left.append(policy.path)
+    return left
+
+
 def check_files_exist(policy: PolicyVersion, read_newest: Callable[[], Sequence[PolicyVersion]]) -> None:
     """Check that the files of a version exist, before it is chosen; as `on_disk`, it reads the file system.
 
@@ -462,7 +503,7 @@ def _pin_in_force(pinned: int | None, until: int | None, newest: PolicyVersion |
 
 
 def serving_states(conn: sa.Connection) -> dict[int, ServingState]:
-    """Return the state of each policy that has a version, a pin or a base, by its number, from one statement.
+    """Return the state of each policy that has a version, a pin or a base and is in use, by number, in one statement.
 
     Every proxy process calls it five times a second. SQLAlchemy would take five times as long to run it.
     """
@@ -510,6 +551,7 @@ def _serving_states_sql(dialect: sa.Dialect) -> str:
     query = sa.select(table, c.policy_id, c.pinned_version, c.pinned_until, c.base_version).select_from(
         policies.join(table, is_of_policy)
     )
+    query = query.where(c.archived_at.is_(None))
     return str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import lineage, queries
+from turnwise.store import lineage, named_policies, queries
 from turnwise.store.database import Database
 from turnwise.store.idempotency import forget_sessions
 from turnwise.store.rows import StoredRow, to_micros
@@ -35,7 +35,7 @@ from turnwise.store.tables import (
     trained_sessions,
     turns,
 )
-from turnwise.types import GroupStatus, SessionKey, SessionStatus, Split
+from turnwise.types import GroupStatus, Json, PolicyVersion, SessionKey, SessionStatus, Split
 
 SESSIONS_AT_ONCE = 100
 """Maximum number of sessions that one transaction moves out of their tenant."""
@@ -54,15 +54,22 @@ class Deleted:
     num_turns: int = 0
     policy_versions: tuple[int, ...] = ()
     """The versions that were trained on the deleted sessions, oldest first; all later versions descend from them."""
+    deleted_versions: tuple[PolicyVersion, ...] = ()
+    """The versions of the tenant's own policies, as they were: their files are left, for `remove_files`."""
+    num_policies: int = 0
     has_more: bool = False
     """Whether the deletion has to be called again."""
 
     def __add__(self, other: Deleted) -> Deleted:
         """Return the sum of two deletions."""
+        deleted_versions = self.deleted_versions + other.deleted_versions
+        gone = {policy.version for policy in deleted_versions}
         return Deleted(
             sessions=self.sessions + other.sessions,
             num_turns=self.num_turns + other.num_turns,
-            policy_versions=tuple(sorted({*self.policy_versions, *other.policy_versions})),
+            policy_versions=tuple(sorted({*self.policy_versions, *other.policy_versions} - gone)),
+            deleted_versions=deleted_versions,
+            num_policies=self.num_policies + other.num_policies,
             has_more=other.has_more,
         )
 
@@ -93,7 +100,7 @@ def _sessions_of_groups(conn: sa.Connection, tenant: str, group_ids: sa.Select[A
 
 
 def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
-    """Delete some sessions of a tenant, or after the last of them its keys, usage and stored answers.
+    """Delete some sessions of a tenant, or after the last of them its keys, usage, stored answers and policies.
 
     Call it while it has more.
     """
@@ -103,7 +110,8 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
     for table in (groups, token_usage, idempotency, api_keys):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
-    return Deleted()
+    num_policies, deleted_versions = named_policies.delete_policies(conn, tenant)
+    return Deleted(num_policies=num_policies, deleted_versions=tuple(deleted_versions))
 
 
 def delete_user(conn: sa.Connection, tenant: str, user_id: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
@@ -134,6 +142,18 @@ def delete_all(database: Database, delete_some: Callable[[sa.Connection], Delete
         with database.write() as conn:
             is_left = sweep(conn)
     return total
+
+
+def report(conn: sa.Connection, deleted: Deleted) -> Json:
+    """Return what a deletion removed and what of it is left, as JSON."""
+    return {
+        "num_sessions": len(deleted.sessions),
+        "num_turns": deleted.num_turns,
+        "policy_versions": list(deleted.policy_versions),
+        "cloned_versions": named_policies.bases_since(conn, deleted.policy_versions),
+        "num_policies": deleted.num_policies,
+        "deleted_versions": [policy.version for policy in deleted.deleted_versions],
+    }
 
 
 def over_since(

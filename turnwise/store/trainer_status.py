@@ -59,7 +59,7 @@ class TrainerStatus:
 
 def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
     """Replace the trainer's last report."""
-    conn.execute(sa.delete(table).where(table.c.trainer_id == status.trainer_id))
+    delete_report(conn, status.trainer_id)
     conn.execute(
         sa.insert(table).values(
             trainer_id=status.trainer_id,
@@ -70,6 +70,11 @@ def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
             seen_at=to_micros(status.reported_at),
         )
     )
+
+
+def delete_report(conn: sa.Connection, trainer_id: str) -> None:
+    """Delete the report of a trainer whose policy was deleted."""
+    conn.execute(sa.delete(table).where(table.c.trainer_id == trainer_id))
 
 
 def note_sign_of_life(conn: sa.Connection, trainer_id: str) -> None:

@@ -12,7 +12,7 @@ from support.trainer_ledger import Rollouts, load_model, new_ledger, new_policy,
 
 from trainer import policies as trained_policies
 from turnwise.errors import Conflict, EngineDisagrees
-from turnwise.store import policies, queries
+from turnwise.store import named_policies, policies, queries
 from turnwise.store.trainer_status import TrainerState, trainer_statuses
 from turnwise.version_directory import read_manifest
 
@@ -85,6 +85,32 @@ def test_a_policy_that_is_created_during_a_run_takes_turns_with_a_longer_queue(t
 
     train_policies(settings_for(tmp_path, model, total_batches=4), recorders=recorders)
     assert [policy_id for policy_id, _ in updates(ledger)] == [0, 0, 1, 0, 1, 0, 1, 1]
+
+
+def test_a_policy_that_is_deleted_during_a_run_leaves_no_file_and_the_others_go_on(
+    tmp_path, model, ledger, monkeypatch
+):
+    monkeypatch.setattr(trained_policies, "LOOK_SECONDS", 0.0)
+    gone = new_policy(ledger, "gone")
+    for policy_id in (0, gone):
+        play(ledger, model, policy_id, num_groups=12)
+
+    class DeletesPolicy:
+        def write(self, scalars, step):
+            if "num_groups" in scalars and step == 1:
+                with ledger.write() as conn:
+                    named_policies.delete_policies(conn, "default")
+
+        def close(self):
+            pass
+
+    def recorders(settings):
+        return [DeletesPolicy()] if settings.trainer_id == f"trainer/{gone}" else []
+
+    train_policies(settings_for(tmp_path, model, total_batches=4), recorders=recorders)
+    assert updates(ledger) == [(0, 1), (gone, 2), (0, 3), (0, 4), (0, 5)]
+    assert not (tmp_path / "policies" / str(gone)).exists()
+    assert reports(ledger).keys() == {"trainer"}
 
 
 def test_a_policy_that_fails_is_set_aside_with_its_reason_and_the_others_go_on(tmp_path, model, ledger):

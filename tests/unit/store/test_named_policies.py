@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from turnwise.store import (
     policies,
     queries,
     regression,
+    retention,
     rows,
     tables,
     trained,
@@ -310,3 +312,44 @@ def test_a_key_is_bound_to_a_policy_of_its_tenant(database: Database, two: tuple
         assert (verified.key_id, verified.policy_id, verified.policy) == (key_id, two[0], "support")
         plain = keys.get_key(conn, plain_id)
         assert (plain.policy_id, plain.policy) == (DEFAULT_POLICY, "default")
+
+
+def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
+    database: Database, two: tuple[int, int], tmp_path: Path
+) -> None:
+    """Their numbers stay taken, because engines know adapters by them; the report names directories that are left."""
+    trained = tmp_path / str(two[0]) / "v000001"
+    trained.mkdir(parents=True)
+    (tmp_path / str(two[0]) / "v000001.trainer").mkdir()
+    by_hand = tmp_path / "by-hand"
+    by_hand.mkdir()
+    of_a = PolicyVersion(version=1, policy_id=two[0], path=str(trained), kind=PolicyKind.LORA, update_id=1)
+    publish(
+        database,
+        of_a,
+        dataclasses.replace(of_a, version=2, path=str(by_hand), update_id=None),
+        adapter(3, two[1]),
+    )
+    with database.write() as conn:
+        policies.pin_policy(conn, 1, policy_id=two[0])
+        policies.publish_policy(conn, adapter(4, DEFAULT_POLICY))
+        named_policies.create_named_policy(conn, "b", "of-default", base_version=4)
+    deleted = retention.delete_all(database, lambda conn: retention.delete_tenant(conn, "a"))
+    with database.read() as conn:
+        said = retention.report(conn, dataclasses.replace(deleted, policy_versions=(2,)))
+    assert (said["num_policies"], said["deleted_versions"], said["cloned_versions"]) == (1, [1, 2], [4])
+    assert policies.remove_files(deleted.deleted_versions) == [str(by_hand)]
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["by-hand"]
+    with database.write() as conn:
+        assert [each.name for each in named_policies.list_named_policies(conn)] == ["default", "support", "of-default"]
+        assert two[0] not in policies.serving_states(conn)
+        assert (policies.get_policy(conn, 1).path, policies.get_policy(conn, 1).status) == ("", "failed")
+        with pytest.raises(NotFound):
+            named_policies.named_policy(conn, two[0])
+        with pytest.raises(NotFound):
+            named_policies.create_policy_from(conn, "b", "stolen", "support@1")
+        with pytest.raises(NotFound):
+            policies.publish_policy(conn, adapter(9, two[0]))
+        again, is_new = named_policies.create_named_policy(conn, "a", "support")
+        assert is_new
+        assert again.policy_id not in two
