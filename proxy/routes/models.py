@@ -281,6 +281,7 @@ PolicyPage = page_model(
         int | None,
         Field(description="The version that a person pinned the policy to; null follows the newest."),
     ),
+    key_policy=(str, Field(description="The policy that new sessions of the caller's key sample with.")),
     policies=(
         list[ListedPolicy],  # type: ignore[valid-type]
         Field(description="The default policy and the tenant's own ones."),
