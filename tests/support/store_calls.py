@@ -142,7 +142,7 @@ def _named_policies(conn: sa.Connection) -> None:
         named_policies.archive_policy(conn, "t", "support", is_archived=is_archived, max_policies=9)
     named_policies.trained_tokens_since(conn, "t", NOW)
     with contextlib.suppress(Conflict):
-        named_policies.create_named_policy(conn, "t", "too many", max_policies=1)
+        named_policies.create_named_policy(conn, "t", "too-many", max_policies=1)
     policies.import_policy(conn, "t", "brought", "/adapter")
     policies.import_policy(conn, "t", "brought", "/adapter")
     retention.report(conn, retention.Deleted(policy_versions=(0,)))

@@ -368,7 +368,7 @@ def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_po
         assert policies.serving_states(conn)[brought.policy_id].base == version
         with pytest.raises(Conflict, match="another base"):
             policies.import_policy(conn, "a", "brought", "/other")
-    with database.write() as conn, pytest.raises(Conflict, match="which is the limit"):
+    with pytest.raises(Conflict, match="which is the limit"), database.write() as conn:
         named_policies.create_policy_from(conn, "a", "third", "default", max_policies=2)
     with database.write() as conn:
         named_policies.archive_policy(conn, "a", "support")
