@@ -109,7 +109,7 @@ def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) ->
     """Return the experiences of the sessions of one length, one per chain or one per turn."""
     wanted = experiences.SessionFilter(task_id=f"{num_turns}")
     with database.read() as connection:
-        return list(experiences.experiences(connection, wanted, merge=merge))
+        return list(experiences.experiences(connection, wanted, experiences.Shape(merge=merge)))
 
 
 def advantages(found: Sequence[Experience]) -> list[np.ndarray]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from proxy.app import create_app
 from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
-from proxy.routes.models import field_docs
 from proxy.routes.openapi import describe
 from proxy.settings import ProxySettings
 from turnwise.experience import EID, Experience
+from turnwise.settings import field_docs
 
 Schema = Mapping[str, Any]
 

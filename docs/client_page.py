@@ -7,9 +7,9 @@ import inspect
 import re
 from collections.abc import Iterator
 
-from proxy.routes.models import field_docs
 from turnwise.client import Client, SessionHandle, wire
 from turnwise.client.connection import Connection
+from turnwise.settings import field_docs
 
 INTRODUCTION = """# The Python client
 

@@ -20,7 +20,7 @@ from turnwise.processes.engine_command import EngineSettings
 from turnwise.processes.stack import UpSettings
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rollouts.settings import RunSettings
-from turnwise.settings import Settings, describe_secret
+from turnwise.settings import Settings, describe_secret, field_docs
 
 TARGET = Path(__file__).parent / "reference.md"
 SECTIONS: dict[str, type[Settings]] = {
@@ -109,13 +109,14 @@ def commands(group: click.Group, before: str = "") -> list[tuple[str, str]]:
 def rows(settings: type[Settings]) -> list[str]:
     """Return one line a setting."""
     lines = []
+    docs = field_docs(settings, Settings)
     for name, field in settings.model_fields.items():
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         shown = describe_secret(value) if isinstance(value, SecretStr) else value
         default = "required" if field.is_required() else f"`{shown}`"
         # The page is the same on every machine.
         default = default.replace(sys.executable, "sys.executable")
-        means = " ".join((field.description or "").split()).replace("|", "\\|")
+        means = docs.get(name, "").replace("|", "\\|")
         lines.append(f"| `{name}` | {default} | {means} |")
     return lines
 

@@ -203,20 +203,16 @@ class Authenticator:
         if self._has_keys:
             return False
         if self._open_until <= time.monotonic():
-            self._has_keys = await asyncio.to_thread(self._find_keys)
+            self._has_keys = await self._database.fetch(keys.any_keys)
             self._open_until = time.monotonic() + CACHE_SECONDS
         return not self._has_keys
-
-    def _find_keys(self) -> bool:
-        with self._database.read() as connection:
-            return keys.any_keys(connection)
 
     async def _find_valid(self, name: bytes, find: Callable[[Connection], keys.Key | None]) -> Principal | None:
         """Return the principal of a valid key, and remember it for a while under a name; None without a valid key."""
         verified = self._verified.get(name)
         if verified is not None and verified[0] > time.monotonic():
             return verified[1]
-        key = await asyncio.to_thread(self._read_key, find)
+        key = await self._database.fetch(find)
         if key is None:
             return None
         if keys.is_use_unrecorded(key):
@@ -232,10 +228,6 @@ class Authenticator:
             self._verified.clear()
         self._verified[name] = (time.monotonic() + CACHE_SECONDS, principal)
         return principal
-
-    def _read_key(self, find: Callable[[Connection], keys.Key | None]) -> keys.Key | None:
-        with self._database.read() as connection:
-            return find(connection)
 
     def _note_use(self, key_id: str) -> None:
         """Record the use of a key without waiting: the database may be locked."""

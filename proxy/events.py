@@ -136,7 +136,7 @@ class Events:
         known: State | None = None
         while True:
             try:
-                state = await asyncio.to_thread(self._read_state, tenant)
+                state = await self._database.fetch(read_state, tenant)
                 for event in [] if known is None else changes_between(known, state):
                     self._send(tenant, event)
                 known = state
@@ -145,10 +145,6 @@ class Events:
                 self._metrics.background_errors.labels("events").inc()
                 log.warning("changes could not be read from the store, will retry: %s", error)
             await asyncio.sleep(READ_SECONDS)
-
-    def _read_state(self, tenant: str) -> State:
-        with self._database.read() as connection:
-            return read_state(connection, tenant)
 
     def _send(self, tenant: str, event: Event) -> None:
         for listener in self._listeners.get(tenant, ()):

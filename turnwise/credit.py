@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from turnwise.chains import is_trainable
 from turnwise.types import Credit, Reward, Turn
@@ -33,27 +33,18 @@ class SessionCredit:
     """Sum of the lines for each single turn, by turn id; 0 or left out for turns without such lines."""
 
 
-def latest_lines(lines: Iterable[Reward], names: Collection[str] | None = None) -> list[Reward]:
-    """Return the effective lines: the latest of each target and name.
-
-    Args:
-        lines: Lines of one session in order of arrival.
-        names: The reward names that count; None means all.
-    """
-    latest: dict[tuple[str | None, int | None, str], Reward] = {}
-    for line in lines:
-        if names is None or line.name in names:
-            latest[line.turn_id, line.step, line.name] = line
-    return list(latest.values())
+def latest_lines(lines: Iterable[Reward]) -> list[Reward]:
+    """Return the effective lines of a session: the latest of each target and name."""
+    return list({(line.turn_id, line.step, line.name): line for line in lines}.values())
 
 
-def session_reward(lines: Iterable[Reward], credit: Credit, names: Collection[str] | None = None) -> float | None:
-    """Return the reward of a whole session; None if no line counts.
+def session_reward(lines: Iterable[Reward], credit: Credit) -> float | None:
+    """Return the reward of a whole session; None without a line.
 
     With `step_wise` it is the sum of all effective lines. With `propagate` it is the sum of the lines for the whole
     session, or of all effective lines if there are none for the whole session.
     """
-    in_force = latest_lines(lines, names)
+    in_force = latest_lines(lines)
     if not in_force:
         return None
     if credit is Credit.PROPAGATE:
@@ -91,7 +82,6 @@ def assign_credit(
     *,
     gamma: float = 0.0,
     reward_bonus_coeff: float = 0.0,
-    names: Collection[str] | None = None,
 ) -> SessionCredit:
     """Compute the reward and the return of each turn of a session.
 
@@ -101,9 +91,8 @@ def assign_credit(
         credit: `step_wise`, or `propagate` (each turn gets the session's reward).
         gamma: Discount over steps; `propagate` does not use it.
         reward_bonus_coeff: Bonus over steps; `propagate` does not use it.
-        names: The reward names that count; None means all.
     """
-    in_force = latest_lines(lines, names)
+    in_force = latest_lines(lines)
     reward = session_reward(in_force, credit) or 0.0
     by_name = _by_name(in_force, credit)
     if credit is Credit.PROPAGATE:

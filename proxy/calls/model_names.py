@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 from collections.abc import Mapping
@@ -55,12 +54,12 @@ class ModelNames:
         if is_version and (policy.policy_id, int(number)) == (DEFAULT_POLICY, 0):
             call.policy_version = OWN_MODEL
         elif is_version:
-            call.policy_version = await asyncio.to_thread(self._read_version, policy, int(number))
+            call.policy_version = await self._read_version(policy, int(number))
 
-    def _read_version(self, policy: Policy, version: int) -> PolicyVersion:
+    async def _read_version(self, policy: Policy, version: int) -> PolicyVersion:
         found = None
-        with self._database.read() as connection, contextlib.suppress(NotFound):
-            found = policies.get_policy(connection, version)
+        with contextlib.suppress(NotFound):
+            found = await self._database.fetch(policies.get_policy, version)
         if found is None or found.policy_id != policy.policy_id:
             raise NotFound(f"policy {policy.name!r} has no version {version}", param="model", code="model_not_found")
         if found.status is PolicyStatus.FAILED:

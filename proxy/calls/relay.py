@@ -39,10 +39,10 @@ from proxy.writer.client import Writer
 from proxy.writer.process import Ending, NewTurn
 from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, NotFound, ProxyUnavailable, StoreError
 from turnwise.store import queries
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.store.new_turns import SESSION_ENDED
 from turnwise.store.roles import set_roles
-from turnwise.types import TokenIds, Turn
+from turnwise.types import Turn
 
 T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -109,17 +109,12 @@ class Relay:
         if key is None:
             return []
 
-        def read() -> list[Turn]:
-            with self._database.read() as connection:
-                found = [
-                    queries.turn_by_request(
-                        connection, session.tenant, session.session_id, capture.request_key(key, index)
-                    )
-                    for index in range(call.num_choices)
-                ]
+        def read(connection: Connection) -> list[Turn]:
+            names = [capture.request_key(key, index) for index in range(call.num_choices)]
+            found = [queries.turn_by_request(connection, session.tenant, session.session_id, name) for name in names]
             return [turn for turn in found if turn is not None and turn.finish_reason is not None]
 
-        turns = await asyncio.to_thread(read)
+        turns = await self._database.fetch(read)
         for turn in turns:
             check_same_request(running.identity, turn.request_digest)
         return turns if len(turns) == call.num_choices else []
@@ -219,13 +214,10 @@ class Relay:
 
     async def rebuild(self, running: Running, stored: list[Turn]) -> bytes:
         """Return the answer to a call from its stored turns, with the token ids and logprobs that it asks for."""
-
-        def read_prompt() -> TokenIds:
-            with self._database.read() as connection:
-                return queries.turn(connection, running.session.tenant, stored[0].turn_id).prompt_token_ids
-
-        call, template = running.call, self._sessions.template
-        prompt = await asyncio.to_thread(read_prompt) if call.wants_token_ids else None
+        call, template, prompt = running.call, self._sessions.template, None
+        if call.wants_token_ids:
+            view = await self._database.fetch(queries.turn, running.session.tenant, stored[0].turn_id)
+            prompt = view.prompt_token_ids
         ids = {token for turn in stored for token in turn.token_ids.tolist()} if call.wants_logprobs else set()
         texts = template.token_texts(ids) if template is not None else {}
         return rebuilt_answer(call, stored, prompt, texts)

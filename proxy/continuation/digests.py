@@ -82,7 +82,6 @@ def digest_history(
     context: bytes,
     fields: frozenset[str] = NO_FIELDS,
     earlier: History | None = None,
-    digests: Sequence[bytes] = (),
 ) -> History:
     """Digest every prefix of `messages`.
 
@@ -91,7 +90,6 @@ def digest_history(
         context: the digest of tools and template arguments.
         fields: what the template prints of `NAME` and `CALL_IDS`.
         earlier: the digests of the first messages.
-        digests: `message_digest` of the first messages, as far as they are known.
     """
     if earlier is not None and (earlier.context, earlier.fields) == (context, fields):
         states = full, plain, dialogue = _copies(earlier.states)
@@ -102,7 +100,7 @@ def digest_history(
     history = History(*lists, states, fields, context)
     for index in range(len(history.full), len(messages)):
         message = messages[index]
-        digest = digests[index] if index < len(digests) else message_digest(message, fields)
+        digest = message_digest(message, fields)
         full.update(digest)
         plain.update(digest)
         role = message.get("role")

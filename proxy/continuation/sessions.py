@@ -41,7 +41,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import forks, history, queries
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.store.idempotency import claim_target
 from turnwise.types import Session, SessionKey, SessionStatus, Split
 
@@ -154,12 +154,7 @@ class Sessions:
 
     async def fork(self, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False) -> Session:
         """Store `session` with copies of a turn and its ancestors, in short transactions; see `store.forks`."""
-
-        def read() -> tuple[list[str], int]:
-            with self._database.read() as connection:
-                return forks.read_path(connection, session, turn_id, before=before)
-
-        path, num_copied = await asyncio.to_thread(read)
+        path, num_copied = await self._database.fetch(forks.read_path, session, turn_id, before=before)
         root_id = path[0] if path else None
         sampled_here = turn_id if is_sampled_here else None
         while True:
@@ -185,12 +180,12 @@ class Sessions:
     async def find_stored(self, tenant: str, session_id: str) -> LiveSession | None:
         """Return the session with this id from memory or from the store; None if there is none."""
 
-        def read() -> Session | None:
-            with self._database.read() as connection, contextlib.suppress(NotFound):
-                return queries.session(connection, tenant, session_id)
+        async def read() -> Session | None:
+            with contextlib.suppress(NotFound):
+                return await self._database.fetch(queries.session, tenant, session_id)
             return None
 
-        return await self._load((tenant, session_id), functools.partial(asyncio.to_thread, read))
+        return await self._load((tenant, session_id), read)
 
     async def find_own(self, principal: Principal) -> LiveSession:
         """Return the session of a session key.
@@ -360,13 +355,9 @@ class Sessions:
     async def _tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds:
         tokens = turn.tokens
         if tokens is None:
-            turn.tokens = tokens = await asyncio.to_thread(self._read_tokens, turn.turn_id)
+            turn.tokens = tokens = encode_ids(await self._database.fetch(history.full_tokens, turn.turn_id))
             self._live.keep_tokens(live, turn)
         return tokens
-
-    def _read_tokens(self, turn_id: str) -> EncodedIds:
-        with self._database.read() as connection:
-            return encode_ids(history.full_tokens(connection, turn_id))
 
     async def _infer(self, call: Call, conversation: Conversation, caller: Caller) -> Placement:
         """Return the open session of this caller that contains what the call extends, or a new session."""
@@ -420,7 +411,7 @@ class Sessions:
         # Another worker may have extended it, and another proxy may have completed a reply that was cut off here.
         if chosen is not None and not self._is_shared and not chosen.turn.is_aborted:
             return chosen
-        is_handoff, digest, stored = await asyncio.to_thread(self._read_candidates, caller, conversation)
+        is_handoff, digest, stored = await self._database.fetch(_read_candidates, caller, conversation)
         candidates = await self._candidates(stored, digest, caller, refresh=True)
         # Of a handoff only the dialogue is equal: it does not branch from a turn that another call has extended.
         return choose_candidate(candidates, call_ids, self._reserved, is_complete=not is_handoff)
@@ -440,20 +431,6 @@ class Sessions:
             turns = forest.by_history.find(digest) or forest.by_dialogue.find(digest)
             found += [Candidate(live, turn) for turn in turns]
         return found
-
-    def _read_candidates(self, caller: Caller, conversation: Conversation) -> tuple[bool, bytes, list[str]]:
-        """Return the sessions with the conversation; else those with its dialogue under other tools or another system.
-
-        Returns:
-            Whether only the dialogue is equal, its digest, and the ids of the sessions.
-        """
-        digests, dialogues = conversation.replied_digests(), conversation.replied_dialogue_digests()
-        with self._database.read() as connection:
-            find = functools.partial(history.sessions_of_conversation, connection, *caller[:2], limit=MAX_CANDIDATES)
-            digest, session_ids = find(digests)
-            if session_ids:
-                return False, digest, session_ids
-            return True, *find(dialogues, by="dialogue_digest")
 
     def remember(
         self, live: LiveSession, turns: list[KnownTurn], *, inferred_for: str | None, continued: KnownTurn | None = None
@@ -475,6 +452,21 @@ class Sessions:
                 self._inferred.add(caller, turn.history_digest, live.session.session_id)
                 for call_id in turn.call_ids:
                     self._inferred.add(caller, call_id.encode(), live.session.session_id)
+
+
+def _read_candidates(
+    connection: Connection, caller: Caller, conversation: Conversation
+) -> tuple[bool, bytes, list[str]]:
+    """Return the sessions with the conversation; else those with its dialogue under other tools or another system.
+
+    Returns:
+        Whether only the dialogue is equal, its digest, and the ids of the sessions.
+    """
+    find = functools.partial(history.sessions_of_conversation, connection, *caller[:2], limit=MAX_CANDIDATES)
+    digest, session_ids = find(conversation.replied_digests())
+    if session_ids:
+        return False, digest, session_ids
+    return True, *find(conversation.replied_dialogue_digests(), by="dialogue_digest")
 
 
 def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:

@@ -27,7 +27,7 @@ from proxy.dialects.base import Call
 from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.store import history
-from turnwise.store.database import Database
+from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, Json, Session
 
 Headers = Mapping[bytes, bytes]
@@ -220,23 +220,22 @@ def next_id(session_id: str, number: int) -> str:
     return f"{session_id[:MAX_NAME]}~{number}"
 
 
-def newest_turn(database: Database, tenant: str, session_id: str, conversation_id: str) -> str | None:
+def newest_turn(connection: Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
     """Return the newest turn with a whole reply in a conversation; None if it has none.
 
     Args:
-        database: the store.
+        connection: an open transaction.
         tenant: of the session.
         session_id: the first session of the conversation.
         conversation_id: the conversation.
     """
     newest = None
-    with database.read() as connection:
-        for number in itertools.count(1):
-            name = session_id if number == 1 else next_id(session_id, number)
-            exists, turn_id = history.newest_in_conversation(connection, tenant, name, conversation_id)
-            if not exists:
-                return newest
-            newest = turn_id or newest
+    for number in itertools.count(1):
+        name = session_id if number == 1 else next_id(session_id, number)
+        exists, turn_id = history.newest_in_conversation(connection, tenant, name, conversation_id)
+        if not exists:
+            return newest
+        newest = turn_id or newest
     raise AssertionError("an endless count has ended")
 
 

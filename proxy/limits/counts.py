@@ -55,7 +55,7 @@ class RecentCounts:
             kept = self._kept.get(tenant)
             if kept is None or self._clock() >= kept.valid_until:
                 return await self._count(tenant)
-        trainers = await asyncio.to_thread(self._trainers)
+        trainers = await self._database.fetch(trainer_status.trainer_statuses)
         return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
 
     def forget(self, tenant: str) -> None:
@@ -64,7 +64,7 @@ class RecentCounts:
 
     async def _count(self, tenant: str) -> Counted:
         counted_at = utc_now()
-        counts = await asyncio.to_thread(self._counts, tenant)
+        counts = await self._database.fetch(queries.counts, tenant)
         num_rows = sum(counts.sessions.values()) + sum(counts.groups.values()) + counts.num_updates
         counted = Counted(counts, counted_at, self._clock() + num_rows / self._rows_per_second)
         if num_rows > self._rows_per_second:
@@ -72,11 +72,3 @@ class RecentCounts:
         else:
             self._kept.pop(tenant, None)
         return counted
-
-    def _counts(self, tenant: str) -> queries.Counts:
-        with self._database.read() as connection:
-            return queries.counts(connection, tenant)
-
-    def _trainers(self) -> list[trainer_status.TrainerStatus]:
-        with self._database.read() as connection:
-            return trainer_status.trainer_statuses(connection)

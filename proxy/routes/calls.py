@@ -30,6 +30,7 @@ from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
+from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 
@@ -257,22 +258,19 @@ class SampleEndpoint:
                 "as `input`",
                 param="conversation",
             )
-        return await asyncio.to_thread(
-            newest_turn, self._services.database, principal.tenant, session_id, conversation_id
-        )
+        return await self._services.database.fetch(newest_turn, principal.tenant, session_id, conversation_id)
 
     async def _read_turns(self, turn_ids: list[str], principal: Principal) -> dict[str, TurnView]:
         """Return those of the turns that the caller may read: of its tenant, and of a session key's own session."""
 
-        def read() -> dict[str, TurnView]:
+        def read(connection: Connection) -> dict[str, TurnView]:
             found = {}
-            with self._services.database.read() as connection:
-                for turn_id in dict.fromkeys(turn_ids):
-                    with contextlib.suppress(NotFound):
-                        found[turn_id] = queries.turn(connection, principal.tenant, turn_id)
+            for turn_id in dict.fromkeys(turn_ids):
+                with contextlib.suppress(NotFound):
+                    found[turn_id] = queries.turn(connection, principal.tenant, turn_id)
             return found
 
-        views = await asyncio.to_thread(read)
+        views = await self._services.database.fetch(read)
         own = principal.session_id
         return {turn_id: view for turn_id, view in views.items() if own is None or view.turn.session_id == own}
 

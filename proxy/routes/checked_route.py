@@ -43,7 +43,7 @@ Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*$")]
 class Body(BaseModel):
     """Base of all request bodies: a field that the model does not name is an error."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 def _check_parameters(request: Request, known: list[str]) -> None:

@@ -134,13 +134,8 @@ async def post_feedback(
 @router.get("/feedback", responses=describe_answer("FeedbackPage"))
 async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Response:
     """List the feedback of a session and its turns that is in force, oldest first; there is only one page."""
-
-    def read() -> Json:
-        with services.database.read() as connection:
-            found = feedback.feedback_of(connection, principal.tenant, session_id)
-        return page(list(map(_feedback_json, found)), has_more=False)
-
-    return answer(await asyncio.to_thread(read))
+    found = await services.database.fetch(feedback.feedback_of, principal.tenant, session_id)
+    return answer(page(list(map(_feedback_json, found)), has_more=False))
 
 
 def _feedback(services: Services, principal: Principal, wanted: NewFeedback) -> tuple[Feedback, Session]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import Literal
 
@@ -14,6 +13,7 @@ from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from proxy.routes.sessions import NewSession, new_session_json
 from turnwise.errors import NotFound
 from turnwise.store import queries
+from turnwise.store.database import Connection
 from turnwise.types import Session
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
@@ -45,14 +45,13 @@ async def fork_turn(
     """
     wanted = fork or Fork()
 
-    def read() -> Session:
-        with services.database.read() as connection:
-            forked_id = queries.session_of_turn(connection, principal.tenant, turn_id)
-            if forked_id is None:
-                raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-            return queries.session(connection, principal.tenant, forked_id)
+    def read(connection: Connection) -> Session:
+        forked_id = queries.session_of_turn(connection, principal.tenant, turn_id)
+        if forked_id is None:
+            raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+        return queries.session(connection, principal.tenant, forked_id)
 
-    forked = await asyncio.to_thread(read)
+    forked = await services.database.fetch(read)
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata", "policy"})
     left_out = {"task_id", "credit", "gamma", "sampling", "user_id"} - wanted.model_fields_set
     session = Session(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from pydantic import Field
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Text
 from proxy.routes.serialise import Caller, Here, answer, describe_answer, record_json
 from turnwise.store import keys, usage
+from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
 
 router = APIRouter(prefix="/v1/keys", route_class=CheckedRoute, tags=["keys"])
@@ -34,13 +34,12 @@ class NewKey(Body):
 async def list_keys(services: Here, principal: Caller) -> Response:
     """List the tenant's keys without their secrets, including revoked and expired ones, oldest first."""
 
-    def read() -> list[Json]:
-        with services.database.read() as connection:
-            used = usage.used_by_key(connection, principal.tenant, since_day=services.budgets.since_day())
-            found = keys.list_keys(connection, principal.tenant)
-            return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
+    def read(connection: Connection) -> list[Json]:
+        used = usage.used_by_key(connection, principal.tenant, since_day=services.budgets.since_day())
+        found = keys.list_keys(connection, principal.tenant)
+        return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
 
-    return answer({"object": "list", "data": await asyncio.to_thread(read)})
+    return answer({"object": "list", "data": await services.database.fetch(read)})
 
 
 @router.post("", responses=describe_answer("NewKeyAnswer"))
@@ -58,12 +57,7 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
         policy=wanted.policy,
     )
     services.forget_keys()
-
-    def read() -> keys.Key:
-        with services.database.read() as connection:
-            return keys.get_key(connection, key_id)
-
-    return answer({**record_json(await asyncio.to_thread(read)), "key": secret})
+    return answer({**record_json(await services.database.fetch(keys.get_key, key_id)), "key": secret})
 
 
 @router.post("/{key_id}/revoke", responses=describe_answer("KeyAnswer"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 
 from fastapi import APIRouter, Response
@@ -13,6 +12,7 @@ from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
 from turnwise.logprob_request import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.store import queries
+from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
 from turnwise.types import Session
 
@@ -35,12 +35,11 @@ async def recompute_logprobs(
     The engine samples one token for each.
     """
 
-    def read() -> tuple[TurnView, Session]:
-        with services.database.read() as connection:
-            view = queries.turn(connection, principal.tenant, turn_id)
-            return view, queries.session(connection, principal.tenant, view.turn.session_id)
+    def read(connection: Connection) -> tuple[TurnView, Session]:
+        view = queries.turn(connection, principal.tenant, turn_id)
+        return view, queries.session(connection, principal.tenant, view.turn.session_id)
 
-    view, session = await asyncio.to_thread(read)
+    view, session = await services.database.fetch(read)
     _check_repeatable(view)
     lane = await services.pool.served_lane(session)
     version = lane.version

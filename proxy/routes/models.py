@@ -7,11 +7,7 @@ nothing in service, where a page may carry a million token ids, and nothing at t
 
 from __future__ import annotations
 
-import ast
 import datetime
-import inspect
-import itertools
-import textwrap
 import typing
 from typing import Any, Literal
 
@@ -20,9 +16,11 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from proxy.routes.serialise import PUBLIC
 from turnwise.installation import Finding
+from turnwise.settings import field_docs
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
 from turnwise.store.named_policies import PolicySummary
+from turnwise.store.queries import Counts
 from turnwise.store.summaries import Summary
 from turnwise.store.trained import TrainedSession, UpdateGroup
 from turnwise.store.trainer_status import TrainerState
@@ -83,7 +81,7 @@ def answer_model(name: str, record: type, doc: str, **extra: Any) -> type[Answer
         extra: Further fields, or other types of the record's own, as `pydantic.create_model` takes them.
     """
     kinds, docs = typing.get_type_hints(record), field_docs(record)
-    fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in PUBLIC[record]}
+    fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in PUBLIC.get(record, kinds)}
     return _create(name, Answer, doc, {**fields, **extra})
 
 
@@ -98,22 +96,16 @@ def _create(name: str, base: type[Answer], doc: str, fields: dict[str, Any]) -> 
     return create_model(name, __base__=base, __doc__=doc, __cls_kwargs__=no_source, **fields)
 
 
-def field_docs(record: type) -> dict[str, str]:
-    """Return the docstring under each field of a class."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    docs = {}
-    for before, after in itertools.pairwise(typing.cast("ast.ClassDef", body).body):
-        match before, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(text.split())
-    return docs
+def _field(kind: Any, description: str) -> Any:
+    """Return a required field, as `pydantic.create_model` takes it."""
+    return kind, Field(description=description)
 
 
 def _json_type(kind: Any) -> Any:
     return {TokenIds: list[int], Logprobs: list[float]}.get(kind, kind)
 
 
-_policy: Any = (str | None, Field(description="The name of the policy that it samples with."))
+_policy = _field(str | None, "The name of the policy that it samples with.")
 SessionAnswer = answer_model("SessionAnswer", Session, "One run of an agent.", policy=_policy)
 ListedSession = answer_model(
     "ListedSession",
@@ -127,73 +119,62 @@ EndedSessionAnswer = answer_model(
     Session,
     "A session that is over.",
     policy=_policy,
-    training_note=(str, Field(description="What it waits for until it is trained, or why it is not trained.")),
+    training_note=_field(str, "What it waits for until it is trained, or why it is not trained."),
 )
 NewSessionAnswer = answer_model(
     "NewSessionAnswer",
     Session,
     "A session, with what its agent needs to call the model in it.",
     policy=_policy,
-    base_url=(str, Field(description="What an OpenAI client takes as `base_url`.")),
-    api_key=(str, Field(description="A key for this session alone.")),
+    base_url=_field(str, "What an OpenAI client takes as `base_url`."),
+    api_key=_field(str, "A key for this session alone."),
 )
 RewardAnswer = answer_model("RewardAnswer", Reward, "One line of the reward ledger.")
 FeedbackAnswer = answer_model(
     "FeedbackAnswer",
     Feedback,
     "What a person said about a session or a turn.",
-    turn_id=(str | None, Field(description="The turn that it is about; null for the whole session.")),
-    value=(bool | float | str | None, Field(description="The thumb, rating, text or edited reply; null for a choice.")),
-    scale=(list[float] | None, Field(description="The lowest and the highest rating; null without a scale.")),
-    over=(list[str], Field(description="The turns that a demonstration was preferred to.")),
+    turn_id=_field(str | None, "The turn that it is about; null for the whole session."),
+    value=_field(bool | float | str | None, "The thumb, rating, text or edited reply; null for a choice."),
+    scale=_field(list[float] | None, "The lowest and the highest rating; null without a scale."),
+    over=_field(list[str], "The turns that a demonstration was preferred to."),
 )
 ReadSession = answer_model(
     "ReadSession",
     Session,
     "One run of an agent, with its own rewards.",
     policy=_policy,
-    rewards=(
+    rewards=_field(
         list[RewardAnswer],  # type: ignore[valid-type]
-        Field(description="The reward lines for the whole session, in order of arrival."),
+        "The reward lines for the whole session, in order of arrival.",
     ),
 )
 TurnAnswer = answer_model(
     "TurnAnswer",
     Turn,
     "One model call. `messages`, `tools`, `prompt_token_ids` are what it adds; with `prompt=whole` the whole prompt.",
-    messages=(
-        list[Json],
-        Field(
-            description="Messages after the reply of its parent, at the root all of them; or those of the whole prompt."
-        ),
+    messages=_field(
+        list[Json], "Messages after the reply of its parent, at the root all of them; or those of the whole prompt."
     ),
-    tools=(
-        list[Json] | None,
-        Field(description="Tool schemas, at the root of a chain; with the whole prompt for every turn."),
+    tools=_field(list[Json] | None, "Tool schemas, at the root of a chain; with the whole prompt for every turn."),
+    prompt_token_ids=_field(
+        list[int], "Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
     ),
-    prompt_token_ids=(
-        list[int],
-        Field(
-            description="Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
-        ),
-    ),
-    trained_in=(list[TrainedTurn], Field(description="The updates that trained it, oldest first.")),
-    rewards=(
+    trained_in=_field(list[TrainedTurn], "The updates that trained it, oldest first."),
+    rewards=_field(
         list[RewardAnswer],  # type: ignore[valid-type]
-        Field(description="Its own reward lines and those of its step, in order of arrival."),
+        "Its own reward lines and those of its step, in order of arrival.",
     ),
 )
 PolicyAnswer = answer_model(
     "PolicyAnswer",
     PolicyVersion,
     "A version of a policy.",
-    policy=(str, Field(description="The name of its policy.")),
-    on_disk=(
+    policy=_field(str, "The name of its policy."),
+    on_disk=_field(
         bool | None,
-        Field(
-            description="Whether its files exist, as far as the proxy sees; null for the name of a public model, "
-            "and where the file system does not answer."
-        ),
+        "Whether its files exist, as far as the proxy sees; null for the name of a public model, "
+        "and where the file system does not answer.",
     ),
 )
 NamedPolicy = answer_model("NamedPolicy", Policy, "A policy: the default one, or one that a tenant created.")
@@ -208,19 +189,16 @@ ActivationAnswer = _create(
     PolicyAnswer,
     "A version that was chosen to be served.",
     {
-        "is_served": (bool, Field(description="Whether engines serve it already; else they load it now.")),
-        "pinned_version": (
-            int | None,
-            Field(description="The version that stays served whatever is published; or null."),
-        ),
+        "is_served": _field(bool, "Whether engines serve it already; else they load it now."),
+        "pinned_version": _field(int | None, "The version that stays served whatever is published; or null."),
     },
 )
 UpdateAnswer = answer_model(
     "UpdateAnswer",
     UpdateRecord,
     "What the trainer did with one batch.",
-    groups=(list[UpdateGroup], Field(description="This tenant's groups in it, the dropped ones included.")),
-    sessions=(list[TrainedSession], Field(description="This tenant's sessions that it trained.")),
+    groups=_field(list[UpdateGroup], "This tenant's groups in it, the dropped ones included."),
+    sessions=_field(list[TrainedSession], "This tenant's sessions that it trained."),
 )
 
 
@@ -268,8 +246,8 @@ SessionPage = page_model(
     "SessionPage",
     ListedSession,
     "Some sessions.",
-    next_after=(str | None, Field(description="The `after` of the next page; null if there are no more sessions.")),
-    num_searched=(int, Field(description="Number of sessions that were looked at for this page.")),
+    next_after=_field(str | None, "The `after` of the next page; null if there are no more sessions."),
+    num_searched=_field(int, "Number of sessions that were looked at for this page."),
 )
 TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
 UpdatePage = page_model("UpdatePage", UpdateAnswer, "Some updates.")
@@ -277,14 +255,10 @@ PolicyPage = page_model(
     "PolicyPage",
     PolicyAnswer,
     "Some policy versions.",
-    pinned_version=(
-        int | None,
-        Field(description="The version that a person pinned the policy to; null follows the newest."),
-    ),
-    key_policy=(str, Field(description="The policy that new sessions of the caller's key sample with.")),
-    policies=(
+    pinned_version=_field(int | None, "The version that a person pinned the policy to; null follows the newest."),
+    policies=_field(
         list[ListedPolicy],  # type: ignore[valid-type]
-        Field(description="The default policy and the tenant's own ones."),
+        "The default policy and the tenant's own ones.",
     ),
 )
 
@@ -356,14 +330,14 @@ class RecomputedAnswer(Answer):
     for a token that it cannot sample under these."""
 
 
-TOKENS_USED = (int, Field(description="Prompt and sampled tokens in the period of the budgets; 0 without budgets."))
+TOKENS_USED = _field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
 ListedKey = answer_model("ListedKey", Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
 KeyAnswer = answer_model("KeyAnswer", Key, "An API key, without its secret.")
 NewKeyAnswer = answer_model(
     "NewKeyAnswer",
     Key,
     "A new API key.",
-    key=(str, Field(description="The whole key. Only this answer has it.")),
+    key=_field(str, "The whole key. Only this answer has it."),
 )
 
 
@@ -386,38 +360,16 @@ class EngineReport(Answer):
     """Why it gets no calls, as the last check found; null while it serves, and for callers without a key."""
 
 
-class TrainerReport(Answer):
-    """The last report of a trainer."""
-
-    trainer_id: str
-    text: str
-    """One line, such as `4 of 32 groups are ready`; its error if it died."""
-    state: TrainerState
-    """`running` or `stopped`; `blocked` after several versions that engines refused, `died` with an error, or `silent`
-    without a sign of life for a minute."""
-    starts_at: datetime.datetime | None
-    """When the next batch starts even if it is not full; null if the trainer waits for more groups or trains."""
-    reported_at: datetime.datetime
-
-
-class CountsAnswer(Answer):
-    """Counts of a tenant's rows in the store."""
-
-    sessions: dict[str, int]
-    """By status."""
-    groups: dict[str, int]
-    """Number of groups by status: `ready` groups wait for the trainer, `claimed` groups are being trained."""
-    num_turns: int
-    num_rewards: int
-    num_failed_calls: int
-    """Calls of the last hour that ended with an error."""
-    num_updates: int
-    """Number of updates of the policy, which all tenants share."""
-    trainers: list[TrainerReport]
-    """The last report of each trainer, newest first."""
-    counted_at: datetime.datetime
-    """When everything but the trainers' reports was counted. For a tenant with more than 10,000 sessions and groups,
-    that is up to one second ago for every 10,000 of them."""
+CountsAnswer = answer_model(
+    "CountsAnswer",
+    Counts,
+    "Counts of a tenant's rows in the store.",
+    counted_at=_field(
+        datetime.datetime,
+        "When everything but the trainers' reports was counted. For a tenant with more than 10,000 sessions and groups "
+        "that is up to one second ago for every 10,000 of them.",
+    ),
+)
 
 
 class Spending(Answer):

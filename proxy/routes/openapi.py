@@ -13,7 +13,9 @@ from fastapi.openapi.utils import get_openapi
 
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Dialect, WireRoute
+from proxy.routes.checked_route import Body
 from proxy.routes.serialise import describe_answer
+from turnwise.settings import field_docs
 from turnwise.types import Json
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -68,6 +70,11 @@ def _path_parameter(name: str) -> Json:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
+def _bodies(base: type[Body]) -> list[type[Body]]:
+    """Return the models of request bodies that derive from one."""
+    return [each for own in base.__subclasses__() for each in (own, *_bodies(own))]
+
+
 def describe(app: FastAPI) -> Json:
     """Return the whole document."""
     from proxy.routes import models
@@ -78,7 +85,11 @@ def describe(app: FastAPI) -> Json:
             for prefix in ("", registry.SESSION_PREFIX):
                 operation = _operation(dialect, route, in_session=bool(prefix))
                 document["paths"].setdefault(prefix + _path(route), {})[route.method.lower()] = operation
-    document["components"]["schemas"] |= models.schemas()
+    schemas = document["components"]["schemas"]
+    for body in _bodies(Body):
+        for name, text in field_docs(body, Body).items():
+            schemas[body.__name__]["properties"][name]["description"] = text
+    schemas |= models.schemas()
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():

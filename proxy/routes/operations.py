@@ -20,7 +20,6 @@ from turnwise import installation
 from turnwise.errors import ClientError, StoreError
 from turnwise.store import queries, trained, update_summaries
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses
-from turnwise.types import Json
 
 router = APIRouter(tags=["operations"])
 log = logging.getLogger(__name__)
@@ -77,14 +76,9 @@ async def _may_see_addresses(request: Request, services: Services) -> bool:
 
 async def _read_store(services: Services) -> tuple[str | None, list[TrainerStatus]]:
     """Return why the store cannot be read or written, None if both work, and what the trainers report."""
-
-    def read() -> list[TrainerStatus]:
-        with services.database.read() as connection:
-            return trainer_statuses(connection)
-
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            trainers = await asyncio.to_thread(read)
+            trainers = await services.database.fetch(trainer_statuses)
         await services.writer.check()
     except TimeoutError:
         return f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs", []
@@ -118,13 +112,8 @@ async def list_updates(
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
 ) -> Response:
     """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
-
-    def read() -> Json:
-        with services.database.read() as connection:
-            found, more = trained.list_updates(connection, principal.tenant, limit=limit, after=after)
-            return page([update_json(view) for view in found], more)
-
-    return answer(await asyncio.to_thread(read))
+    found, more = await services.database.fetch(trained.list_updates, principal.tenant, limit=limit, after=after)
+    return answer(page([update_json(view) for view in found], more))
 
 
 @control.get("/updates/summaries", responses=describe_answer("UpdateSummaries"))
@@ -134,13 +123,8 @@ async def summarise_updates(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> Response:
     """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
-
-    def read() -> Json:
-        with services.database.read() as connection:
-            found = update_summaries.summarise_updates(connection, principal.tenant, limit=limit)
-            return page([dataclasses.asdict(each) for each in found], has_more=False)
-
-    return answer(await asyncio.to_thread(read))
+    found = await services.database.fetch(update_summaries.summarise_updates, principal.tenant, limit=limit)
+    return answer(page([dataclasses.asdict(each) for each in found], has_more=False))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))

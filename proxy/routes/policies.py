@@ -28,7 +28,6 @@ from proxy.routes.serialise import (
     describe_answer,
     page,
     policies_json,
-    read_policy,
     record_json,
 )
 from proxy.services import Services, services_of
@@ -60,7 +59,7 @@ router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["polici
 
 
 class NewPolicy(Body):
-    """A version to publish (`path`), or a policy to create (`name`, with `path` if it starts from an adapter)."""
+    """A version to publish, or a policy to create: `path` or `name`."""
 
     version: Count | None = None
     """Number of the version; by default one more than the highest of all policies."""
@@ -73,14 +72,12 @@ class NewPolicy(Body):
     """Name of a policy to create, unique within the tenant."""
     base: Text = DEFAULT_POLICY_NAME
     """What a policy to create starts from: `default`, which is the engine's own model, or an adapter as
-    `POLICY@VERSION`. Leave it out with `path`, the directory of an adapter that PEFT wrote."""
+    `POLICY@VERSION`."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> NewPolicy:
-        if self.path is None and self.name is None:
+        if (self.path is None) == (self.name is None):
             raise ValueError("give `path` to publish a version, or `name` to create a policy")
-        if self.path is not None and self.base != DEFAULT_POLICY_NAME:
-            raise ValueError("give `path` or `base`: a policy starts from one of both")
         return self
 
 
@@ -125,8 +122,7 @@ async def list_policies(
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
-    own = next((each.name for each in named if each.policy_id == principal.policy_id), DEFAULT_POLICY_NAME)
-    return answer({**page(listed, more), "pinned_version": pinned, "key_policy": own, "policies": rows})
+    return answer({**page(listed, more), "pinned_version": pinned, "policies": rows})
 
 
 async def _summaries(services: Services, principal: Principal, named: list[Policy]) -> dict[int, Json]:
@@ -159,44 +155,18 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
 async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
     """Publish a directory of weights as the next version of a policy; engines load it once it has been checked.
 
-    With `name`, create a policy of the caller's tenant; with `path` too, it starts from this adapter. All tenants share
-    the default policy, so only keys of its owner may publish its versions: the tenant `policy_tenant`, or the only
-    tenant with keys.
+    With `name` instead of `path`, create a policy of the caller's tenant. All tenants share the default policy, so only
+    keys of its owner may publish its versions: the tenant `policy_tenant`, or the only tenant with keys.
     """
-    limit, name = services.settings.tenant_max_policies, wanted.name
-    if name is not None and wanted.path is None:
+    if wanted.name is not None:
         create = named_policies.create_policy_from
-        created, _ = await services.writer.do(create, principal.tenant, name, wanted.base, max_policies=limit)
+        created, _ = await services.writer.do(create, principal.tenant, wanted.name, wanted.base)
         await services.reloader.read_served()
         return answer(record_json(created))
-    policy = await asyncio.to_thread(read_policy, services, principal, wanted.policy)
-    if policy.policy_id == DEFAULT_POLICY and name is None:
+    policy = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
+    if policy.policy_id == DEFAULT_POLICY:
         await _check_owner(services, principal)
-    path, kind = wanted.path or "", wanted.kind if name is None else PolicyKind.LORA
-    await _check_files(services, path, kind)
-    if name is not None:
-        bring = policies.import_policy
-        imported = await services.writer.do(bring, principal.tenant, name, path, max_policies=limit)
-        await services.reloader.read_served()
-        return answer(record_json(imported))
-    published = await services.writer.do(
-        policies.publish_next,
-        path,
-        kind,
-        metrics=wanted.metrics,
-        version=wanted.version,
-        policy_id=policy.policy_id,
-    )
-    (document,) = await policies_json([published], services.files, {policy.policy_id: policy.name})
-    return answer(document)
-
-
-async def _check_files(services: Services, path: str, kind: PolicyKind) -> None:
-    """Check a directory of weights against the served model.
-
-    Raises:
-        BadCheckpoint: it cannot be read, or does not fit.
-    """
+    path, kind = wanted.path or "", wanted.kind
     model_path = next((engine.model_path for engine in services.pool.serving), None)
 
     def check() -> None:
@@ -207,6 +177,16 @@ async def _check_files(services: Services, path: str, kind: PolicyKind) -> None:
 
     key = ("publish", path, kind, str(model_path))
     await services.files.read(key, path, check, seconds=CHECK_SECONDS)
+    published = await services.writer.do(
+        policies.publish_next,
+        path,
+        kind,
+        metrics=wanted.metrics,
+        version=wanted.version,
+        policy_id=policy.policy_id,
+    )
+    (document,) = await policies_json([published], services.files, {policy.policy_id: policy.name})
+    return answer(document)
 
 
 @router.post("/{version}/activate", responses=describe_answer("ActivationAnswer"))
@@ -255,12 +235,9 @@ async def archive_policy(
     Calls and new sessions of an archived policy get 409. It is not trained, and engines unload its adapters. Its
     versions, sessions and files stay.
     """
+    is_archived = (how or Archival()).archived
     archived = await services.writer.do(
-        named_policies.archive_policy,
-        principal.tenant,
-        policy,
-        is_archived=(how or Archival()).archived,
-        max_policies=services.settings.tenant_max_policies,
+        named_policies.archive_policy, principal.tenant, policy, is_archived=is_archived
     )
     await services.reloader.read_served()
     return answer(record_json(archived))

@@ -38,7 +38,7 @@ from turnwise.errors import InvalidRequest
 from turnwise.experience import experience_json
 from turnwise.store import queries, trained
 from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.experiences import SessionFilter, Shape
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000
@@ -248,18 +248,12 @@ async def list_experiences(
             param="gamma",
         )
     wanted = dataclasses.replace(matching, session_id=session_id)
+    roles = TRAINED_ROLES if role is None else frozenset(role)
+    shape = Shape(credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, roles=roles, merge=merge)
 
     def lines() -> Generator[bytes]:
         with services.exports.read() as connection:
-            for experience in with_advantages(
-                connection,
-                wanted,
-                credit=credit,
-                gamma=gamma,
-                reward_bonus_coeff=reward_bonus_coeff,
-                roles=TRAINED_ROLES if role is None else frozenset(role),
-                merge=merge,
-            ):
+            for experience in with_advantages(connection, wanted, shape):
                 yield orjson.dumps(experience_json(experience)) + b"\n"
 
     found = lines()

@@ -15,7 +15,7 @@ from turnwise.types import Json
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """Text of a token that holds a part of a character."""
 MAX_PARTS = 8
-"""Tokens that one character may be made of."""
+"""Tokens that are tried together: a character has at most four bytes, and a token may end one and begin the next."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -59,14 +59,14 @@ def _solid_text(
             continue
         part = solid[token]
         behind = at + 1
-        if BROKEN in part and (whole := _whole_character(token_ids, at, decode)):
+        if BROKEN in part and (whole := whole_character(token_ids, at, decode)):
             part, behind = _without_space(whole[0]), whole[1]
         parts.append(part)
         spans += [(at, behind)] * len(part)
     return "".join(parts), spans
 
 
-def _whole_character(token_ids: Sequence[int], at: int, decode: Decode) -> tuple[str, int] | None:
+def whole_character(token_ids: Sequence[int], at: int, decode: Decode) -> tuple[str, int] | None:
     """Return the text of the fewest tokens from here that hold whole characters, and where they end; None without."""
     for behind in range(at + 2, min(at + MAX_PARTS, len(token_ids)) + 1):
         if BROKEN not in (text := decode(token_ids[at:behind])):

@@ -16,8 +16,8 @@ from proxy.auth import ACTION_OF_ROUTE, Principal, session_deleted
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
-from turnwise.store import named_policies, policies, queries
-from turnwise.store.database import Database
+from turnwise.store import policies, queries
+from turnwise.store.database import Connection
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
 from turnwise.store.trained import UpdateView
@@ -74,13 +74,13 @@ async def caller(request: Request) -> Principal:
     if session_id := request.path_params.get("session_id"):
         principal.require_session(session_id)
     if principal.session_id is not None:
-        await asyncio.to_thread(_check_own_session, services_of(request).database, principal, principal.session_id)
+        await services_of(request).database.fetch(_check_own_session, principal, principal.session_id)
     request.scope[PRINCIPAL] = principal
     return principal
 
 
-def _check_own_session(database: Database, principal: Principal, session_id: str) -> None:
-    with database.read() as connection, contextlib.suppress(NotFound):
+def _check_own_session(connection: Connection, principal: Principal, session_id: str) -> None:
+    with contextlib.suppress(NotFound):
         if principal.owns(queries.session(connection, principal.tenant, session_id)):
             return
     raise session_deleted(session_id)
@@ -98,16 +98,6 @@ def page(rows: list[Json], has_more: bool) -> Json:
 def record_json(record: Session | Reward | Policy | PolicyVersion | UpdateRecord | Key) -> Json:
     """Return a record as the API's JSON."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
-
-
-def read_policy(services: Services, principal: Principal, name: str) -> Policy:
-    """Return the policy of this name that the caller may use.
-
-    Raises:
-        NotFound: there is none.
-    """
-    with services.database.read() as connection:
-        return named_policies.policy_named(connection, principal.tenant, name)
 
 
 async def sessions_json(found: Sequence[Session], services: Services) -> list[Json]:

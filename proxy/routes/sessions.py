@@ -24,7 +24,6 @@ from proxy.routes.serialise import (
     describe_answer,
     encode_page,
     page,
-    read_policy,
     record_json,
     session_json,
     sessions_json,
@@ -36,6 +35,7 @@ from turnwise.store import (
     groups,
     ledger,
     lineage,
+    named_policies,
     pages,
     policies,
     queries,
@@ -44,6 +44,7 @@ from turnwise.store import (
     session_changes,
     summaries,
 )
+from turnwise.store.database import Connection
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.roles import set_chain_role
 from turnwise.store.search import Contents
@@ -139,7 +140,8 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
     policy_id = principal.policy_id
     if wanted.policy is not None:
-        policy_id = (await asyncio.to_thread(read_policy, services, principal, wanted.policy)).policy_id
+        named = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
+        policy_id = named.policy_id
     services.pool.check_in_use(policy_id)
     session = Session(session_id=session_id, tenant=principal.tenant, policy_id=policy_id, opened_by="api", **fields)
     stored = await services.sessions.create(session)
@@ -186,13 +188,12 @@ async def list_sessions(
     `outcome`, `reason`, `policy_version` and `text` together.
     """
 
-    def read() -> tuple[search.Found, Sequence[summaries.Summary]]:
-        with services.database.read() as connection:
-            found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
-            return found, summaries.summaries(connection, found.sessions) if summary else ()
+    def read(connection: Connection) -> tuple[search.Found, Sequence[summaries.Summary]]:
+        found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
+        return found, summaries.summaries(connection, found.sessions) if summary else ()
 
     async with contextlib.nullcontext() if held.is_empty else services.searches:
-        found, said = await asyncio.to_thread(read)
+        found, said = await services.database.fetch(read)
     rows = await sessions_json(found.sessions, services)
     for row, own in zip(rows, said, strict=False):
         row["summary"] = dataclasses.asdict(own)
@@ -204,12 +205,11 @@ async def list_sessions(
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Read one session, with the rewards that were given for all of it."""
 
-    def read() -> tuple[Session, list[Reward]]:
-        with services.database.read() as connection:
-            session = queries.session(connection, principal.tenant, session_id)
-            return session, lineage.session_lines(connection, principal.tenant, session_id)
+    def read(connection: Connection) -> tuple[Session, list[Reward]]:
+        session = queries.session(connection, principal.tenant, session_id)
+        return session, lineage.session_lines(connection, principal.tenant, session_id)
 
-    session, lines = await asyncio.to_thread(read)
+    session, lines = await services.database.fetch(read)
     return answer({**await session_json(session, services), "rewards": [record_json(line) for line in lines]})
 
 
@@ -228,45 +228,33 @@ async def list_turns(
     of several turns ends at about 8 MiB, also before `limit`: `has_more` is true then.
     """
 
-    def read() -> bytes:
-        with services.database.read() as connection:
-            views, more = queries.turns(
-                connection,
-                principal.tenant,
-                session_id,
-                limit=limit,
-                after=after,
-                whole_prompt=prompt == "whole",
-                max_bytes=pages.MAX_BYTES,
-            )
+    def read(connection: Connection) -> bytes:
+        whole, size = prompt == "whole", pages.MAX_BYTES
+        views, more = queries.turns(
+            connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=whole, max_bytes=size
+        )
         return encode_page(map(turn_json, views), has_more=more)
 
-    return Response(await asyncio.to_thread(read), media_type="application/json")
+    return Response(await services.database.fetch(read), media_type="application/json")
 
 
 @router.get("/turns/{turn_id}", responses=describe_answer("TurnAnswer"))
 async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Prompt = "added") -> Response:
     """Read one turn with the part that it adds to its parent's prompt; `prompt=whole` returns the whole prompt."""
 
-    def read() -> Json:
-        with services.database.read() as connection:
-            view = queries.turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole")
-            if principal.session_id not in (None, view.turn.session_id):
-                raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-            return turn_json(view)
+    def read(connection: Connection) -> Json:
+        view = queries.turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole")
+        if principal.session_id not in (None, view.turn.session_id):
+            raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+        return turn_json(view)
 
-    return answer(await asyncio.to_thread(read))
+    return answer(await services.database.fetch(read))
 
 
 @router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
-
-    def read() -> str | None:
-        with services.database.read() as connection:
-            return queries.session_of_turn(connection, principal.tenant, turn_id)
-
-    holder = await asyncio.to_thread(read)
+    holder = await services.database.fetch(queries.session_of_turn, principal.tenant, turn_id)
     if holder is None or principal.session_id not in (None, holder):
         raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
     session_id, turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
@@ -287,12 +275,8 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     )
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
-
-    def read() -> str:
-        with services.database.read() as connection:
-            return groups.describe_training(connection, session)
-
-    return answer({**await session_json(session, services), "training_note": await asyncio.to_thread(read)})
+    note = await services.database.fetch(groups.describe_training, session)
+    return answer({**await session_json(session, services), "training_note": note})
 
 
 @router.delete("/sessions/{session_id}", responses=describe_answer("DeletedAnswer"))

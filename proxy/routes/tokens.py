@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from fastapi import APIRouter, Response
 
 from proxy.continuation.template import ChatTemplate
 from proxy.routes.checked_route import CheckedRoute, Id
-from proxy.routes.scaffold import scaffold_flags
+from proxy.routes.scaffold import BROKEN, Decode, scaffold_flags, whole_character
 from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.store import experiences, queries, trained
+from turnwise.store.database import Connection
 from turnwise.store.session_records import turn_path
 from turnwise.types import TRAINED_ROLES, Json, Role, Turn
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MOST_PARTS = 8
-"""Tokens that are tried together: a character has at most four bytes, and a token may end one and begin the next."""
 
 
 @router.get("/turns/{turn_id}/tokens", responses=describe_answer("TokensAnswer"))
@@ -33,16 +30,15 @@ async def get_tokens(
 ) -> Response:
     """Return every token of a turn's prompt and reply, with its text, logprob and the turn that added it."""
 
-    def read() -> Json:
-        with services.database.read() as connection:
-            path = turn_path(connection, principal.tenant, turn_id)
-            session_pk = queries.session_pk_of_turn(connection, turn_id)
-            credit = experiences.session_credit(connection, session_pk)
-            updates = trained.trained_in(connection, [session_pk]).get(session_pk, [])
+    def read(connection: Connection) -> Json:
+        path = turn_path(connection, principal.tenant, turn_id)
+        session_pk = queries.session_pk_of_turn(connection, turn_id)
+        credit = experiences.session_credit(connection, session_pk)
+        updates = trained.trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}
         return _tokens(path, services.sessions.template, credit, advantages)
 
-    return answer(await asyncio.to_thread(read))
+    return answer(await services.database.fetch(read))
 
 
 def _tokens(
@@ -75,20 +71,14 @@ def _tokens(
     }
 
 
-def characters(
-    token_ids: Sequence[int], pieces: Mapping[int, str], text_of: Callable[[Sequence[int]], str]
-) -> Iterator[Json]:
+def characters(token_ids: Sequence[int], pieces: Mapping[int, str], text_of: Decode) -> Iterator[Json]:
     """Yield the shortest runs of tokens that begin with a part of a character and form whole characters."""
     at = 0
     while at < len(token_ids):
         end = at + 1
-        if REPLACEMENT in pieces[token_ids[at]]:
-            for tried in range(at + 2, min(at + MOST_PARTS, len(token_ids)) + 1):
-                text = text_of(token_ids[at:tried])
-                if REPLACEMENT not in text:
-                    end = tried
-                    yield {"start": at, "end": end, "text": text}
-                    break
+        if BROKEN in pieces[token_ids[at]] and (whole := whole_character(token_ids, at, text_of)):
+            text, end = whole
+            yield {"start": at, "end": end, "text": text}
         at = end
 
 

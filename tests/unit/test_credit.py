@@ -48,7 +48,6 @@ def test_returns_satisfy_their_recursion(raw: list[float], gamma: float, bonus: 
 def test_the_latest_line_of_a_target_and_name_replaces_earlier_ones() -> None:
     lines = [line(1), line(2, "style"), line(5), line(7, step=0)]
     assert [one.value for one in latest_lines(lines)] == [5, 2, 7]
-    assert [one.value for one in latest_lines(lines, names={"style"})] == [2]
 
 
 def test_names_on_one_target_add_up() -> None:
@@ -59,7 +58,6 @@ def test_names_on_one_target_add_up() -> None:
 def test_a_session_without_a_line_has_no_reward() -> None:
     """The reward is None and not 0, because none was given yet."""
     assert session_reward([], Credit.PROPAGATE) is None
-    assert session_reward([line(1)], Credit.PROPAGATE, names={"style"}) is None
 
 
 def test_with_propagated_credit_the_sessions_own_line_overrides_those_of_steps_and_turns() -> None:

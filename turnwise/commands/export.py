@@ -170,12 +170,11 @@ def _write_experiences(
     min_reward: float | None,
 ) -> int:
     from turnwise.store.expected_advantages import with_advantages
+    from turnwise.store.experiences import Shape
 
     policy = None if credit is None else Credit(credit)
-    given: Json = {"credit": policy, "gamma": gamma, "reward_bonus_coeff": reward_bonus_coeff}
-    found = (
-        each for each in with_advantages(conn, wanted, merge=merge, **given) if _is_at_least(each.reward, min_reward)
-    )
+    shape = Shape(credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge)
+    found = (each for each in with_advantages(conn, wanted, shape) if _is_at_least(each.reward, min_reward))
     if format_name == "jsonl":
         return _write_lines(map(_experience_line, found), output)
     if format_name == "axolotl":

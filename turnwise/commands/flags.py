@@ -21,7 +21,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from turnwise.commands.settings_models import settings_model
-from turnwise.settings import Settings, describe, load_settings
+from turnwise.settings import Settings, describe, field_docs, load_settings
 
 _NOT_SETTINGS = ("config", "dry_run", "as_json")
 
@@ -68,7 +68,10 @@ class SettingsCommand(click.Command):
         return super().get_params(ctx)
 
     def _flags(self) -> list[click.Parameter]:
-        flags: list[click.Parameter] = [_option(name, field) for name, field in self._settings().model_fields.items()]
+        docs = field_docs(self._settings(), Settings)
+        flags: list[click.Parameter] = [
+            _option(name, field, docs.get(name, "")) for name, field in self._settings().model_fields.items()
+        ]
         flags += [
             click.Option(["--config"], type=click.Path(path_type=Path), help="Settings file [default: turnwise.toml]."),
             click.Option(["--dry-run"], is_flag=True, help="Print the resolved settings and do nothing."),
@@ -102,11 +105,10 @@ class SettingsCommand(click.Command):
             click.echo(f"\n# {name}" + (f", on GPU {gpus}" if gpus else "") + f"\n{shlex.join(argv)}")
 
 
-def _option(name: str, field: FieldInfo) -> click.Option:
+def _option(name: str, field: FieldInfo, text: str) -> click.Option:
     """Return a setting's flag. Values stay text: the model converts them and reports those that do not fit."""
     flag = "--" + name.replace("_", "-")
     annotation = _without_none(field.annotation)
-    text = (field.description or "").partition("\n\n")[0].replace("\n", " ")
     if not field.is_required() and field.get_default(call_default_factory=True) is not None:
         text += f" [default: {field.get_default(call_default_factory=True)}]"
     if annotation is bool:

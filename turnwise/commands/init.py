@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
 from turnwise.errors import SettingsError
-from turnwise.settings import DEFAULT_FILE, toml_value
+from turnwise.settings import DEFAULT_FILE, Settings, field_docs, toml_value
 
 HEAD = """\
 # Settings of Turnwise. Remove the comment sign of a setting to change it; the values shown are the defaults.
@@ -75,20 +75,23 @@ def algorithm_table(name: str) -> str:
     from trainer.algorithms.loading import class_of
 
     lines = ["", "[trainer.algorithm]", f"name = {toml_value(name)}"]
-    for each, field in class_of(name).Settings.model_fields.items():
-        lines += ["", *_comment(_described(field)), _assignment(each, field)]
+    settings = class_of(name).Settings
+    docs = field_docs(settings, Settings)
+    for each, field in settings.model_fields.items():
+        lines += ["", *_comment(_described(docs.get(each, ""), field)), _assignment(each, field)]
     return "\n".join(lines) + "\n"
 
 
 def _section(section: str) -> str:
     lines = ["", *_comment(DESCRIPTIONS[section]), f"[{section}]"]
-    for name, field in settings_model(section).model_fields.items():
-        lines += ["", *_comment(_described(field)), _assignment(name, field)]
+    settings = settings_model(section)
+    docs = field_docs(settings, Settings)
+    for name, field in settings.model_fields.items():
+        lines += ["", *_comment(_described(docs.get(name, ""), field)), _assignment(name, field)]
     return "\n".join(lines) + "\n"
 
 
-def _described(field: FieldInfo) -> str:
-    text = " ".join((field.description or "").split())
+def _described(text: str, field: FieldInfo) -> str:
     if _default(field) is None:
         return f"{text} Not set by default.".strip()
     return text

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from turnwise.commands.flags import SettingsCommand
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
-
-
-def _check(settings: TrainerSettings) -> dict[str, Any]:
-    """Call the algorithm once on a small batch, as a start does."""
-    from trainer.algorithms.trial import try_algorithm
-
-    try_algorithm(settings.algorithm)
-    return {}
 
 
 def _run(settings: TrainerSettings) -> None:
@@ -36,6 +28,5 @@ train = SettingsCommand(
     "train",
     section="trainer",
     run=_run,
-    show=_check,
     help="Run the trainer: claim experiences, update the weights, publish versions.",
 )

@@ -8,6 +8,7 @@ lock is taken.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import functools
@@ -16,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import sqlalchemy as sa
 
@@ -27,6 +28,8 @@ from turnwise.store.statements import begin, commit, execute
 if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most processes never migrate
     from alembic.config import Config
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Connection: TypeAlias = sa.Connection
 """An open transaction; the only SQLAlchemy type that callers outside of the store use."""
 
@@ -107,6 +110,22 @@ class Database:
         """
         with attributed(), self._reader.connect() as conn:
             yield conn
+
+    async def fetch(
+        self, function: Callable[Concatenate[sa.Connection, P], T], *arguments: P.args, **options: P.kwargs
+    ) -> T:
+        """Return the result of a function that reads the store, called in a thread with a transaction of `read`.
+
+        Raises:
+            StoreUnavailable, SchemaMismatch: as `read`.
+            TurnwiseError: what the function raises.
+        """
+
+        def call() -> T:
+            with self.read() as conn:
+                return function(conn, *arguments, **options)
+
+        return await asyncio.to_thread(call)
 
     def upgrade(self, revision: str = "head") -> None:
         """Migrate the tables to this release; concurrent migrations run one after the other.

@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import sqlalchemy as sa
 
 from turnwise.comparison import Floats, is_uniform, normalised
 from turnwise.experience import Experience
-from turnwise.store.experiences import SessionFilter, experiences
-from turnwise.types import TRAINED_ROLES, Credit, Role, SessionStatus
+from turnwise.store.experiences import PER_TURN, SessionFilter, Shape, experiences
+from turnwise.types import Credit, SessionStatus
 
 NUM_GROUPS = 64
 """Groups whose advantages are kept while experiences are read: sessions of a group are mostly stored together."""
@@ -27,27 +26,15 @@ Values = Mapping[int | None, Mapping[str, float]]
 """The advantages of a group: by step and turn, or, under None, by session."""
 
 
-def with_advantages(
-    conn: sa.Connection,
-    wanted: SessionFilter,
-    *,
-    credit: Credit | None = None,
-    gamma: float | None = None,
-    reward_bonus_coeff: float = 0.0,
-    roles: Collection[Role] = TRAINED_ROLES,
-    merge: Literal["turn", "chain"] = "turn",
-) -> Iterator[Experience]:
+def with_advantages(conn: sa.Connection, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
     """Yield experiences as `experiences` does, with the advantages that their turns got last, or would get."""
-
-    def read(these: SessionFilter, merge: Literal["turn", "chain"]) -> Iterator[Experience]:
-        shape: dict[str, Any] = {"credit": credit, "gamma": gamma, "reward_bonus_coeff": reward_bonus_coeff}
-        yield from experiences(conn, these, roles=roles, merge=merge, **shape)
 
     @functools.lru_cache(NUM_GROUPS)
     def of_group(tenant: str, group_id: str) -> Values:
-        return _compared(read(SessionFilter(tenant=tenant, group_id=group_id), "turn"))
+        of_turns = dataclasses.replace(shape, merge="turn")
+        return _compared(experiences(conn, SessionFilter(tenant=tenant, group_id=group_id), of_turns))
 
-    for experience in read(wanted, merge):
+    for experience in experiences(conn, wanted, shape):
         if experience.turn_advantages is not None or experience.info["single"] or _is_open(experience):
             yield experience
             continue

@@ -60,7 +60,6 @@ class SessionFilter:
     label: str | None = None
     policy: str | None = None
     """A policy's name."""
-    policy_id: int | None = None
     metadata: str | None = None
     """`KEY=VALUE`: the session's metadata have this value, which is JSON or else a text, at this key."""
 
@@ -99,47 +98,33 @@ def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """How experiences are computed; None uses the session's own value."""
+class Shape:
+    """How experiences are computed from sessions."""
 
     credit: Credit | None = None
+    """Replaces each session's credit policy; None for its own."""
     gamma: float | None = None
+    """Replaces each session's discount; None for its own."""
     reward_bonus_coeff: float = 0.0
-    names: Collection[str] | None = None
+    """Coefficient of the bonus for an improvement from step to step."""
     roles: Collection[Role] = TRAINED_ROLES
+    """Roles whose turns are trained; turns of other roles remain in their prompts."""
     merge: Literal["turn", "chain"] = "turn"
+    """One experience per turn, or one per chain as in training."""
     with_imported: bool = False
+    """Include imported replies, whose behaviour logprobs are 0 where they are not known."""
     with_unrewarded: bool = False
+    """Include sessions without rewards; their reward is 0."""
 
 
-def experiences(
-    conn: sa.Connection,
-    wanted: SessionFilter,
-    *,
-    credit: Credit | None = None,
-    gamma: float | None = None,
-    reward_bonus_coeff: float = 0.0,
-    names: Collection[str] | None = None,
-    roles: Collection[Role] = TRAINED_ROLES,
-    merge: Literal["turn", "chain"] = "turn",
-) -> Iterator[Experience]:
-    """Yield the experiences of rewarded sessions, oldest first.
+PER_TURN, PER_CHAIN = Shape(), Shape(merge="chain")
+
+
+def experiences(conn: sa.Connection, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
+    """Yield the experiences of rewarded sessions, oldest first, over a transaction that stays open meanwhile.
 
     Without a status only those of sessions that are over, unless one session is named.
-
-    Args:
-        conn: A transaction that stays open while the iterator is read.
-        wanted: Which sessions.
-        credit: Replaces each session's credit policy.
-        gamma: Replaces each session's discount.
-        reward_bonus_coeff: Coefficient of the bonus for an improvement from step to step.
-        names: The reward names that count; None means all.
-        roles: Roles whose turns are trained; turns of other roles remain in their prompts.
-        merge: One experience per turn, or one per chain as in training.
     """
-    shape = _Shape(
-        credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge
-    )
     clauses = wanted.clauses()
     if wanted.status is None and wanted.session_id is None:
         clauses.append(sessions.c.status != SessionStatus.OPEN.value)
@@ -150,22 +135,11 @@ def experiences_of_groups(
     conn: sa.Connection,
     group_pks: Sequence[int],
     *,
-    names: Collection[str] | None = None,
     roles: Collection[Role] = TRAINED_ROLES,
-    merge: Literal["turn", "chain"] = "chain",
     with_imported: bool = False,
 ) -> Iterator[Experience]:
-    """Yield the experiences of the finished sessions of these groups.
-
-    Args:
-        conn: A transaction that stays open while the iterator is read.
-        group_pks: Keys of the groups, from a claim.
-        names: The reward names that count; None means all.
-        roles: Roles whose turns are trained; turns of other roles remain in their prompts.
-        merge: One experience per chain, or one per turn.
-        with_imported: Include imported replies, whose behaviour logprobs are 0 where they are not known.
-    """
-    shape = _Shape(names=names, roles=roles, merge=merge, with_imported=with_imported)
+    """Yield one experience per chain of the finished sessions of these groups, over a transaction that stays open."""
+    shape = Shape(roles=roles, merge="chain", with_imported=with_imported)
     clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value]
     return _stream(conn, clauses, shape)
 
@@ -174,7 +148,7 @@ def experiences_of_sessions(
     conn: sa.Connection, session_pks: Sequence[int], *, roles: Collection[Role] = TRAINED_ROLES
 ) -> Iterator[Experience]:
     """Yield one experience per chain of these sessions, oldest first; the reward of one without rewards is 0."""
-    shape = _Shape(roles=roles, merge="chain", with_unrewarded=True)
+    shape = Shape(roles=roles, merge="chain", with_unrewarded=True)
     for start in range(0, len(session_pks), _SESSIONS_AT_ONCE):
         found = conn.execute(
             sa.select(sessions)
@@ -194,7 +168,7 @@ def session_credit(conn: sa.Connection, session_pk: int) -> SessionCredit | None
     return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
 
 
-def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: _Shape) -> Iterator[Experience]:
+def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: Shape) -> Iterator[Experience]:
     behind = 0
     while True:
         found = conn.execute(
@@ -209,7 +183,7 @@ def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shap
         yield from _of_sessions(conn, found, shape)
 
 
-def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Shape) -> Iterator[Experience]:
+def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: Shape) -> Iterator[Experience]:
     portion: list[rows.StoredRow] = []
     for row in found:
         if portion and sum(each.num_turns for each in (*portion, row)) > _TURNS_AT_ONCE:
@@ -219,7 +193,7 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
     yield from _of_portion(conn, portion, shape)
 
 
-def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Shape) -> Iterator[Experience]:
+def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: Shape) -> Iterator[Experience]:
     pks = [row.session_pk for row in found]
     turns = lineage.turns_of(conn, pks)
     lines = lineage.rewards_of(conn, pks)
@@ -227,9 +201,9 @@ def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Sh
     hints = _hints(conn, pks)
     for row in found:
         in_session = [_trained(turn, shape) for turn in turns.get(row.session_pk, [])]
-        in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
+        in_force = latest_lines(lines.get(row.session_pk, []))
         if not in_force and not shape.with_unrewarded:
-            continue  # no reward has a name that counts
+            continue
         assigned = assign_credit(
             in_session,
             in_force,
@@ -281,7 +255,7 @@ def agent_digest(messages: Sequence[Json]) -> str:
     return hashlib.sha256(re.sub(r"\d+", "0", text).encode()).hexdigest()[:16]
 
 
-def _trained(turn: Turn, shape: _Shape) -> Turn:
+def _trained(turn: Turn, shape: Shape) -> Turn:
     """Return the turn, changed to untrainable if it has another role, and to trainable if imported turns count."""
     if shape.with_imported and is_imported(turn):
         logprobs = turn.logprobs if turn.logprobs.size else np.zeros(turn.token_ids.size, np.float32)

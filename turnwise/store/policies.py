@@ -7,7 +7,6 @@ unique over all policies, and a change of one policy's versions changes nothing 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import operator
@@ -25,7 +24,7 @@ from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch, insert_ignoring
 from turnwise.store.tables import policies
 from turnwise.store.tables import policy_versions as table
-from turnwise.types import DEFAULT_POLICY, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion, utc_now
+from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
@@ -148,27 +147,6 @@ def publish_next(
         version = 0 if is_first else (newest or 0) + 1  # 0 is the engine's own model
     publish_policy(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
     return get_policy(conn, version)
-
-
-def import_policy(conn: sa.Connection, tenant: str, name: str, path: str, *, max_policies: int | None = None) -> Policy:
-    """Create a policy that starts from an existing adapter, which becomes its first version; return it.
-
-    Repeated with the same directory it changes nothing.
-
-    Raises:
-        InvalidRequest: the name is not usable.
-        Conflict: as `named_policies.create_named_policy`.
-    """
-    with contextlib.suppress(NotFound):
-        known = named_policies.policy_named(conn, tenant, name)
-        if known.base_version is not None and get_policy(conn, known.base_version).path == path:
-            return known
-    policy, is_new = named_policies.create_named_policy(conn, tenant, name, max_policies=max_policies)
-    if not is_new:
-        raise Conflict(f"policy {name!r} exists with another base; choose another name", param="name")
-    version = publish_next(conn, path, PolicyKind.LORA, metrics={}, policy_id=policy.policy_id).version
-    conn.execute(sa.update(policies).where(policies.c.policy_id == policy.policy_id).values(base_version=version))
-    return named_policies.named_policy(conn, policy.policy_id)
 
 
 def activate_policy(
@@ -509,21 +487,6 @@ def undone_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> ran
     """
     version, until = _pin(conn, policy_id)
     return range(0) if version is None or until is None else range(version + 1, until + 1)
-
-
-def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
-    """Store which sentinel of this version is beyond its bound; None after the bound was changed."""
-    conn.execute(sa.update(table).where(table.c.version == version).values(alarm=alarm))
-
-
-def alarmed_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> range:
-    """Return the versions above the served one, up to the newest that has an alarm: the older one answers it."""
-    active = active_policy(conn, policy_id)
-    if active is None:
-        return range(0)
-    is_newer = table.c.policy_id == policy_id, table.c.version > active.version
-    newest = sa.select(sa.func.max(table.c.version)).where(*is_newer, table.c.alarm.is_not(None))
-    return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
 
 
 def _pin(conn: sa.Connection, policy_id: int) -> tuple[int | None, int | None]:

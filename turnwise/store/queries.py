@@ -38,14 +38,15 @@ class Counts:
     sessions: dict[str, int]
     """By status."""
     groups: dict[str, int]
-    """By status."""
+    """By status: `ready` groups wait for the trainer, `claimed` groups are being trained."""
     num_turns: int
     num_rewards: int
     num_failed_calls: int
     """Calls of the last hour that ended with an error."""
     num_updates: int
+    """Updates of the policy, which all tenants share."""
     trainers: list[TrainerStatus]
-    """The last report of each trainer; the same for all tenants."""
+    """The last report of each trainer, newest first; the same for all tenants."""
 
 
 def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:

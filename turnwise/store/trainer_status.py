@@ -52,6 +52,8 @@ class TrainerStatus:
     text: str
     """One line, such as `4 of 32 groups are ready`; its error if it died."""
     state: TrainerState = TrainerState.RUNNING
+    """`running` or `stopped`; `blocked` after several versions that engines refused, `died` with an error, or `silent`
+    without a sign of life for a minute."""
     starts_at: datetime.datetime | None = None
     """When the next batch starts even if it is not full; None if the trainer waits for more groups or trains."""
     reported_at: datetime.datetime

@@ -47,7 +47,7 @@ def preference(tmp_path, before, after):
     """Return how much more probable the tokens of better sessions became than those of worse ones of their group."""
     db = new_ledger(tmp_path / "ledger.db")
     with db.read() as conn:
-        found = list(experiences.experiences(conn, experiences.SessionFilter(), merge="chain"))
+        found = list(experiences.experiences(conn, experiences.SessionFilter(), experiences.PER_CHAIN))
     db.close()
     gained = 0.0
     for group_id in {experience.group_id for experience in found}:

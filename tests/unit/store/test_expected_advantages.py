@@ -12,7 +12,7 @@ from turnwise.experience import experience_json
 from turnwise.store import ledger
 from turnwise.store.database import Database
 from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import SessionFilter, experiences
+from turnwise.store.experiences import PER_CHAIN, SessionFilter, experiences
 from turnwise.types import Credit, Reward
 
 
@@ -33,10 +33,10 @@ def test_the_expected_advantage_is_that_of_grpo_and_a_turn_shows_its_own_reward(
         reward_steps(database, name, *values)
     reward_steps(database, "open", 1.0, 1.0, is_over=False)
     with database.read() as connection:
-        shown = list(with_advantages(connection, SessionFilter(group_id="g"), merge="chain"))
-        trained = list(experiences(connection, SessionFilter(group_id="g"), merge="chain"))
+        shown = list(with_advantages(connection, SessionFilter(group_id="g"), PER_CHAIN))
+        trained = list(experiences(connection, SessionFilter(group_id="g"), PER_CHAIN))
         lines = [experience_json(one) for one in with_advantages(connection, SessionFilter(session_id="b"))]
-        (waiting,) = with_advantages(connection, SessionFilter(session_id="open"), merge="chain")
+        (waiting,) = with_advantages(connection, SessionFilter(session_id="open"), PER_CHAIN)
     expected = [turns.tolist() for turns in assigned(trained, "grpo")]
     assert [experience_json(one)["advantage"] for one in shown] == expected
     assert [line["advantage"] for line in lines] == [[value] for value in expected[1]]

@@ -160,7 +160,7 @@ def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> 
         ledger.end_session(connection, "default", "s", "env_done")
     with forest.read() as connection:
         trunk, branch = experiences.experiences(
-            connection, SessionFilter(), credit=Credit.STEP_WISE, gamma=0.5, merge="chain"
+            connection, SessionFilter(), experiences.Shape(credit=Credit.STEP_WISE, gamma=0.5, merge="chain")
         )
     assert (trunk.turn_ids, trunk.turn_steps) == (("t1", "t2", "t4"), (0, 1, 3))
     assert trunk.turn_rewards.tolist() == [1, 2, 4]
@@ -182,12 +182,10 @@ def test_the_dry_run_computes_experiences_with_another_credit_policy(forest: Dat
         own = [one.turn_rewards.tolist() for one in experiences.experiences(connection, SessionFilter())]
         dry = [
             one.turn_rewards.tolist()
-            for one in experiences.experiences(connection, SessionFilter(), credit=Credit.STEP_WISE)
+            for one in experiences.experiences(connection, SessionFilter(), experiences.Shape(credit=Credit.STEP_WISE))
         ]
-        unnamed = list(experiences.experiences(connection, SessionFilter(), names={"style"}))
     assert own == [[3], [3], [3], [3]]
     assert dry == [[0], [0], [0], [3]]
-    assert unnamed == []
 
 
 def test_experiences_of_many_sessions_stream_in_order(database: Database) -> None:
@@ -205,7 +203,7 @@ def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
     """A trainer passes them to torch, which refuses read-only memory."""
     finish(forest)
     with forest.read() as connection:
-        for one in experiences.experiences(connection, SessionFilter(), merge="chain"):
+        for one in experiences.experiences(connection, SessionFilter(), experiences.PER_CHAIN):
             assert all(array.flags.writeable for array in (one.tokens, one.logprobs, one.turn_index, one.loss_mask))
             assert one.logprobs.dtype == np.float32
 

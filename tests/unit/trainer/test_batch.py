@@ -210,7 +210,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
     model = load_model(policy.spec.model)
     Rollouts(db, model, num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(experiences.experiences(conn, experiences.SessionFilter(), merge="chain"))
+        found = list(experiences.experiences(conn, experiences.SessionFilter(), experiences.PER_CHAIN))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
     agent = PolicyAgent(policy, AgentRule(algorithm={"correction": "tis"}, row_tokens=90))
