@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import threading
 from collections.abc import Coroutine
@@ -26,9 +25,6 @@ class Relay:
         self._target = target
         self._delay_seconds = 0.0
         self._is_cut = False
-        self._held_after: list[bytes] = []
-        self.held: collections.Counter[bytes] = collections.Counter()
-        """Connections that are held, by the text after which they are."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._flowing = asyncio.Event()
@@ -49,10 +45,6 @@ class Relay:
     def stall(self) -> None:
         """Keep connections open and forward nothing, until `restore`."""
         self._loop.call_soon_threadsafe(self._flowing.clear)
-
-    def hold_after(self, text: bytes) -> None:
-        """Keep a connection open and forward nothing more on it, once it has forwarded this text."""
-        self._held_after.append(text)
 
     def delay(self, seconds: float) -> None:
         """Delay each chunk by this time, until `restore`."""
@@ -103,16 +95,14 @@ class Relay:
         except OSError:
             writer.transport.abort()
             return
-        both, holding = {writer, there_writer}, asyncio.Event()
+        both = {writer, there_writer}
         self._writers |= both
         if self._is_cut:
             await self._cut()
         try:
             # When one direction breaks, both ends must notice: the connections are reset below.
             with contextlib.suppress(OSError):
-                await asyncio.gather(
-                    self._pump(reader, there_writer, holding), self._pump(there_reader, writer, holding)
-                )
+                await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
         finally:
             self._writers -= both
             for each in both:
@@ -123,18 +113,10 @@ class Relay:
             return await asyncio.open_unix_connection(self._target)
         return await asyncio.open_connection("127.0.0.1", self._target)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, holding: asyncio.Event) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
             await asyncio.sleep(self._delay_seconds)
             await self._flowing.wait()
-            if holding.is_set():
-                await writer.wait_closed()
-                return
-            for text in self._held_after:
-                if text in data:
-                    data = data[: data.index(text) + len(text)]
-                    holding.set()
-                    self.held[text] += 1
             writer.write(data)
             await writer.drain()
         writer.write_eof()

@@ -39,15 +39,8 @@ exec podman "$@"
 """
 """The program that podman-compose runs in place of podman."""
 
-PODMAN_PROGRAMS = {
-    "podman": "podman",
-    "runc": "runc",
-    "netavark": "netavark",
-    "aardvark-dns": "aardvark-dns",
-    "iptables": "iptables",
-    "debootstrap": "debootstrap",
-}
-"""Program to Debian package."""
+PODMAN_PROGRAMS = ("podman", "runc", "netavark", "aardvark-dns", "iptables", "debootstrap")
+"""Programs; the packages of Debian have the same names."""
 PROGRAM_PLACES = os.pathsep.join(
     (os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/lib/podman", "/usr/libexec/podman")
 )
@@ -248,9 +241,7 @@ class Podman(ContainerEngine):
     @staticmethod
     def missing_packages() -> list[str]:
         """Return the Debian packages that have to be installed."""
-        return [
-            package for program, package in PODMAN_PROGRAMS.items() if not shutil.which(program, path=PROGRAM_PLACES)
-        ]
+        return [program for program in PODMAN_PROGRAMS if not shutil.which(program, path=PROGRAM_PLACES)]
 
     def environment(self) -> dict[str, str]:
         """Point podman to its own settings."""
