@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 from support.migrated import migrated
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
@@ -150,3 +151,10 @@ def running_stage(directory: Path, *scripts: Script) -> Iterator[Stage]:
         running = [engines.enter_context(running_fake_engine(script)) for script in scripts]
         yield Stage(database, url, running, directory)
     database.close()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """Two engines that take adapters."""
+    with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
+        yield stage

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
-from support.reload_stage import Process, Stage, running_stage
-from turnwise_fake_engine import Script
+from support.reload_stage import Process, Stage
 
 from proxy.engines.state import EngineState
 from turnwise.store import policies
 from turnwise.store.arms import Arm
 from turnwise.types import PolicyKind, Session
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
-        yield stage
 
 
 @contextlib.asynccontextmanager

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.ledger_samples import make_turn
-from support.reload_stage import Process, Stage, running_stage
-from turnwise_fake_engine import Script
+from support.reload_stage import Process, Stage
 
 from turnwise.store import ledger, policies, queries
 from turnwise.store.arms import Arm, lift
 from turnwise.types import PolicyKind, Reward, Session, Split, Turn
 
 SHARE = 0.5
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
-        yield stage
 
 
 async def opened(process: Process, prefix: str) -> tuple[list[Session], list[Session]]:

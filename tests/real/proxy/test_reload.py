@@ -6,13 +6,12 @@ import asyncio
 import dataclasses
 import errno
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.ports import free_port
-from support.reload_stage import Stage, running_stage
-from turnwise_fake_engine import Script, running_fake_engine
+from support.reload_stage import Stage
+from turnwise_fake_engine import running_fake_engine
 
 from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
@@ -21,12 +20,6 @@ from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError
 from turnwise.store import leases, policies
 from turnwise.types import PolicyKind, PolicyStatus, Session
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
-        yield stage
 
 
 async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
