@@ -27,11 +27,15 @@ PAIRS = [
     {"role": "assistant", "content": '"Lars" "Zoe"'},
 ]
 POWER = 8
+APART = 4
+"""How far apart the initials of two quoted names are in the alphabet: a small model compares close ones too rarely."""
 
 
 def make_task(random: Random, split: str, num_turns: int = 3, most_names: int = 4, quoted: bool = False) -> dict:
     counts = [2 if quoted else random.randint(1, most_names) for _ in range(num_turns)]
     names = random.sample(NAMES[split].split(), sum(counts))
+    while quoted and abs(ord(names[0][0]) - ord(names[1][0])) < APART:
+        names = random.sample(NAMES[split].split(), sum(counts))
     turns, answer = [], []
     for first, count in zip((sum(counts[:turn]) for turn in range(num_turns)), counts, strict=True):
         turns.append(written(names[first : first + count], quoted))
