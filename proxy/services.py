@@ -33,7 +33,7 @@ from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
 from proxy.limits.counts import RecentCounts
 from proxy.metrics import Metrics
-from proxy.reload.canary import DRAIN_SECONDS
+from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.reloader import Reloader
 from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings

@@ -20,6 +20,7 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import Conflict, EngineUnavailable, Overloaded
+from turnwise.store.policies import NO_VERSIONS, ServingState
 from turnwise.store.tables import NO_TENANT
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyVersion, Session
 
@@ -52,19 +53,15 @@ class EnginePool:
         """Engines that calls are routed to; another list after each change."""
         self._not_draining: list[Engine] = []
         """Those of them that take new calls; all if all are draining."""
-        self.trial: int | None = None
-        """The version on trial: only the sessions that name it as their arm sample with it."""
-        self.holdout: int | None = None
-        """The older version that the sessions which name it as their arm stay on."""
         self.policies: Mapping[tuple[str, str], Policy] = {}
         """The named policies by tenant and name."""
         self.policy_names: Mapping[int, str] = {DEFAULT_POLICY: DEFAULT_POLICY_NAME}
         """Their names by number."""
         self.archived: Collection[int] = ()
         """The numbers of those that are archived."""
-        self.adapters: Mapping[int, PolicyVersion] = {}
-        """What the sessions of each named policy sample with, by its number: the served version, before the first one
-        the adapter that it starts from. A policy that is missing samples with the engine's own model."""
+        self.served: Mapping[int, ServingState] = {}
+        """The versions of each policy that has any, by its number: the served one, before the first one the adapter
+        that it starts from, and those of its arms, which only the sessions that name them as their arm sample with."""
         self.load_adapter: Callable[[Engine, int], Awaitable[Lane]] | None = None
         """Loads an adapter into an engine at the call that needs it."""
         self.read_served: Callable[[], Awaitable[None]] | None = None
@@ -138,9 +135,11 @@ class EnginePool:
             EngineUnavailable: when no engine serves.
             Conflict: when no engine has the whole weights that are wanted.
         """
-        serving, arms = self._not_draining, {self.trial, self.holdout} - {None}
+        serving = self._not_draining
         if wanted is not None:
             return self._choose(session.session_id, self._wanted_lanes(wanted, serving))
+        state = self.served.get(DEFAULT_POLICY, NO_VERSIONS)
+        arms = {each.version for each in (state.canary, state.holdout) if each is not None}
         lanes = [engine.active_lane for engine in serving]
         if arms:
             if session.arm in arms:
@@ -150,6 +149,10 @@ class EnginePool:
             # Where one arm has no engine left, its sessions are better served by the other than not at all.
             lanes = own or lanes
         return self._choose(session.session_id, lanes)
+
+    def lanes_of(self, version: int) -> list[Lane]:
+        """Return what samples with a version now."""
+        return self._lanes_of(version, self.serving)
 
     @staticmethod
     def _lanes_of(version: int | None, serving: Sequence[Engine]) -> list[Lane]:
@@ -250,6 +253,7 @@ class EnginePool:
         try:
             if self.read_served is not None and self._may_be_outdated(session):
                 await self._read_served(self.read_served)
+            state = self.served.get(session.policy_id, NO_VERSIONS)
             wanted = version
             if version is None and session.policy_id != DEFAULT_POLICY:
                 wanted = self._served_to(session)
@@ -261,8 +265,9 @@ class EnginePool:
             raise
         lane.num_calls += 1
         lane.engine.num_started += 1
-        if wanted is None and (self.trial is not None or self.holdout is not None):
-            arm = {self.trial: "canary", self.holdout: "holdout"}.get(lane.version, "control")
+        if version is None and (state.canary is not None or state.holdout is not None):
+            sampled = state.of_arm(lane.version)
+            arm = "control" if sampled is None else "canary" if sampled is state.canary else "holdout"
             self._metrics.canary_calls.labels(arm).inc()
         return lane
 
@@ -285,7 +290,8 @@ class EnginePool:
             Conflict: the policy is archived.
         """
         self.check_in_use(session.policy_id)
-        return self.adapters.get(session.policy_id, OWN_MODEL)
+        state = self.served.get(session.policy_id, NO_VERSIONS)
+        return state.of_arm(session.arm) or state.active or state.base or OWN_MODEL
 
     async def _with_adapter(self, lane: Lane, wanted: PolicyVersion) -> Lane:
         """Return the lane; load the wanted adapter first if its engine lacks it."""
@@ -321,7 +327,8 @@ class EnginePool:
         Another process may have started or ended the trial. Without this a session could enter a trial after it has
         left it, or a call outside the trial could sample with the version on trial.
         """
-        return self.trial is not None or session.arm is not None or self._num_noted < self._num_notes
+        is_trying = self.served.get(session.policy_id, NO_VERSIONS).canary is not None
+        return is_trying or session.arm is not None or self._num_noted < self._num_notes
 
     async def _read_served(self, read: Callable[[], Awaitable[None]]) -> None:
         """Read from the store which versions are served."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from proxy.engines.engine import Engine, Lane
 from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.load_attempts import LoadAttempts, record_failure
+from proxy.reload.follower import Follower, IsServed, RollOut
 from proxy.reload.loader import Loader
 from proxy.reload.served_versions import ServedVersions, Wanted
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead
 from turnwise.store import policies
 from turnwise.store.database import Database
+from turnwise.store.policies import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class NamedAdapters:
         served: ServedVersions,
         metrics: Metrics,
         *,
+        follower_of: Callable[[int, IsServed, RollOut], Follower],
         load_seconds: float,
     ) -> None:
         self._database = database
@@ -48,8 +51,9 @@ class NamedAdapters:
         self._served = served
         self._metrics = metrics
         self._load_seconds = load_seconds
-        self._attempts: dict[int, LoadAttempts] = {}
-        """Failed attempts by policy."""
+        self._follower_of = follower_of
+        self._followers: dict[int, Follower] = {}
+        """What follows the store, by policy."""
         self._loading: dict[tuple[str, int], asyncio.Task[Lane]] = {}
         """Loads that calls wait for, by engine and version."""
         self._exported: dict[int, int] = {}
@@ -60,14 +64,28 @@ class NamedAdapters:
         """Bring each named policy to its pinned or newest version, by a reading since this monotonic instant."""
         wanted = await self._served.wanted(since)
         self._export(wanted)
-        if not self._pool.serving or not self._behind(wanted.named_targets()):
+        if not self._pool.serving or not self._unsettled(wanted):
             return
         async with self._lease.held() as is_driver:
             if not is_driver:
                 return
             # Another process may have driven while the lease was awaited.
-            for target in self._behind((await self._served.wanted()).named_targets()):
-                await self._serve(target)
+            for policy_id, state in self._unsettled(await self._served.wanted()):
+                try:
+                    await self._followers[policy_id].step(state)
+                except FilesNotRead:
+                    continue  # a later round asks again; the read goes on, and is logged
+                except (BadCheckpoint, EngineError) as error:
+                    self._metrics.background_errors.labels("reload").inc()
+                    log.warning("policy %d could not be brought up to date: %s", policy_id, error)
+
+    def _unsettled(self, wanted: Wanted) -> list[tuple[int, ServingState]]:
+        """Return the named policies for which there is something to do, with their versions."""
+        own = [(policy_id, state) for policy_id, state in wanted.states.items() if policy_id != DEFAULT_POLICY]
+        for policy_id, _ in own:
+            if policy_id not in self._followers:
+                self._followers[policy_id] = self._follower_of(policy_id, _is_served, self._roll_out)
+        return [(policy_id, state) for policy_id, state in own if not self._followers[policy_id].is_settled(state)]
 
     def _export(self, wanted: Wanted) -> None:
         """Set the metric of the served versions, where they have changed."""
@@ -78,40 +96,21 @@ class NamedAdapters:
                 self._exported[policy.policy_id] = version
                 self._metrics.named_policy_version.labels(policy.tenant, policy.name).set(version)
 
-    def _behind(self, targets: list[tuple[PolicyVersion, PolicyVersion | None]]) -> list[PolicyVersion]:
-        """Return the versions that are to be served, are not, and may be loaded now."""
-        return [
-            target
-            for target, active in targets
-            if (active is None or active.version != target.version)
-            and not self._attempts_of(target).is_waiting(target.version)
-        ]
+    async def _roll_out(self, target: PolicyVersion, _active: PolicyVersion | None) -> float:
+        """Load a version into one engine and check it, then into the others; no call waits, so that the pause is 0.
 
-    def _attempts_of(self, target: PolicyVersion) -> LoadAttempts:
-        return self._attempts.setdefault(target.policy_id, LoadAttempts(self._metrics))
-
-    async def _serve(self, target: PolicyVersion) -> None:
-        """Load a version into the engines, and record that it is served; one that cannot be loaded fails."""
+        Raises:
+            BadCheckpoint, EngineError: the first engine did not load it; the others load it at its first call.
+            FilesNotRead: its files are being read; call again.
+        """
         first, *others = self._pool.serving
-        attempts = self._attempts_of(target)
-        try:
-            await self._loader.check(target, first)
-            await self._loader.load_beside(first, target)
-        except FilesNotRead:
-            return  # a later round asks again; the read goes on, and is logged
-        except (BadCheckpoint, EngineError) as error:
-            if not attempts.schedule(target.version, error):
-                await record_failure(self._lease, self._metrics, target, error)
-            return
+        await self._loader.check(target, first)
+        await self._loader.load_beside(first, target)
         loads = (self._loader.load_beside(engine, target) for engine in others)
         for outcome in await asyncio.gather(*loads, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 log.warning("version %d will be loaded at its first call: %s", target.version, outcome)
-        attempts.forget(target.version)
-        self._metrics.reloads.labels("done").inc()
-        log.info("policy version %d of policy %d is served", target.version, target.policy_id)
-        await self._lease.write(policies.activate_policy, target.version, 0.0)
-        await self._served.refresh()
+        return 0.0
 
     async def load(self, engine: Engine, version: int) -> Lane:
         """Return the lane of an adapter; load it if the engine lacks it. Calls at the same time share one load.
@@ -139,3 +138,8 @@ class NamedAdapters:
         path = await asyncio.to_thread(read)
         self._metrics.adapter_loads.inc()
         return await engine.load_adapter(version, path, seconds=self._load_seconds)
+
+
+def _is_served(_target: PolicyVersion, _state: ServingState) -> bool:
+    """Return that an active adapter is where calls need it: an engine that lacks it loads it at its first call."""
+    return True

@@ -21,9 +21,9 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.canary import Canary
+from proxy.reload.arms import Arms
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.load_attempts import LoadAttempts, record_failure, why_not_loaded
+from proxy.reload.follower import Follower, IsServed, RollOut
 from proxy.reload.loader import Loader, own_model, serves
 from proxy.reload.named_adapters import NamedAdapters
 from proxy.reload.served_versions import ServedVersions, Wanted
@@ -43,7 +43,8 @@ from turnwise.errors import (
 )
 from turnwise.store import policies
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyVersion, utc_now
+from turnwise.store.policies import ServingState
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 from turnwise.version_directory import MANIFEST, base_version
 
 log = logging.getLogger(__name__)
@@ -80,10 +81,16 @@ class Reloader:
         self._loader = Loader(settings, faults or FaultPoints(), transfers, announce)
         self._served = ServedVersions(database, pool)
         pool.read_served = self._served.refresh
-        self._attempts = LoadAttempts(metrics)
-        self._canary = Canary(
-            database, self.lease, pool, self._loader, self._served, self._attempts, settings, metrics, reserve=reserve
-        )
+
+        def follower_of(policy_id: int, is_served: IsServed, roll_out: RollOut) -> Follower:
+            arms = Arms(
+                policy_id, database, self.lease, pool, self._loader, self._served, settings, metrics, reserve=reserve
+            )
+            return Follower(
+                policy_id, arms, self.lease, self._served, settings, metrics, is_served=is_served, roll_out=roll_out
+            )
+
+        self._default = follower_of(DEFAULT_POLICY, self._is_served, self._roll_out)
         self._named = NamedAdapters(
             database,
             self.lease,
@@ -91,6 +98,7 @@ class Reloader:
             self._loader,
             self._served,
             metrics,
+            follower_of=follower_of,
             load_seconds=settings.reload_timeout_seconds,
         )
         self._check_lock = asyncio.Lock()
@@ -103,7 +111,7 @@ class Reloader:
     @property
     def problem(self) -> str | None:
         """What a trial or a reload waits for, or why the last reload failed; None if neither."""
-        return self._canary.problem or self._last_error or self._loader.files.problem
+        return self._default.arms.problem or self._default.problem or self._last_error or self._loader.files.problem
 
     async def read_served(self) -> None:
         """Read which policies and versions there are, after this process has changed them."""
@@ -152,113 +160,67 @@ class Reloader:
             await self._follow_once(await self._wanted())
 
     async def _follow_once(self, wanted: Wanted) -> None:
-        self._canary.note_engines(wanted.canary)
-        if wanted.canary is None or wanted.canary.activated_at is not None:
+        state = wanted.state(DEFAULT_POLICY)
+        self._default.arms.note_engines(state.canary)
+        if state.canary is None or state.canary.activated_at is not None:
             self._pool.stop_draining(before=wanted.read_at)
-        if self._settings.engine_sleep and await self._sleeper.follow(wanted.active):
+        if self._settings.engine_sleep and await self._sleeper.follow(state.active):
             return
-        if self._pool.serving and not self._is_settled(wanted):
-            await self._drive(wanted)
+        if self._pool.serving and not self._default.is_settled(state):
+            await self._drive(state)
 
     async def _wanted(self) -> Wanted:
         """Read which version the engines are to serve, and compare it with the models that they were started with."""
         wanted = await self._served.wanted()
-        versions = [policy for policy in (wanted.target, wanted.active) if policy is not None]
+        state = wanted.state(DEFAULT_POLICY)
+        versions = [policy for policy in (state.target, state.active) if policy is not None]
         await self._loader.compare_with_own_models(versions, self._pool.engines, is_needed=False)
         return wanted
 
-    async def _drive(self, wanted: Wanted) -> None:
+    async def _drive(self, state: ServingState) -> None:
         async with self.lease.held() as is_driver:
             if not is_driver:
-                await self._read_served_versions(wanted)
+                await self._read_served_versions(state.active)
                 return
             # Another process may have driven while the lease was awaited.
-            wanted = await self._wanted()
-            await self._read_served_versions(wanted)
-            await self._step(wanted)
+            state = (await self._wanted()).state(DEFAULT_POLICY)
+            await self._read_served_versions(state.active)
+            await self._default.step(state)
 
-    def _is_settled(self, wanted: Wanted) -> bool:
-        """Return whether there is nothing to do now."""
-        if wanted.target is None:
-            return True
-        if wanted.holdout is not None and not self._settings.share_held_out(wanted.target.kind):
-            return False
-        if wanted.canary is not None and wanted.is_pinned:
-            return False
-        if self._attempts.is_waiting((wanted.canary or wanted.target).version):
-            return True
-        if wanted.canary is not None:
-            return not self._canary.is_due
-        if wanted.active is None or wanted.target.version != wanted.active.version:
-            return False
-        others = self._canary.without_held_out(wanted.holdout, wanted.target)
-        is_served = all(serves(engine, wanted.target) for engine in others)
-        return is_served and not (wanted.holdout and self._canary.is_lift_due)
+    def _is_served(self, target: PolicyVersion, state: ServingState) -> bool:
+        """Return whether all engines serve the target, save one that keeps the hold-out's whole weights."""
+        others = self._default.arms.without_held_out(state.holdout, target)
+        return all(serves(engine, target) for engine in others)
 
-    async def _step(self, wanted: Wanted) -> None:
-        target, active, canary = wanted.target, wanted.active, wanted.canary
-        assert target is not None
-        if wanted.holdout is not None and not self._settings.share_held_out(target.kind):
-            await self._canary.end_holdout(wanted.holdout)
-        elif canary is not None and (wanted.is_pinned or not self._settings.canary_share):
-            await self._canary.call_off(canary, active)
-        elif canary is not None and active is not None:
-            if await self._canary.wait_for_engine(canary, active):
-                return
-            if canary.activated_at is None:  # the process that prepared the trial has not started it
-                await self._canary.begin(canary, active)
-            elif await self._canary.advance(canary, active):
-                await self._promote(canary, active)
-        elif active is not None and not wanted.is_pinned and self._canary.is_wanted(target, active):
-            await self._canary.begin(target, active)
-        elif wanted.holdout is not None and active is not None and target.version == active.version:
-            await self._canary.measure(active, wanted.holdout)
-            if not all(serves(engine, target) for engine in self._canary.without_held_out(wanted.holdout, target)):
-                await self._roll_out(target, active)
-        else:
-            await self._roll_out(target, active)
-
-    async def _promote(self, canary: PolicyVersion, active: PolicyVersion) -> None:
-        """Serve a version that was on trial to all sessions.
-
-        Every engine has an adapter on trial already: all processes change to it when they read that it is active.
-        """
-        if canary.kind is PolicyKind.LORA:
-            await self._succeed(canary, 0.0)
-        else:
-            await self._roll_out(canary, active)
-
-    async def _read_served_versions(self, wanted: Wanted) -> None:
+    async def _read_served_versions(self, active: PolicyVersion | None) -> None:
         """Read from the engines what another process has loaded into them."""
         for engine in self._pool.serving:
             await engine.read_label()
-            if wanted.active is None or wanted.active.kind is PolicyKind.FULL:
+            if active is None or active.kind is PolicyKind.FULL:
                 engine.active_lane = engine.base_lane
                 continue
             await engine.fetch_models()
             self._served.choose_adapter(engine)
 
-    async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> None:
-        """Load the target into one engine, then into the others."""
-        holdout = self._canary.holdout_after(target, active, self._served.holdout)
-        others = self._canary.without_held_out(holdout, target)
+    async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> float:
+        """Load the target into one engine, then into the others; return how long they were paused, seconds.
+
+        Raises:
+            BadCheckpoint, EngineError: the first engine did not load it; an engine that fails later is taken out.
+            FilesNotRead: its files are being read; call again.
+        """
+        arms = self._default.arms
+        holdout = arms.holdout_after(target, active, self._served.state(DEFAULT_POLICY).holdout)
+        others = arms.without_held_out(holdout, target)
         behind = [engine for engine in others if not serves(engine, target)]
         is_proven = len(behind) < len(others) or (active is not None and active.version == target.version)
         seconds = 0.0
-        try:
-            if behind:
-                await self._loader.compare_with_own_models([target], behind, is_needed=True)
-                await self._loader.check(target, behind[0])
-            if behind and not is_proven:
-                first = behind.pop(0)
-                seconds = await self._loader.exchange(first, target, active or own_model(first))
-        except (BadCheckpoint, EngineError) as error:
-            if active is not None and active.version == target.version:
-                raise
-            if not self._attempts.schedule(target.version, error):
-                self._last_error = why_not_loaded(target, error)
-                await record_failure(self.lease, self._metrics, target, error)
-            return
+        if behind:
+            await self._loader.compare_with_own_models([target], behind, is_needed=True)
+            await self._loader.check(target, behind[0])
+        if behind and not is_proven:
+            first = behind.pop(0)
+            seconds = await self._loader.exchange(first, target, active or own_model(first))
         outcomes = await asyncio.gather(
             *(self._loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
         )
@@ -269,20 +231,7 @@ class Reloader:
                 raise outcome
             else:
                 seconds = max(seconds, outcome)
-        await self._succeed(target, seconds)
-
-    async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
-        self._pool.stop_draining()
-        self._last_error = None
-        self._attempts.forget(target.version)
-        self._metrics.reloads.labels("done").inc()
-        self._metrics.policy_version.set(target.version)
-        self._metrics.reload_seconds.observe(seconds)
-        log.info("policy version %d is served; engines paused for %.0f ms at most", target.version, seconds * 1000)
-        is_held = self._canary.holdout_after(target, self._served.active, self._served.holdout) is not None
-        share = self._settings.share_held_out(target.kind) if is_held else 0.0
-        await self.lease.write(policies.activate_policy, target.version, seconds, utc_now(), share)
-        await self._served.refresh()
+        return seconds
 
     async def _check_engines(self, engines: list[Engine]) -> None:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""
@@ -332,10 +281,10 @@ class Reloader:
         await engine.fetch_models()
         await engine.read_label()
         await self._adopt(engine)
-        wanted = await self._wanted()
-        active = wanted.active
+        state = (await self._wanted()).state(DEFAULT_POLICY)
+        active = state.active
         engine.active_lane = engine.base_lane
-        served = [policy for policy in (active, wanted.canary, wanted.holdout) if policy is not None]
+        served = [policy for policy in (active, state.canary, state.holdout) if policy is not None]
         if active is not None and not any(serves(engine, policy) for policy in served):
             await self._loader.compare_with_own_models([active], [engine], is_needed=True)
         if self._settings.engine_sleep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 from collections.abc import Iterator
@@ -52,11 +53,11 @@ class World:
     def get(self, key: str, path: str) -> dict:
         return self.http[key].get(path).raise_for_status().json()
 
-    def publish(self, tenant: str, policy: str) -> int:
-        """Publish an adapter and wait until it is served."""
+    def publish(self, tenant: str, policy: str, status: str = "active") -> int:
+        """Publish an adapter and wait until it is served, or on trial."""
         path = write_adapter(self.directory / f"adapter-{len(list(self.directory.iterdir()))}")
         published = self.post(f"admin-{tenant}", "/v1/policies", {"path": str(path), "kind": "lora", "policy": policy})
-        wait_until(lambda: self.status(tenant, published["version"]) == "active", "it is served")
+        wait_until(lambda: self.status(tenant, published["version"]) == status, f"it is {status}")
         return published["version"]
 
     def status(self, tenant: str, version: int) -> str:
@@ -91,7 +92,7 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
     adapters = tmp_path / "adapters"
     adapters.mkdir()
@@ -102,7 +103,8 @@ def world(tmp_path: Path) -> Iterator[World]:
     ):
         with database.write() as conn:  # a proxy without keys accepts any, for some seconds
             keys.create_key(conn, "a", keys.KeyRole.ADMIN, "the first key")
-        proxy = stack.enter_context(running_proxy(engine.url, url, tmp_path))
+        flags = getattr(request, "param", ("--holdout-share", "0"))
+        proxy = stack.enter_context(running_proxy(engine.url, url, tmp_path, *flags))
         world = World(proxy, engine, database, adapters)
         yield world
         for client in world.http.values():
@@ -270,6 +272,44 @@ def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world: World)
     wait_until(lambda: not world.engine.state.adapters, "its adapter has left the engine")
     assert world.post("admin-a", "/v1/policies/support/archive", {"archived": False})["archived_at"] is None
     assert world.sampled("support-a", "gpt-5", "s") == version
+
+
+ARMS = ("--canary-share", "0.5", "--canary-min-sessions", "2", "--canary-max-sessions", "2", "--holdout-share", "0.5")
+
+
+@pytest.mark.parametrize("world", [ARMS], indirect=True)
+def test_each_policy_has_its_own_trial_and_hold_out_and_a_session_keeps_its_arm(world: World) -> None:
+    """Versions 1 and 3 are of one policy, 2 of another: its sessions are in no arm, whatever becomes of the first."""
+    world.add_policy("a", "support")
+    world.add_policy("b", "support")
+    old, others = world.publish("a", "support"), world.publish("b", "support")
+    new = world.publish("a", "support", "canary")
+
+    def play(prefix: str) -> dict[int, int]:
+        """Play sessions of both policies; return how many of the first one's sampled with each version."""
+        found: dict[int, int] = collections.defaultdict(int)
+        for number in range(10):
+            versions = {world.sampled("support-a", "gpt", f"{prefix}{number}") for _ in range(2)}
+            assert len(versions) == 1
+            found[versions.pop()] += 1
+            assert world.sampled("support-b", "gpt", f"{prefix}{number}") == others
+        return found
+
+    on_trial = play("trial")
+    assert (min(on_trial[old], on_trial[new]) >= 2, sum(on_trial.values())) == (True, 10)
+    for number in range(10):
+        world.post("admin-a", f"/v1/sessions/trial{number}/end", {"reward": 1.0})
+    wait_until(lambda: world.status("a", new) == "active", "it is promoted")
+    assert world.status("a", old) == "holdout"
+    held = play("held")
+    assert (min(held[old], held[new]) >= 2, sum(held.values())) == (True, 10)
+    assert world.sampled("support-a", "gpt", "trial0") == new
+    listed = {each["version"]: each for each in world.get("admin-a", "/v1/policies?policy=support")["data"]}
+    assert {name: arm["version"] for name, arm in listed[new]["arms"].items() if "version" in arm} == {
+        "canary": new,
+        "control": old,
+    }
+    assert world.status("b", others) == "active"
 
 
 def test_an_engine_that_lost_an_adapter_loads_it_at_the_next_call(world: World) -> None:

@@ -51,6 +51,22 @@ class ServingState(NamedTuple):
     base: PolicyVersion | None = None
     """The adapter that a policy without a version samples with; None for the engine's own model."""
 
+    @property
+    def target(self) -> PolicyVersion | None:
+        """The version to serve: the pinned one, or the newest that has not failed."""
+        wanted = self.pinned or self.newest
+        if wanted is not None and wanted.status is PolicyStatus.FAILED:
+            return self.active or self.newest
+        return wanted
+
+    def of_arm(self, arm: int | None) -> PolicyVersion | None:
+        """Return the version that a session of this arm samples with; None if it is in no arm, or its arm has ended."""
+        arms = (each for each in (self.canary, self.holdout) if each is not None)
+        return next((each for each in arms if each.version == arm), None)
+
+
+NO_VERSIONS = ServingState()
+
 
 def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
     """Publish a version; return whether it is new. Publishing the same version and path again changes nothing.

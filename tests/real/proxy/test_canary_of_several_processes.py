@@ -111,7 +111,7 @@ async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage:
 @pytest.mark.parametrize("lost", [0, 1], ids=["the control's engine", "the trial's engine"])
 async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage, monkeypatch, lost: int):
     """Otherwise all later versions would wait for an engine that may never come back."""
-    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.reload.arms.JUDGE_SECONDS", 0.0)
     async with on_trial(stage) as driver:
         assert driver.versions == [1, 2]
         driver.pool.engines[lost].status.change(EngineState.ABSENT)
@@ -121,7 +121,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
         assert "version 2 waits for an engine" in (driver.reloader.problem or "")
         taken, _ = await open_sessions(driver, "waiting")
         assert taken == []
-        monkeypatch.setattr("proxy.reload.canary.ENGINE_SECONDS", 0.0)
+        monkeypatch.setattr("proxy.reload.arms.ENGINE_SECONDS", 0.0)
         await driver.follow()
         assert stage.statuses() == ["active", "published"]
         assert driver.versions[1 - lost] == 1
@@ -132,7 +132,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
 
 async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(stage: Stage, monkeypatch):
     """Before it no session outside the trial samples with the new version, also not at the driver."""
-    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.reload.arms.JUDGE_SECONDS", 0.0)
     async with stage.process(
         canary_share=0.5, canary_min_sessions=2, canary_max_sessions=2, holdout_share=0.0
     ) as driver:
@@ -149,7 +149,7 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
             return await write(change, *arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(driver.reloader.lease, "write", written)
-        monkeypatch.setattr("proxy.reload.canary.arms_since", equal_arms)
+        monkeypatch.setattr("proxy.reload.arms.arms_since", equal_arms)
         await driver.follow()
         assert (seen, stage.statuses()) == ([{1}], ["retired", "active"])
         assert await versions_of(driver, taken + control) == {2}

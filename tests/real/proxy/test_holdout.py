@@ -104,7 +104,7 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
     stage: Stage, monkeypatch: pytest.MonkeyPatch, gain: float, statuses: list[str]
 ) -> None:
     """With 8 sessions a side or so the interval is about ± 1.3; a session of a group counts for neither side."""
-    monkeypatch.setattr("proxy.reload.canary.LIFT_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.reload.arms.LIFT_SECONDS", 0.0)
     monkeypatch.setattr("turnwise.store.arms.MIN_REWARDS", 2)
     async with stage.process(holdout_share=SHARE) as process:
         for version in (1, 2):

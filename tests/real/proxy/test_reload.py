@@ -19,7 +19,7 @@ from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError
 from turnwise.store import leases, policies
-from turnwise.types import PolicyKind, PolicyStatus, Session
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyStatus, Session
 
 
 async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
@@ -180,7 +180,7 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
         with pytest.raises(LeaseLost, match="another process may drive"):
             await drive()
         with pytest.raises(LeaseLost, match="no longer holds"):
-            await process.reloader._succeed(target, 0.0)
+            await process.reloader._default._succeed(target, 0.0)
         assert stage.statuses() == ["published"]
 
 
@@ -250,7 +250,7 @@ async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_ze
         assert stage.statuses() == ["active", "canary"]
     async with stage.process(holdout_share=0.0) as process:
         await process.follow()
-        assert (stage.statuses(), process.pool.trial) == (["active", "published"], None)
+        assert (stage.statuses(), process.pool.served[DEFAULT_POLICY].canary) == (["active", "published"], None)
         await process.follow()
         assert (process.versions, stage.statuses()) == ([2, 2], ["retired", "active"])
 

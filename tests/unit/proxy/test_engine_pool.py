@@ -13,10 +13,12 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
-from turnwise.types import Session
+from turnwise.store.policies import ServingState
+from turnwise.types import DEFAULT_POLICY, PolicyVersion, Session
 
 URLS = ["http://a", "http://b", "http://c"]
 SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
+TRIAL = {DEFAULT_POLICY: ServingState(canary=PolicyVersion(version=8, path=""))}
 IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 
 
@@ -106,7 +108,7 @@ async def test_a_call_over_the_limit_is_refused_with_the_time_to_retry(pool: Eng
 
 async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool: EnginePool):
     pool.engines[2].apply_label("8")
-    pool.trial = 8
+    pool.served = TRIAL
     assert {pool.lane(session).version for session in IN_TRIAL} == {8}
     assert {pool.lane(session).version for session in SESSIONS} == {0}
     pool.engines[2].status.change(EngineState.ABSENT)
@@ -116,11 +118,11 @@ async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(po
 async def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine(pool: EnginePool):
     for engine in pool.engines:
         engine.adapters[8] = Lane(engine, 8, adapter_name(8))
-    pool.trial = 8
+    pool.served = TRIAL
     assert {pool.lane(session).adapter for session in IN_TRIAL} == {"policy-v8"}
     assert {pool.lane(session).adapter for session in SESSIONS} == {None}
     assert {pool.lane(session).engine.url for session in IN_TRIAL} == set(URLS)
-    pool.trial = None
+    pool.served = {}
     assert {pool.lane(session).adapter for session in [*SESSIONS, *IN_TRIAL]} == {None}
 
 

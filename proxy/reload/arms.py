@@ -1,7 +1,8 @@
 """Arms: a share of the new sessions samples with another version than the served one.
 
-A canary is a new version that is rolled back if it does worse. The hold-out is an older version that stays, so that the
-lift of the served one over it is known: the version that a newly served one replaces becomes it, and nothing is loaded.
+Each policy has its own arms. A canary is a new version that is rolled back if it does worse. The hold-out is an older
+version that stays, so that the lift of the served one over it is known: the version that a newly served one replaces
+becomes it, and nothing is loaded.
 
 The transaction that creates a session assigns it to the trial or not, so all proxy processes agree, and a session never
 changes arms during a trial; sessions from before the trial stay on the served version. An adapter is loaded beside the
@@ -15,12 +16,9 @@ the trial ends, and the version is served as with a single engine: to all sessio
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import math
-import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
@@ -30,17 +28,16 @@ from proxy.reload.driver_lease import DriverLease
 from proxy.reload.load_attempts import LoadAttempts
 from proxy.reload.loader import NUM_PROBED, Loader, serves
 from proxy.reload.served_versions import ServedVersions
+from proxy.reload.verdict import drift, judge
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead
 from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since, held_out_arms, lift
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyKind, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
-NUM_STANDARD_ERRORS = 2.0
-"""Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
 JUDGE_SECONDS = 1.0
 """How often the arms are compared."""
 LIFT_SECONDS = 60.0
@@ -53,94 +50,30 @@ DRAIN_SECONDS = 10.0
 """How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of a trial."""
-
-    is_good: bool
-    reason: str
-
-
-def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
-    """Compare the arms; None means that more sessions are needed.
-
-    The canary is rolled back if its share of broken turns, or its mean reward, is worse than the control's by more than
-    the limit plus `NUM_STANDARD_ERRORS` standard errors of the difference (Welch's, no equal variances assumed). It is
-    promoted if it is not worse than the limit with the same confidence. After `canary_max_sessions` the mean alone
-    decides, and without rewards the share of broken turns.
-    """
-    enough = settings.canary_min_sessions
-    if min(canary.num_sessions, control.num_sessions) < enough:
-        return None
-    rise = _share(canary.num_broken, canary.num_turns) - _share(control.num_broken, control.num_turns)
-    spread = math.hypot(*(_share_error(arm.num_broken, arm.num_turns) for arm in (canary, control)))
-    if rise - NUM_STANDARD_ERRORS * spread > settings.canary_broken_rise:
-        return Verdict(
-            False, f"{rise:.1%} more of its turns are broken; the limit is {settings.canary_broken_rise:.1%}"
-        )
-    is_final = canary.num_sessions >= settings.canary_max_sessions
-    if min(len(canary.rewards), len(control.rewards)) < enough:
-        return Verdict(True, f"{rise:+.1%} broken turns, and too few rewards to compare") if is_final else None
-    difference, error = _difference(canary.rewards, control.rewards)
-    margin = 0.0 if is_final else NUM_STANDARD_ERRORS * error
-    measured = (
-        f"mean session reward {difference:+.3f} ± {error:.3f} over {len(canary.rewards)} sessions against "
-        f"{len(control.rewards)}; the limit is {-settings.canary_reward_drop:+.3f}"
-    )
-    if difference + margin < -settings.canary_reward_drop:
-        return Verdict(False, measured)
-    if difference - margin >= -settings.canary_reward_drop:
-        return Verdict(True, measured)
-    return None
-
-
-def _difference(canary: Sequence[float], control: Sequence[float]) -> tuple[float, float]:
-    """Return the difference of the means and its standard error after Welch."""
-    errors = [statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (canary, control)]
-    return statistics.fmean(canary) - statistics.fmean(control), math.hypot(*errors)
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-def _share_error(part: int, whole: int) -> float:
-    share = _share(part, whole)
-    return math.sqrt(share * (1 - share) / whole) if whole else 0.0
-
-
-def drift(before: Sequence[float], after: Sequence[float]) -> float:
-    """Return the mean KL divergence of the new policy from the old over a text, nats a token, never negative.
-
-    The k3 estimator of http://joschu.net/blog/kl-approx.html, for a text that the old policy sampled:
-    r − 1 − log r with r = p_after / p_before.
-    """
-    differences = [new - old for old, new in zip(before, after, strict=True)]
-    return statistics.fmean(math.expm1(each) - each for each in differences) if differences else 0.0
-
-
-class Canary:
-    """Begins, judges and ends trials; called by the process that holds the reload lease."""
+class Arms:
+    """Begins, judges and ends the trials and the hold-out of one policy, in the process that holds the reload lease."""
 
     def __init__(
         self,
+        policy_id: int,
         database: Database,
         lease: DriverLease,
         pool: EnginePool,
         loader: Loader,
         served: ServedVersions,
-        attempts: LoadAttempts,
         settings: ProxySettings,
         metrics: Metrics,
         *,
         reserve: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
+        self._policy_id = policy_id
         self._database = database
         self._lease = lease
         self._pool = pool
         self._loader = loader
         self._served = served
-        self._attempts = attempts
+        self.attempts = LoadAttempts(metrics)
+        """Failed attempts to load a version of this policy."""
         self._reserve = reserve
         """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
         self._settings = settings
@@ -205,7 +138,7 @@ class Canary:
                 log.warning("the hold-out of version %d cannot be loaded: %s", holdout.version, error)
                 await self.end_holdout(holdout)
                 return
-            self._pool.stop_draining()
+            self.stop_draining()
         arms = await asyncio.to_thread(self._held_out_arms, holdout)
         await self._record(arms, active, holdout)
         if lift(*arms).get("reward", {"low": 0.0})["low"] > 0:
@@ -222,7 +155,8 @@ class Canary:
         return not self._lacks_engine(target)
 
     def _lacks_engine(self, policy: PolicyVersion) -> bool:
-        return policy.kind is PolicyKind.FULL and len(self.without_held_out(self._served.holdout, policy)) < NUM_ENGINES
+        holdout = self._served.state(self._policy_id).holdout
+        return policy.kind is PolicyKind.FULL and len(self.without_held_out(holdout, policy)) < NUM_ENGINES
 
     def note_engines(self, policy: PolicyVersion | None) -> None:
         """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
@@ -258,18 +192,19 @@ class Canary:
 
         The store names the version first: from then on no process sends calls to an engine that has its whole weights.
         """
+        self.stop_draining()
         for engine in self._pool.serving:  # an earlier attempt may have failed after it loaded the weights
-            is_tried = engine.version == policy.version
-            engine.status.change(EngineState.DRAINING if is_tried else EngineState.READY)
+            if engine.version == policy.version:
+                engine.status.change(EngineState.DRAINING)
         try:
             await self._loader.check(policy, self._pool.serving[0])
             await self._lease.write(policies.prepare_trial, policy.version)
             await self._served.refresh()
             await self._place(policy, active)
-            reason = await self._drift_reason(policy)
-            self._attempts.forget(policy.version)
+            reason = await self._drift_reason(policy, active)
+            self.attempts.forget(policy.version)
         except (BadCheckpoint, EngineError) as error:
-            if self._attempts.schedule(policy.version, error):
+            if self.attempts.schedule(policy.version, error):
                 return
             reason = str(error)
         if reason is not None:
@@ -278,7 +213,7 @@ class Canary:
         if self._is_missing(policy):  # the engine was lost meanwhile
             return
         await self._lease.write(policies.try_policy, policy.version, self._settings.canary_share)
-        self._pool.stop_draining()
+        self.stop_draining()
         log.info(
             "policy version %d is on trial with %.0f %% of the new sessions",
             policy.version,
@@ -293,10 +228,10 @@ class Canary:
             return False
         try:
             await self._place(policy, active)
-            self._attempts.forget(policy.version)
-            self._pool.stop_draining()
+            self.attempts.forget(policy.version)
+            self.stop_draining()
         except (BadCheckpoint, EngineError) as error:
-            if not self._attempts.schedule(policy.version, error):
+            if not self.attempts.schedule(policy.version, error):
                 await self._withdraw(policy, active, str(error))
             return False
         arms = await asyncio.to_thread(self._arms, policy, active)
@@ -321,7 +256,7 @@ class Canary:
     def _arms(self, policy: PolicyVersion, active: PolicyVersion) -> tuple[Arm, Arm]:
         assert policy.activated_at is not None, "the trial has started"
         with self._database.read() as connection:
-            return arms_since(connection, policy.activated_at, (policy.version, active.version))
+            return arms_since(connection, policy.activated_at, (policy.version, active.version), self._policy_id)
 
     async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
         """Store what the version is judged by, if it has changed."""
@@ -343,7 +278,7 @@ class Canary:
                 if policy.version not in engine.adapters:
                     await self._loader.load_beside(engine, policy)
         elif len(serving) > 1 and self._is_missing(policy):
-            free = self.without_held_out(self._served.holdout, policy)[-1]
+            free = self.without_held_out(self._served.state(self._policy_id).holdout, policy)[-1]
             await self._drain(free)
             await self._loader.exchange(free, policy, active)
 
@@ -360,13 +295,12 @@ class Canary:
         else:
             await asyncio.gather(draining, self._reserve(engine))
 
-    async def _drift_reason(self, policy: PolicyVersion) -> str | None:
+    async def _drift_reason(self, policy: PolicyVersion, active: PolicyVersion) -> str | None:
         """Return why the version is too far from the served one for a trial, None if it is not."""
         probe = await self._loader.probe(policy, self._pool.serving[0])
-        lanes = [engine.active_lane for engine in self._pool.serving]
-        tried = [lane for lane in lanes if lane.version == policy.version]
-        tried += [engine.adapters[policy.version] for engine in self._pool.serving if policy.version in engine.adapters]
-        control = [lane for lane in lanes if lane.version != policy.version]
+        if active.kind is PolicyKind.LORA:
+            await self._place(active, active)
+        tried, control = self._pool.lanes_of(policy.version), self._pool.lanes_of(active.version)
         if probe is None or not tried or not control:
             return None
         positions = probe.positions(NUM_PROBED)
@@ -400,4 +334,9 @@ class Canary:
 
     async def _end(self) -> None:
         await self._served.refresh()
-        self._pool.stop_draining()
+        self.stop_draining()
+
+    def stop_draining(self) -> None:
+        """Send new calls to all engines again; only the default policy, whose weights may be whole, drains engines."""
+        if self._policy_id == DEFAULT_POLICY:
+            self._pool.stop_draining()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from proxy.reload.canary import drift, judge
+from proxy.reload.verdict import drift, judge
 from proxy.settings import ProxySettings
 from turnwise.store.arms import Arm
 
