@@ -39,6 +39,8 @@ class Timing:
     policy_version_last: int
     sampling: Json
     """How the engine sampled the call."""
+    weights: str = ""
+    """The model or adapter that the engine was asked to sample with; empty if it was not asked."""
 
 
 def failed_turn(
@@ -86,6 +88,8 @@ def build_turns(
     """
     echo = _echoed_prompt(captured.prompt_ids, plan)
     unsampled = unsampled_reason(call)
+    if timing.weights and not captured.models <= {timing.weights}:
+        unsampled = "another_model"
     common = _common(call, timing, session, inferred_by)
     turns = []
     for index in sorted(captured.choices) or [0]:
@@ -102,7 +106,7 @@ def build_turns(
             turn_id=own_id,
             parent_turn_id=None if parent is None else parent.turn_id,
             chain_id=own_id,  # the store sets the chain of a turn that extends another
-            model=captured.model or call.model,
+            model=call.model or next(iter(captured.models), ""),
             messages=call.messages if parent is None else plan.new_messages(call.messages),
             tools=call.tools if parent is None else None,
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},

@@ -87,6 +87,7 @@ class Running:
             policy_version_first=self.version_first,
             policy_version_last=self.version_last,
             sampling=self.call.sampling if self.lane is None else self.lane.engine.effective_sampling(self.call),
+            weights="" if self.lane is None else self.lane.model,
         )
 
 
@@ -197,10 +198,11 @@ def _encode(chunks: list[bytes], running: Running, lane: Lane) -> bytes:
 def _take(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
     call = running.call
     inside, requested = lane.model, call.model or lane.engine.model
-    if inside != requested:
-        old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
-        parts = [part.replace(old, new, 1) for part in parts]
     try:
-        return lane.engine.read_reply(parts, running.captured, call, running.plan)
+        shown = lane.engine.read_reply(parts, running.captured, call, running.plan)
     except NOT_A_COMPLETION as error:
         raise not_a_completion(lane, error) from error
+    if inside != requested:
+        old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
+        shown = [part.replace(old, new, 1) for part in shown]
+    return shown

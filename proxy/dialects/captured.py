@@ -41,7 +41,8 @@ class Captured:
     """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them. `SENT` for those that were
     sent."""
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
-    model: str = ""
+    models: set[str] = dataclasses.field(default_factory=set)
+    """The models and adapters that the engine says it has sampled with; one, unless it has mixed calls up."""
     has_routing: bool = False
     """Whether the engine has returned the experts of the tokens."""
 

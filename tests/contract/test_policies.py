@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.proxies import RunningProxy, running_proxy
 from support.tiny_checkpoints import write_adapter
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise_fake_engine.script import Fault, FaultKind
 
 from turnwise.store import keys, named_policies, policies
 from turnwise.store.database import Database
@@ -310,6 +312,23 @@ def test_each_policy_has_its_own_trial_and_hold_out_and_a_session_keeps_its_arm(
         "control": old,
     }
     assert world.status("b", others) == "active"
+
+
+def test_a_reply_of_another_adapter_than_the_call_was_sent_to_is_not_trained(world: World) -> None:
+    """The engine's own record of the adapter counts, whole and streamed; the metric has the reason."""
+    world.add_policy("a", "support")
+    version = world.publish("a", "support")
+    body = {"model": "gpt", "messages": [{"role": "user", "content": "Which adapter?"}]}
+    for stream, count in itertools.product((False, True), (0, 1)):
+        world.engine.state.script.faults = [Fault(kind=FaultKind.ANOTHER_MODEL, count=count)]
+        world.http["support-a"].post("/v1/chat/completions", json=body | {"stream": stream}).raise_for_status()
+    turns = [view.turn for view in world.proxy.turns()]
+    assert sorted((turn.policy_version_first, turn.outcome, turn.reason) for turn in turns) == [
+        *[(version, "exact", None)] * 2,
+        *[(version, "untrainable", "another_model")] * 2,
+    ]
+    counted = 'turnwise_turns_total{outcome="untrainable",reason="another_model"} 2.0'
+    assert counted in world.metrics()
 
 
 def test_an_engine_that_lost_an_adapter_loads_it_at_the_next_call(world: World) -> None:

@@ -37,6 +37,8 @@ class FaultKind(enum.StrEnum):
     """Invalid JSON."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105  a kind of fault
     """A reply without the requested token ids."""
+    ANOTHER_MODEL = "another_model"
+    """A reply that names another model than the call."""
     SLOW_FIRST_TOKEN = "slow_first_token"  # noqa: S105  a kind of fault
     """The reply starts late."""
 

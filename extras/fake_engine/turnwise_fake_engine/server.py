@@ -228,11 +228,12 @@ def _call(state: EngineState, body: Json, seen: SeenCall, prompt_ids: list[int],
     given = body.get("temperature")
     temperature = state.script.default_temperature if given is None else float(given)
     raw = state.script.logprobs_mode == "raw_logprobs"
+    asked = body.get("model") or state.script.model
     seen.prompt_token_ids = prompt_ids
     return chat_wire.Call(
         reply_id=seen.reply_id,
         created=int(time.time()),
-        model=body.get("model") or state.script.model,
+        model="another" if fault is not None and fault.kind is FaultKind.ANOTHER_MODEL else asked,
         request=body,
         prompt_ids=prompt_ids,
         temperature=1.0 if raw else temperature,

@@ -142,8 +142,9 @@ def _capture(replies: list[EngineReply], captured: Captured) -> list[bool]:
                 choice.prompt_ids = read_ids(part.prompt_token_ids) or choice.prompt_ids
                 captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
             is_filled = _extend(choice, part) or is_filled
+        if reply.model:
+            captured.models.add(reply.model)
         has_content.append(is_filled)
-    captured.model = captured.model or replies[0].model or ""
     return has_content
 
 

@@ -97,7 +97,7 @@ def only(turns: list[NewTurn]) -> NewTurn:
 def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
     call = call_of(USER, tools=[{"type": "function"}])
-    captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, "served")
+    captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, {"served"})
     captured.choices[0].message |= {"unheard_of": 1, "refusal": None}
     turn = only(built(call, plan_of(call), captured))
     assert (turn.turn_id, turn.chain_id, turn.parent_turn_id) == ("chatcmpl-1", "chatcmpl-1", None)
