@@ -9,7 +9,7 @@ import numpy as np
 
 from turnwise.store import ledger
 from turnwise.store.database import Database
-from turnwise.types import Reward, Session, Turn
+from turnwise.types import Reward, Session, Turn, UpdateRecord
 
 
 def make_turn(turn_id: str, parent: Turn | None = None, *, session_id: str = "s", **fields: Any) -> Turn:
@@ -59,3 +59,10 @@ def finish(database: Database, session_id: str = "s", value: float = 1.0, tenant
     with database.write() as connection:
         ledger.add_rewards(connection, [Reward(session_id=session_id, tenant=tenant, value=value)])
         ledger.end_session(connection, tenant, session_id)
+
+
+def update_record(update_id: int, *, policy_version: int | None = None, **fields: Any) -> UpdateRecord:
+    """Return the record of an update of one session, which made the version of its number."""
+    counts = {"num_groups": 1, "num_sessions": 1, "num_tokens": 2}
+    version = update_id if policy_version is None else policy_version
+    return UpdateRecord(**({"trainer_id": "t", **counts} | fields), update_id=update_id, policy_version=version)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn, update_record
 
 from turnwise.store import claims, keys, ledger, rows, session_changes, tables
 from turnwise.store.database import Database
@@ -22,7 +22,6 @@ from turnwise.types import (
     SessionStatus,
     Split,
     Turn,
-    UpdateRecord,
 )
 
 OTHERS = ("other-0", "other-1", "other-2", "other-3", "other-4")
@@ -58,14 +57,7 @@ def acknowledge(conn: sa.Connection, update_id: int, session_id: str) -> None:
     """Record an update that trained one session of the claimed groups, and dropped the others."""
     held = claim(conn)
     refused = {group.key: "refused" for group in held.groups if group.group_id != session_id}
-    update = UpdateRecord(
-        update_id=update_id,
-        trainer_id="trainer",
-        policy_version=update_id,
-        num_groups=1,
-        num_sessions=1,
-        num_tokens=2,
-    )
+    update = update_record(update_id, trainer_id="trainer")
     policy = PolicyVersion(version=update_id, path="a-model", update_id=update_id)
     claims.ack(conn, held, update, policy, refused, {("t", session_id): {f"t-{session_id}-t1": 0.5}})
 

@@ -11,13 +11,14 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from support.in_process import in_process_proxy
+from support.ledger_samples import update_record
 from support.waiting import wait_until
 
 from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
 from turnwise.store import claims, policies, search
 from turnwise.store.database import Database
-from turnwise.types import PolicyVersion, UpdateRecord
+from turnwise.types import PolicyVersion
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -150,15 +151,7 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
     (turn,) = http.get("/v1/sessions/kim/turns").json()["data"]
     claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
     assert claimed is not None
-    update = UpdateRecord(
-        update_id=7,
-        trainer_id="t",
-        policy_version=3,
-        num_groups=1,
-        num_sessions=1,
-        num_tokens=2,
-        metrics={"reward_mean": 1.0},
-    )
+    update = update_record(7, policy_version=3, metrics={"reward_mean": 1.0})
     with database.write() as connection:
         claims.ack(connection, claimed, update, trained={("default", "kim"): {turn["turn_id"]: 0.25}})
     for line in ({"session_id": "kim"}, {"turn_id": turn["turn_id"]}):

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 from support.algorithms import algorithm
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn, update_record
 from support.trainer_ledger import Rollouts, load_model, settings_for
 from support.waiting import wait_until
 
@@ -26,7 +26,7 @@ from turnwise.store import ledger as ledger_of
 from turnwise.store import policies, queries
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
-from turnwise.types import PolicyVersion, Reward, Role, UpdateRecord, utc_now
+from turnwise.types import PolicyVersion, Reward, Role, utc_now
 
 PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
@@ -156,7 +156,7 @@ def test_a_refusal_drops_only_the_group_of_the_named_tenant(database):
         finish(database, "kim", 1, tenant)
     source = source_for(database, groups_per_batch=2)
     batch = source.next_batch(Position())
-    update = UpdateRecord(update_id=1, trainer_id="t", policy_version=1, num_groups=1, num_sessions=1, num_tokens=2)
+    update = update_record(1)
     source.ack([FinishedBatch(batch=batch, update=update, refused={("zeta", "kim"): "uniform_rewards"})])
     with database.read() as connection:
         assert queries.counts(connection, "acme").groups == {"trained": 1}
@@ -170,7 +170,7 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
     impatient = Database(f"sqlite:///{tmp_path}/ledger.db", lock_timeout_seconds=0.05)
     source = source_for(impatient)
     batch = source.next_batch(Position())
-    update = UpdateRecord(update_id=1, trainer_id="t", policy_version=1, num_groups=1, num_sessions=1, num_tokens=2)
+    update = update_record(1)
     acking = threading.Thread(target=source.ack, args=([FinishedBatch(batch=batch, update=update)],))
     with ledger.write():
         acking.start()

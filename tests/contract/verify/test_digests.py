@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from click.testing import CliRunner
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.commands.cli import main
 from turnwise.store import claims
 from turnwise.store.database import Database
 from turnwise.store.tables import policy_versions, rewards, trained_sessions, turns, updates
-from turnwise.types import Json, PolicyVersion, UpdateRecord
+from turnwise.types import Json, PolicyVersion
 from turnwise.version_directory import weights_digest, write_manifest
 
 ADVANTAGES = {"a-t1": 0.5, "a-t2": -0.25}
@@ -34,9 +34,7 @@ def trained(database: Database, tmp_path: Path) -> Database:
     write_manifest(directory, {"version": 1})
     claimed = claims.claim(database, "trainer", max_groups=2, lease_seconds=60)
     assert claimed is not None
-    update = UpdateRecord(
-        update_id=1, trainer_id="trainer", policy_version=1, num_groups=2, num_sessions=2, num_tokens=8
-    )
+    update = update_record(1, trainer_id="trainer", num_groups=2, num_sessions=2, num_tokens=8)
     policy = PolicyVersion(version=1, path=str(directory), update_id=1, weights_digest=weights_digest(directory))
     advantages = {("default", "a"): ADVANTAGES, ("default", "b"): {"b-t1": 1.0, "b-t2": 1.0}}
     with database.write() as connection:

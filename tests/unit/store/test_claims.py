@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
 from turnwise.store import claims, ledger, policies, queries, tables
@@ -36,9 +36,7 @@ def claim(database: Database, trainer_id: str = "t", max_groups: int = 10, **opt
 
 
 def update(update_id: int = 1, trainer_id: str = "t") -> UpdateRecord:
-    return UpdateRecord(
-        update_id=update_id, trainer_id=trainer_id, policy_version=update_id, num_groups=1, num_sessions=1, num_tokens=2
-    )
+    return update_record(update_id, trainer_id=trainer_id)
 
 
 def ack(database: Database, claimed: Claim, record: UpdateRecord, **options: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import finish, make_turn
+from support.ledger_samples import finish, make_turn, update_record
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import (
@@ -40,7 +40,6 @@ from turnwise.types import (
     PolicyVersion,
     Session,
     Split,
-    UpdateRecord,
     utc_now,
 )
 
@@ -240,9 +239,7 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
     assert claims.take_back(database, "t", a) == 2
     held = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=a)
     assert held is not None
-    record = UpdateRecord(
-        update_id=1, policy_id=a, trainer_id="t", policy_version=3, num_groups=2, num_sessions=2, num_tokens=4
-    )
+    record = update_record(1, policy_id=a, policy_version=3, num_groups=2, num_sessions=2, num_tokens=4)
     with database.write() as conn:
         assert claims.ack(conn, held, record, adapter(3, a, update_id=1))
         assert not claims.ack(conn, held, record, adapter(3, a, update_id=1))
@@ -261,15 +258,7 @@ def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
     publish(database, *(adapter(number, policy_id) for number, policy_id in enumerate(two, 1)))
     with database.write() as conn:
         for update_id, policy_id in enumerate((DEFAULT_POLICY, *two)):
-            update = UpdateRecord(
-                update_id=update_id,
-                policy_id=policy_id,
-                trainer_id="t",
-                policy_version=update_id,
-                num_groups=0,
-                num_sessions=0,
-                num_tokens=0,
-            )
+            update = update_record(update_id, policy_id=policy_id, num_groups=0, num_sessions=0, num_tokens=0)
             conn.execute(sa.insert(tables.updates).values(**rows.UPDATES.row(update)))
     with database.read() as conn:
         for tenant, shown in (("a", [1, 0]), ("b", [2, 0]), ("c", [0])):

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.store import claims, policies, queries, search, trained
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import PolicyVersion, UpdateRecord
+from turnwise.types import PolicyVersion
 
 TEXT = "x" * 10_000
 WANTED = SessionFilter(tenant="default")
@@ -71,8 +71,7 @@ def filled(database: Database) -> Database:
         finish(database, f"s{number}")
         claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
         assert claimed is not None
-        counts = {"num_groups": 1, "num_sessions": 1, "num_tokens": 2, "metrics": {"text": TEXT}}
-        record = UpdateRecord(update_id=number, trainer_id="t", policy_version=number, **counts)  # type: ignore[arg-type]
+        record = update_record(number, metrics={"text": TEXT})
         with database.write() as connection:
             claims.ack(connection, claimed, record, trained={})
             policies.publish_policy(

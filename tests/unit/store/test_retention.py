@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError
 from turnwise.store import claims, keys, ledger, queries, retention, tables
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Reward, Session, Split, UpdateRecord, utc_now
+from turnwise.types import Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)
 
@@ -41,7 +41,7 @@ def sweeps(database: Database) -> int:
 def train_all(database: Database) -> None:
     held = claims.claim(database, "t", max_groups=9, lease_seconds=60)
     assert held is not None
-    update = UpdateRecord(update_id=1, trainer_id="t", policy_version=4, num_groups=1, num_sessions=1, num_tokens=2)
+    update = update_record(1, policy_version=4)
     with database.write() as connection:
         trained = {(group.tenant, group.group_id): {f"{group.group_id}-t1": 1.0} for group in held.groups}
         claims.ack(connection, held, update, trained=trained)

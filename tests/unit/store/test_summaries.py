@@ -9,25 +9,16 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import make_turn
-from support.migrated import migrated
-from support.private_postgres import PrivatePostgres
 
 from turnwise.store import ledger, queries, summaries
 from turnwise.store.database import Database
 from turnwise.types import Outcome, Session
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def connection(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[sa.Connection]:
-    if request.param == "sqlite":
-        url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
-    else:
-        server: PrivatePostgres = request.getfixturevalue("postgres_server")
-        url = server.url(server.create_database(request.getfixturevalue("postgres_template")))
-    database = Database(url, lock_timeout_seconds=60)
+@pytest.fixture
+def connection(database: Database) -> Iterator[sa.Connection]:
     with database.write() as conn:
         yield conn
-    database.close()
 
 
 def play(conn: sa.Connection, session_id: str, *turns: dict[str, Any]) -> None:

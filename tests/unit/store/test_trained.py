@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import Conflict
 from turnwise.store import claims, experiences, ledger, policies, queries, trained
 from turnwise.store.database import Database
 from turnwise.store.trained import TrainedSession, UpdateGroup
-from turnwise.types import GroupStatus, PolicyVersion, Reward, TrainedIn, UpdateRecord
+from turnwise.types import GroupStatus, PolicyVersion, Reward, TrainedIn
 
 KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-1-t1": -0.5}}
 
@@ -19,14 +19,7 @@ KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-
 def train(database: Database, update_id: int, advantages, refused=None) -> None:
     claimed = claims.claim(database, "t", max_groups=9, lease_seconds=60)
     assert claimed is not None
-    record = UpdateRecord(
-        update_id=update_id,
-        trainer_id="t",
-        policy_version=update_id,
-        num_groups=1,
-        num_sessions=2,
-        num_tokens=4,
-    )
+    record = update_record(update_id, num_sessions=2, num_tokens=4)
     with database.write() as connection:
         assert claims.ack(connection, claimed, record, refused=refused, trained=advantages)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.store import claims, groups, ledger, queries
 from turnwise.store.database import Database
-from turnwise.types import Split, UpdateRecord
+from turnwise.types import Split
 
 
 def note(database: Database, session_id: str = "s") -> str:
@@ -27,7 +27,7 @@ def test_the_note_of_a_single_session_states_what_will_be_done_with_it(
     held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
     assert held is not None
     with database.write() as connection:
-        update = UpdateRecord(update_id=1, trainer_id="t", policy_version=0, num_groups=0, num_sessions=0, num_tokens=0)
+        update = update_record(1, policy_version=0, num_groups=0, num_sessions=0, num_tokens=0)
         claims.ack(connection, held, update, refused={held.groups[0].key: "uniform_rewards"})
     assert note(database).startswith("It is a single session and was not trained: uniform_rewards.")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from support.ledger_samples import add_session
+from support.ledger_samples import add_session, update_record
 
 from turnwise.store import claims, experiences, ledger, queries
 from turnwise.store.database import Database
 from turnwise.store.update_summaries import Mean, summarise_updates
-from turnwise.types import Credit, Reward, UpdateRecord
+from turnwise.types import Credit, Reward
 
 
 def add_judged(database: Database, session_id: str, group_id: str, task_id: str, tenant: str, *values: float) -> None:
@@ -31,9 +31,7 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     add_judged(database, "s6", "g3", "t1", "theirs", 9.0)
     claimed = claims.claim(database, "t", max_groups=3, lease_seconds=60)
     assert claimed is not None
-    update = UpdateRecord(
-        update_id=4, trainer_id="t", policy_version=2, num_groups=1, num_sessions=2, num_tokens=8, metrics={"kl": 0.5}
-    )
+    update = update_record(4, policy_version=2, num_sessions=2, num_tokens=8, metrics={"kl": 0.5})
     with database.write() as connection:
         claims.ack(connection, claimed, update, refused={("mine", "g2"): "uniform_rewards"})
     with database.read() as connection:
@@ -54,9 +52,7 @@ def test_the_newest_updates_are_listed_oldest_first(database: Database) -> None:
         add_judged(database, f"b{number}", f"g{number}", "t", "mine", 0.0)
         claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
         assert claimed is not None
-        update = UpdateRecord(
-            update_id=number, trainer_id="t", policy_version=number, num_groups=1, num_sessions=2, num_tokens=8
-        )
+        update = update_record(number, num_sessions=2, num_tokens=8)
         with database.write() as connection:
             claims.ack(connection, claimed, update)
     with database.read() as connection:
