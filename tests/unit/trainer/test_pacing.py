@@ -12,9 +12,9 @@ from support.waiting import wait_until
 from trainer import source as trainer_source
 from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, describe_wait, why_held
 from trainer.source import LedgerSource
-from turnwise.store import claims, policies, queries
+from turnwise.store import claims, named_policies, policies, queries, rows, tables
 from turnwise.store.database import Database
-from turnwise.types import PolicyVersion
+from turnwise.types import PolicyKind, PolicyVersion, UpdateRecord
 
 AT_7 = Position(recent_versions=tuple(range(8)))
 
@@ -142,6 +142,43 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
         source.stop()
         assert batch.result(60) is None
     assert statuses(database) == {"ready": 1}
+
+
+@pytest.mark.parametrize(
+    ("quota", "reason"),
+    [
+        ({"tenant_trained_tokens_per_day": 100}, "have trained 100 tokens today, of 100 a day"),
+        ({"tenant_policy_bytes": 5}, "take 5 bytes on disk, of 5"),
+    ],
+)
+def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, caplog, quota, reason):
+    """What another tenant's policies and the default one have trained does not count."""
+    caplog.set_level("INFO")
+    version = tmp_path / "version"
+    version.mkdir()
+    (version / "adapter").write_text("bytes")
+    with database.write() as conn:
+        policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
+        own, other = (named_policies.create_named_policy(conn, tenant, "p")[0] for tenant in ("default", "b"))
+        policies.publish_next(conn, str(version), PolicyKind.LORA, metrics={}, policy_id=own.policy_id)
+        for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
+            fields = {"policy_version": 0, "num_groups": 1, "num_sessions": 1, "num_tokens": 100}
+            record = UpdateRecord(update_id=update_id, policy_id=policy_id, trainer_id="t", **fields)
+            conn.execute(tables.updates.insert().values(**rows.UPDATES.row(record)))
+    add_session(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
+    finish(database, "s")
+    values = {"groups_per_batch": 1, "singles_per_group": 1, "wait_seconds": 0.0}
+    source = LedgerSource(database, SourceRule(**values, **quota), policy=own)
+    with ThreadPoolExecutor(1) as trainer:
+        batch = trainer.submit(source.next_batch, Position())
+        try:
+            wait_until(lambda: f"the policies of tenant 'default' {reason}" in caplog.text, "the wait is logged")
+        finally:
+            source.stop()
+        assert batch.result(60) is None
+    source = LedgerSource(database, SourceRule(**values, **dict.fromkeys(quota, 101)), policy=own)
+    assert source.next_batch(Position()) is not None
+    source.close()
 
 
 def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
