@@ -118,13 +118,16 @@ def test_the_databases_password_is_on_no_command_line_and_in_no_dry_run():
     assert "swordfish" not in _run("up", "--dry-run", "--model", "owner/name", "--database", PASSWORD_URL).output
 
 
+SLOTS = ["--max-loras", "4", "--max-cpu-loras", "16"]
+
+
 def test_a_lora_trainer_enables_adapters_in_the_engine():
     Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nlora_rank = 32\n')
     commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
     assert commands["engine"][-3:] == ["--lora", "--max-lora-rank", "32"]
     Path("turnwise.toml").unlink()
-    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--kind", "lora").output)
-    assert "--lora" in commands["commands"]["engine"]
+    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--kind", "lora", *SLOTS).output)
+    assert commands["commands"]["engine"][-4:] == SLOTS
     assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
 
 

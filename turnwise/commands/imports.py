@@ -13,7 +13,7 @@ import click
 from turnwise.commands.location import database_option, database_url
 from turnwise.errors import NotFound, SettingsError
 from turnwise.exchange import plugins
-from turnwise.types import Json, Split
+from turnwise.types import DEFAULT_POLICY_NAME, Json, Split
 
 if TYPE_CHECKING:
     from turnwise.exchange.imports.tokenise import Tokeniser
@@ -40,6 +40,13 @@ CORE_FORMATS = ("openai", "hf")
 @click.option("--engine", metavar="URL", help="Engine whose tokens of a few conversations must be the same.")
 @click.option("--template-arguments", metavar="JSON", help="Arguments of the chat template, as chat_template_kwargs.")
 @click.option("--tenant", default="default", show_default=True, help="Whose sessions they become.")
+@click.option(
+    "--policy",
+    "policy_name",
+    default=DEFAULT_POLICY_NAME,
+    show_default=True,
+    help="The tenant's policy that learns from them.",
+)
 @click.option("--split", type=click.Choice(["train", "eval"]), default="train", show_default=True)
 @click.option("--reward", type=float, default=1.0, show_default=True, help="Of sessions without one in the file.")
 @click.option("--no-reward", is_flag=True, help="Leave sessions without a reward in the file to a judge.")
@@ -119,6 +126,7 @@ def _import(
     engine: str | None,
     arguments: Json,
     tenant: str,
+    policy_name: str,
     split: str,
     reward: float | None,
     dry_run: bool,
@@ -129,10 +137,12 @@ def _import(
     Raises:
         InvalidRequest: the file is not of a known kind.
         SettingsError: there is no tokenizer, or no such format.
+        NotFound: the tenant has no such policy.
         EngineUnsuitable: the engine tokenises differently.
     """
     from turnwise.commands.store import opened
     from turnwise.exchange.imports import writer as imports
+    from turnwise.store import named_policies
 
     reader = _reader(format_name)
     with opened(url) as database:
@@ -141,8 +151,15 @@ def _import(
             from turnwise.exchange.imports.served_template import use_engines_template
 
             use_engines_template(served, engine)
+        with database.read() as conn:
+            policy = named_policies.policy_named(conn, tenant, policy_name)
         rule = imports.ImportRule(
-            format_name=format_name, tenant=tenant, split=Split(split), reward=reward, is_dry_run=dry_run
+            format_name=format_name,
+            tenant=tenant,
+            policy_id=policy.policy_id,
+            split=Split(split),
+            reward=reward,
+            is_dry_run=dry_run,
         )
         report = imports.import_files(database, path, reader, served, rule, progress)
     return report.as_json()

@@ -48,6 +48,10 @@ class UpSettings(Settings):
     """Run a trainer; without one the proxy only captures."""
     kind: Literal["full", "lora"] | None = None
     """What is trained and published: all weights or a LoRA adapter; by default the trainer's own setting."""
+    max_loras: int | None = Field(default=None, gt=0)
+    """Adapters that an engine computes in one batch; by default the engine's own setting."""
+    max_cpu_loras: int | None = Field(default=None, gt=0)
+    """Adapters that an engine keeps in memory, at least `max_loras`; by default the engine's own setting."""
     engine_gpus: list[int] | None = Field(default=None, min_length=1)
     """Indexes of the engines' GPUs; by default the one GPU, shared, or the first half of several."""
     trainer_gpus: list[int] | None = Field(default=None, min_length=1)
@@ -152,6 +156,8 @@ class Stack:
             flags += ["--gpu-memory", str(self._gpus.engine_memory)]
         if self._needs.lora_rank is not None:
             flags += ["--lora", "--max-lora-rank", str(self._needs.lora_rank)]
+            slots = (("--max-loras", self._settings.max_loras), ("--max-cpu-loras", self._settings.max_cpu_loras))
+            flags += [word for flag, count in slots if count is not None for word in (flag, str(count))]
         return [*flags, "--", *self._vllm_flags] if self._vllm_flags else flags
 
     def proxy_flags(self) -> list[str]:

@@ -17,7 +17,7 @@ from turnwise_fake_engine import running_fake_engine, tokens
 from turnwise.chains import is_imported, is_trainable
 from turnwise.commands.cli import main
 from turnwise.exchange import plugins
-from turnwise.store import claims, experiences
+from turnwise.store import claims, experiences, named_policies
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 
@@ -252,6 +252,16 @@ def test_openai_lines_are_exported_as_they_were_imported(database: Database, tmp
     lines = [{"messages": CONVERSATION, "tools": TOOLS}, HELLO]
     run_import(tmp_path, model, lines, "openai")
     assert [json.loads(line) for line in export(tmp_path, "--format", "openai").splitlines()] == lines
+
+
+def test_imported_sessions_are_of_the_policy_that_is_named(database: Database, tmp_path: Path, model: Path) -> None:
+    """A policy of another tenant is not found."""
+    with database.write() as conn:
+        policy, _ = named_policies.create_named_policy(conn, "default", "support")
+    refused = run_import(tmp_path, model, [HELLO], "openai", "--policy", "support", "--tenant", "other", status=2)
+    assert "no policy 'support'" in refused["error"]
+    run_import(tmp_path, model, [HELLO], "openai", "--policy", "support")
+    assert [record.session.policy_id for record in records(database)] == [policy.policy_id]
 
 
 def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Path) -> None:

@@ -22,7 +22,7 @@ from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.store import ledger
 from turnwise.store.database import Connection, Database
 from turnwise.store.imports import imported_digests
-from turnwise.types import IMPORT, Json, Reward, Session, Split, Turn
+from turnwise.types import DEFAULT_POLICY, IMPORT, Json, Reward, Session, Split, Turn
 
 SESSIONS_AT_ONCE = 32
 """Lines, or sessions of a log, that are stored in one transaction."""
@@ -50,6 +50,8 @@ class ImportRule:
 
     format_name: str
     tenant: str = "default"
+    policy_id: int = DEFAULT_POLICY
+    """The policy that learns from them."""
     split: Split = Split.TRAIN
     reward: float | None = 1.0
     """Reward of sessions that have none in the file; None leaves them without."""
@@ -248,6 +250,7 @@ def _session(unit: _Unit, draft: Draft, rule: ImportRule, *, is_group: bool) -> 
     return Session(
         session_id=f"{unit.stem}-{draft.suffix}" if draft.suffix else unit.stem,
         tenant=rule.tenant,
+        policy_id=rule.policy_id,
         task_id=draft.task_id,
         group_id=unit.stem if is_group else None,
         group_size=2 if is_group else None,
