@@ -142,7 +142,9 @@ def test_a_request_that_never_completes_is_closed(impatient, sent):
 
 def test_data_that_is_not_http_gets_a_400(limited):
     before = metric(limited.proxy, "turnwise_refused_total", code="invalid_http")
-    assert b'"code":"invalid_http"' in talk(limited.proxy, [b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n"])
+    answer = talk(limited.proxy, [b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n"])
+    assert b'"code":"invalid_http"' in answer
+    assert b"x-request-id: " in answer
     assert metric(limited.proxy, "turnwise_refused_total", code="invalid_http") == before + 1
 
 
