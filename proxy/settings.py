@@ -141,6 +141,8 @@ class ProxySettings(Settings):
     """Prompt and sampled tokens that all keys of one tenant may use in all."""
     token_budget_days: int | None = Field(default=None, gt=0, le=3650)
     """Period of all token budgets in UTC days, today included; by default a budget is for good."""
+    tenant_max_policies: int | None = Field(default=None, ge=0)
+    """Named policies of one tenant, without archived ones; by default any number."""
     header_timeout_seconds: float = Field(default=30.0, gt=0)
     """A request whose headers and body are not complete by then is closed."""
     stream_keep_alive_seconds: float = Field(default=15.0, ge=0)

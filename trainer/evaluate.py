@@ -129,9 +129,10 @@ class LedgerEvaluator:
 
     def _over(self) -> list[Session]:
         """Return the policy's newest eval sessions that are over."""
+        wanted = experiences.SessionFilter(split=Split.EVAL, policy_id=self._policy_id)
         with self._db.read() as conn:
-            found, _ = queries.sessions(conn, experiences.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
-        return [one for one in found if one.status is not SessionStatus.OPEN and one.policy_id == self._policy_id]
+            found, _ = queries.sessions(conn, wanted, limit=NEWEST_SESSIONS)
+        return [one for one in found if one.status is not SessionStatus.OPEN]
 
     def _wait_until_served(self, version: int) -> None:
         """Wait until the proxy serves the version, unless it will not: the version failed, or another one is pinned."""

@@ -100,6 +100,11 @@ class SourceRule(PacingRule):
     others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
     stalled_policy: Literal["train", "drop"] = "train"
     """Train a stalled group without its missing sessions, or drop it."""
+    tenant_trained_tokens_per_day: int | None = Field(default=None, ge=1)
+    """Tokens that the named policies of one tenant may train in a UTC day. Then their training waits for the next."""
+    tenant_policy_bytes: int | None = Field(default=None, ge=1)
+    """Bytes that the versions and states of the named policies of one tenant may take on disk. Above it their training
+    waits."""
     train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
     """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
 
@@ -160,6 +165,8 @@ class Look:
     """The newest `MOST_REFUSED` versions, if engines refused each of them."""
     alarm: str | None = None
     """The sentinel that is beyond its bound, with its numbers."""
+    quota: str | None = None
+    """The quota of the policy's tenant that is used up, with its numbers."""
 
     def num_filled(self, rule: SourceRule) -> int:
         """Return how many places of a batch can be filled."""
@@ -181,8 +188,8 @@ def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
             f"engines refused the last {len(look.refused)} versions, so training waits: {look.refused[0].error}. Mend "
             f"the cause, then load one again: turnwise policies activate {look.refused[0].version}"
         )
-    if look.alarm is not None:
-        return look.alarm
+    if look.alarm is not None or look.quota is not None:
+        return look.alarm or look.quota
     if any(version in look.undone for version in at.recent_versions):
         chosen = look.undone.start - 1
         undid = f"version {chosen} was activated in place of version {look.undone.stop - 1}"

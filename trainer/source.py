@@ -487,7 +487,7 @@ class LedgerSource:
             with self._db.read() as conn:
                 of = self.policy_id
                 num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
-                return Look(
+                look = Look(
                     num_ready=num_ready,
                     num_singles=num_singles,
                     pinned=policies.pinned_version(conn, of) if at.is_paced else None,
@@ -497,6 +497,7 @@ class LedgerSource:
                     refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
                     alarm=self._read_sentinels(conn, Look(num_ready=num_ready, num_singles=num_singles)),
                 )
+            return dataclasses.replace(look, quota=self._read_quota(look, now))
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
@@ -512,6 +513,33 @@ class LedgerSource:
             active = None if self._alarm is None else policies.active_policy(conn, self.policy_id)
             self._alarmed = None if active is None else active.version
         return self._alarm
+
+    def _read_quota(self, look: Look, now: datetime) -> str | None:
+        """Return the quota of the policy's tenant that is used up; read once there is a batch that it could stop."""
+        rule, policy = self._rule, self._policy
+        if policy is None or look.num_filled(rule) < rule.smallest_batch:
+            return None
+        whose = f"the policies of tenant {policy.tenant!r}"
+        today = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        if (most_tokens := rule.tenant_trained_tokens_per_day) is not None:
+            with self._db.read() as conn:
+                num_tokens = named_policies.trained_tokens_since(conn, policy.tenant, today)
+            if num_tokens >= most_tokens:
+                return (
+                    f"{whose} have trained {num_tokens} tokens today, of {most_tokens} a day "
+                    "(tenant_trained_tokens_per_day): training waits until 00:00 UTC"
+                )
+        if (most_bytes := rule.tenant_policy_bytes) is not None:
+            with self._db.read() as conn:
+                own = [one.policy_id for one in named_policies.list_named_policies(conn) if one.tenant == policy.tenant]
+                found, _ = policies.list_policies(conn, limit=policies.MAX_MEASURED, policy_ids=own)
+            num_bytes = policies.num_bytes_on_disk(found)
+            if num_bytes is not None and num_bytes >= most_bytes:
+                return (
+                    f"{whose} take {num_bytes} bytes on disk, of {most_bytes} (tenant_policy_bytes): training waits "
+                    "until the quota is raised, or directories of versions that are not needed are deleted"
+                )
+        return None
 
     def _drop_undone(self) -> range:
         """Drop what the versions sampled that a person undid; return those that were undone without a pin.

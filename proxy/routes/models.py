@@ -256,6 +256,7 @@ PolicyPage = page_model(
     PolicyAnswer,
     "Some policy versions.",
     pinned_version=_field(int | None, "The version that a person pinned the policy to; null follows the newest."),
+    key_policy=_field(str, "The policy that new sessions of the caller's key sample with."),
     policies=_field(
         list[ListedPolicy],  # type: ignore[valid-type]
         "The default policy and the tenant's own ones.",

@@ -59,7 +59,7 @@ router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["polici
 
 
 class NewPolicy(Body):
-    """A version to publish, or a policy to create: `path` or `name`."""
+    """A version to publish (`path`), or a policy to create (`name`, with `path` if it starts from an adapter)."""
 
     version: Count | None = None
     """Number of the version; by default one more than the highest of all policies."""
@@ -72,12 +72,14 @@ class NewPolicy(Body):
     """Name of a policy to create, unique within the tenant."""
     base: Text = DEFAULT_POLICY_NAME
     """What a policy to create starts from: `default`, which is the engine's own model, or an adapter as
-    `POLICY@VERSION`."""
+    `POLICY@VERSION`. Leave it out with `path`, the directory of an adapter that PEFT wrote."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> NewPolicy:
-        if (self.path is None) == (self.name is None):
+        if self.path is None and self.name is None:
             raise ValueError("give `path` to publish a version, or `name` to create a policy")
+        if self.path is not None and self.base != DEFAULT_POLICY_NAME:
+            raise ValueError("give `path` or `base`: a policy starts from one of both")
         return self
 
 
@@ -122,7 +124,8 @@ async def list_policies(
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
-    return answer({**page(listed, more), "pinned_version": pinned, "policies": rows})
+    own = next((each.name for each in named if each.policy_id == principal.policy_id), DEFAULT_POLICY_NAME)
+    return answer({**page(listed, more), "pinned_version": pinned, "key_policy": own, "policies": rows})
 
 
 async def _summaries(services: Services, principal: Principal, named: list[Policy]) -> dict[int, Json]:
@@ -155,28 +158,26 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
 async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
     """Publish a directory of weights as the next version of a policy; engines load it once it has been checked.
 
-    With `name` instead of `path`, create a policy of the caller's tenant. All tenants share the default policy, so only
-    keys of its owner may publish its versions: the tenant `policy_tenant`, or the only tenant with keys.
+    With `name`, create a policy of the caller's tenant; with `path` too, it starts from this adapter. All tenants share
+    the default policy, so only keys of its owner may publish its versions: the tenant `policy_tenant`, or the only
+    tenant with keys.
     """
-    if wanted.name is not None:
+    limit, name = services.settings.tenant_max_policies, wanted.name
+    if name is not None and wanted.path is None:
         create = named_policies.create_policy_from
-        created, _ = await services.writer.do(create, principal.tenant, wanted.name, wanted.base)
+        created, _ = await services.writer.do(create, principal.tenant, name, wanted.base, max_policies=limit)
         await services.reloader.read_served()
         return answer(record_json(created))
     policy = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
-    if policy.policy_id == DEFAULT_POLICY:
+    if policy.policy_id == DEFAULT_POLICY and name is None:
         await _check_owner(services, principal)
-    path, kind = wanted.path or "", wanted.kind
-    model_path = next((engine.model_path for engine in services.pool.serving), None)
-
-    def check() -> None:
-        try:
-            check_policy(path, kind, model_path)
-        except OSError as error:
-            raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
-
-    key = ("publish", path, kind, str(model_path))
-    await services.files.read(key, path, check, seconds=CHECK_SECONDS)
+    path, kind = wanted.path or "", wanted.kind if name is None else PolicyKind.LORA
+    await _check_files(services, path, kind)
+    if name is not None:
+        bring = policies.import_policy
+        imported = await services.writer.do(bring, principal.tenant, name, path, max_policies=limit)
+        await services.reloader.read_served()
+        return answer(record_json(imported))
     published = await services.writer.do(
         policies.publish_next,
         path,
@@ -187,6 +188,24 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     )
     (document,) = await policies_json([published], services.files, {policy.policy_id: policy.name})
     return answer(document)
+
+
+async def _check_files(services: Services, path: str, kind: PolicyKind) -> None:
+    """Check a directory of weights against the served model.
+
+    Raises:
+        BadCheckpoint: it cannot be read, or does not fit.
+    """
+    model_path = next((engine.model_path for engine in services.pool.serving), None)
+
+    def check() -> None:
+        try:
+            check_policy(path, kind, model_path)
+        except OSError as error:
+            raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
+
+    key = ("publish", path, kind, str(model_path))
+    await services.files.read(key, path, check, seconds=CHECK_SECONDS)
 
 
 @router.post("/{version}/activate", responses=describe_answer("ActivationAnswer"))
@@ -235,9 +254,12 @@ async def archive_policy(
     Calls and new sessions of an archived policy get 409. It is not trained, and engines unload its adapters. Its
     versions, sessions and files stay.
     """
-    is_archived = (how or Archival()).archived
     archived = await services.writer.do(
-        named_policies.archive_policy, principal.tenant, policy, is_archived=is_archived
+        named_policies.archive_policy,
+        principal.tenant,
+        policy,
+        is_archived=(how or Archival()).archived,
+        max_policies=services.settings.tenant_max_policies,
     )
     await services.reloader.read_served()
     return answer(record_json(archived))

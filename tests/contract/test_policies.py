@@ -254,6 +254,21 @@ def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:
     assert (failed.status_code, failed.json()["error"]["code"]) == (409, "version_not_loaded")
 
 
+def test_a_policy_starts_from_an_adapter_that_was_checked(world: World) -> None:
+    """It samples with it, and its key knows its policy. What is no adapter creates no policy."""
+    path = str(write_adapter(world.directory / "brought"))
+    created = world.post("admin-a", "/v1/policies", {"name": "brought", "path": path})
+    assert world.post("admin-a", "/v1/policies", {"name": "brought", "path": path}) == created
+    world.add_key("brought-a", "a", "brought", keys.KeyRole.AGENT)
+    assert world.sampled("brought-a") == created["base_version"]
+    own = {key: world.get(key, "/v1/policies?limit=1")["key_policy"] for key in ("brought-a", "admin-a")}
+    assert own == {"brought-a": "brought", "admin-a": "default"}
+    for wrong in ({"path": str(world.directory)}, {"path": path, "base": "brought"}):
+        refused = world.http["admin-a"].post("/v1/policies", json={"name": "wrong"} | wrong)
+        assert refused.status_code == 422
+    assert "wrong" not in {each["name"] for each in world.get("admin-a", "/v1/policies")["policies"]}
+
+
 def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world: World) -> None:
     """Its adapter leaves the engine, and comes back; another tenant cannot archive it."""
     world.add_policy("a", "support")

@@ -5,6 +5,7 @@ Each call runs in a transaction that is rolled back, so that all of them share o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import sqlalchemy as sa
 from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
+from turnwise.errors import Conflict
 from turnwise.store import (
     archived_rows,
     arms,
@@ -137,7 +139,12 @@ def _named_policies(conn: sa.Connection) -> None:
     named_policies.list_named_policies(conn, "t")
     named_policies.names_of_policies(conn)
     for is_archived in (True, False):
-        named_policies.archive_policy(conn, "t", "support", is_archived=is_archived)
+        named_policies.archive_policy(conn, "t", "support", is_archived=is_archived, max_policies=9)
+    named_policies.trained_tokens_since(conn, "t", NOW)
+    with contextlib.suppress(Conflict):
+        named_policies.create_named_policy(conn, "t", "too-many", max_policies=1)
+    policies.import_policy(conn, "t", "brought", "/adapter")
+    policies.import_policy(conn, "t", "brought", "/adapter")
     retention.report(conn, retention.Deleted(policy_versions=(0,)))
     named_policies.delete_policies(conn, "t")
 

@@ -180,12 +180,17 @@ class Client(Connection):
         rows: list[Json] = self._json(wire.get("/v1/policies?summary=true&limit=1"))["policies"]
         return rows
 
+    def key_policy(self) -> str:
+        """Return the name of the policy that new sessions of this key sample with."""
+        name: str = self._json(wire.get("/v1/policies?limit=1"))["key_policy"]
+        return name
+
     def publish_policy(self, path: str, **fields: Any) -> Json:
         """Publish a checkpoint directory as a new policy version."""
         return self._json(wire.write("/v1/policies", {"path": path, **fields}))
 
     def create_policy(self, name: str, **fields: Any) -> Json:
-        """Create a policy of the tenant; `base` is what it starts from."""
+        """Create a policy of the tenant; `base`, or the adapter in the directory `path`, is what it starts from."""
         return self._json(wire.write("/v1/policies", {"name": name, **fields}))
 
     def archive_policy(self, name: str, *, archived: bool = True) -> Json:
@@ -400,12 +405,17 @@ class AsyncClient(Connection):
         rows: list[Json] = (await self._json(wire.get("/v1/policies?summary=true&limit=1")))["policies"]
         return rows
 
+    async def key_policy(self) -> str:
+        """Return the name of the policy that new sessions of this key sample with."""
+        name: str = (await self._json(wire.get("/v1/policies?limit=1")))["key_policy"]
+        return name
+
     async def publish_policy(self, path: str, **fields: Any) -> Json:
         """Publish a checkpoint directory as a new policy version."""
         return await self._json(wire.write("/v1/policies", {"path": path, **fields}))
 
     async def create_policy(self, name: str, **fields: Any) -> Json:
-        """Create a policy of the tenant; `base` is what it starts from."""
+        """Create a policy of the tenant; `base`, or the adapter in the directory `path`, is what it starts from."""
         return await self._json(wire.write("/v1/policies", {"name": name, **fields}))
 
     async def archive_policy(self, name: str, *, archived: bool = True) -> Json:

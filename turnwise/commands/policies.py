@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,8 +14,11 @@ from turnwise.client import Client
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.remote import proxy_options, refuse_tenant, remote
-from turnwise.errors import SettingsError
-from turnwise.types import DEFAULT_POLICY_NAME, Json
+from turnwise.errors import NotFound, SettingsError
+from turnwise.types import DEFAULT_POLICY_NAME, Json, PolicyKind
+
+if TYPE_CHECKING:
+    from turnwise.store.database import Database
 
 _COLUMNS = (
     *("policy", "version", "status", "pinned", "on_disk", "reward_mean", "lift", "reload_seconds", "created_at"),
@@ -136,6 +141,11 @@ def export(policy: str, directory: Path, tenant: str | None, database: str | Non
     show_default=True,
     help="What it starts from: a policy, or POLICY@VERSION; `default` is the engine's own model.",
 )
+@click.option(
+    "--adapter",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Start from this adapter instead: a directory that PEFT wrote.",
+)
 @proxy_options
 @database_option
 @json_option
@@ -143,6 +153,7 @@ def create(
     name: str,
     tenant: str | None,
     base: str,
+    adapter: Path | None,
     database: str | None,
     url: str | None,
     api_key: str | None,
@@ -150,12 +161,15 @@ def create(
     as_json: bool,
 ) -> None:
     """Create a policy, an adapter of its own; `turnwise keys create --policy NAME` makes a key for it."""
+    if adapter is not None and base != DEFAULT_POLICY_NAME:
+        raise click.UsageError("give either --base or --adapter")
     with remote(url, api_key, database) as client:
         if client is not None:
             refuse_tenant(tenant)
-            created = client.create_policy(name, base=base)
+            start = {"base": base} if adapter is None else {"path": str(adapter.resolve()), "base": base}
+            created = client.create_policy(name, **start)
         else:
-            created = _create(database, tenant or "default", name, base)
+            created = _create(database, tenant or "default", name, base, adapter)
     if as_json:
         print_records(created, as_json=True)
         return
@@ -164,14 +178,37 @@ def create(
     )
 
 
-def _create(database: str | None, tenant: str, name: str, base: str) -> Json:
+def _create(database: str | None, tenant: str, name: str, base: str, adapter: Path | None) -> Json:
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import named_policies
+    from turnwise.store import policies as stored
 
-    with opened(database_url(database)) as store, store.write() as conn:
-        created: Json = values_of(named_policies.create_policy_from(conn, tenant, name, base)[0])
+    with opened(database_url(database)) as store:
+        if adapter is not None:
+            _check_adapter(store, adapter)
+        with store.write() as conn:
+            if adapter is None:
+                policy, _ = named_policies.create_policy_from(conn, tenant, name, base)
+            else:
+                policy = stored.import_policy(conn, tenant, name, str(adapter.resolve()))
+    created: Json = values_of(policy)
     return created
+
+
+def _check_adapter(store: Database, adapter: Path) -> None:
+    """Check that an adapter fits the model of version 0, where that is known.
+
+    Raises:
+        BadCheckpoint: it does not.
+    """
+    from proxy.reload.checkpoint import check_policy
+    from turnwise.store import policies as stored
+
+    model = None
+    with store.read() as conn, contextlib.suppress(NotFound):
+        model = stored.get_policy(conn, 0).path
+    check_policy(str(adapter.resolve()), PolicyKind.LORA, model)
 
 
 @policies.command("archive")

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from turnwise.client import AsyncClient
-from turnwise.types import Json
+from turnwise.types import DEFAULT_POLICY_NAME, Json
 
 POLL_SECONDS = 0.25
 """Interval between requests for the active policy version."""
@@ -28,6 +28,8 @@ class Pace:
         """Groups of equal rewards that were played and are in no version's batch."""
         self._num_used = 0
         """Groups that the trainer has used since the first request."""
+        self._policy = DEFAULT_POLICY_NAME
+        """The policy of the client's key."""
         self._version: int | None = None
         self._polled_at = float("-inf")
 
@@ -51,12 +53,14 @@ class Pace:
     async def _poll(self) -> None:
         await asyncio.sleep(max(0.0, self._polled_at + POLL_SECONDS - time.monotonic()))
         self._polled_at = time.monotonic()
-        active = await active_policy(self._client)
+        if self._version is None:
+            self._policy = await self._client.key_policy()
+        active = await active_policy(self._client, self._policy)
         if self._version is None:
             self._version = 0 if active is None else int(active["version"])
         if active is None or active["version"] <= self._version:
             return
-        async for policy in self._client.policies():
+        async for policy in self._client.policies(self._policy):
             if policy["version"] <= self._version:
                 break
             if policy["version"] <= active["version"]:
@@ -69,9 +73,9 @@ class Pace:
         self._num_uniform -= int(metrics.get("num_uniform_groups", 0))
 
 
-async def active_policy(client: AsyncClient) -> Json | None:
-    """Return the active policy version as the API returns it; None while none was published."""
-    async for policy in client.policies():
-        if policy["status"] == "active":
-            return policy
+async def active_policy(client: AsyncClient, policy: str = DEFAULT_POLICY_NAME) -> Json | None:
+    """Return a policy's active version as the API returns it; None while none was published."""
+    async for version in client.policies(policy):
+        if version["status"] == "active":
+            return version
     return None

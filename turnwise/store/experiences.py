@@ -60,6 +60,7 @@ class SessionFilter:
     label: str | None = None
     policy: str | None = None
     """A policy's name."""
+    policy_id: int | None = None
     metadata: str | None = None
     """`KEY=VALUE`: the session's metadata have this value, which is JSON or else a text, at this key."""
 

@@ -57,7 +57,12 @@ MAX_DIGITS = 10
 
 
 def create_named_policy(
-    conn: sa.Connection, tenant: str, name: str, *, base_version: int | None = None
+    conn: sa.Connection,
+    tenant: str,
+    name: str,
+    *,
+    base_version: int | None = None,
+    max_policies: int | None = None,
 ) -> tuple[Policy, bool]:
     """Create a policy; a repeated creation with the same base changes nothing.
 
@@ -66,6 +71,7 @@ def create_named_policy(
         tenant: Its owner.
         name: Its name, unique within the tenant.
         base_version: The version that it starts from; None or 0 for the engine's own model.
+        max_policies: How many policies the tenant may have, without archived ones; None for any number.
 
     Returns:
         The policy, and whether this call created it.
@@ -73,7 +79,8 @@ def create_named_policy(
     Raises:
         InvalidRequest: the name is not usable, or the base is no adapter.
         NotFound: the tenant may use no version of this number.
-        Conflict: the policy exists with another base, or the default policy has whole weights of a later version.
+        Conflict: the policy exists with another base, the default policy has whole weights of a later version, or the
+            tenant has as many policies as it may.
     """
     _check_name(tenant, name)
     if base_version is not None:
@@ -85,7 +92,21 @@ def create_named_policy(
     stored = policy_named(conn, tenant, name)
     if stored.base_version != base_version:
         raise Conflict(f"policy {name!r} exists with another base; choose another name", param="name")
+    if is_new and max_policies is not None:
+        _check_number(conn, tenant, max_policies)
     return stored, is_new
+
+
+def _check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
+    in_use = policies.c.tenant == tenant, policies.c.archived_at.is_(None)
+    number = conn.execute(sa.select(sa.func.count()).select_from(policies).where(*in_use)).scalar_one()
+    if number > max_policies:
+        raise Conflict(
+            f"tenant {tenant!r} has {max_policies} policies, which is the limit (tenant_max_policies): archive one "
+            "with `turnwise policies archive NAME`, or raise the limit",
+            param="name",
+            code="too_many_policies",
+        )
 
 
 def _check_name(tenant: str, name: str) -> None:
@@ -176,12 +197,15 @@ def store_default_policy(conn: sa.Connection) -> None:
     insert_ignoring(conn, policies, row)
 
 
-def archive_policy(conn: sa.Connection, tenant: str, name: str, *, is_archived: bool = True) -> Policy:
+def archive_policy(
+    conn: sa.Connection, tenant: str, name: str, *, is_archived: bool = True, max_policies: int | None = None
+) -> Policy:
     """Take a policy out of use, or into use again; return it. Again has no effect.
 
     Raises:
         NotFound: the tenant has no such policy.
         InvalidRequest: it is the default policy.
+        Conflict: the tenant has as many policies in use as it may.
     """
     policy = policy_named(conn, tenant, name)
     if policy.policy_id == DEFAULT_POLICY:
@@ -189,6 +213,8 @@ def archive_policy(conn: sa.Connection, tenant: str, name: str, *, is_archived: 
     if (policy.archived_at is not None) != is_archived:
         change = sa.update(policies).where(policies.c.policy_id == policy.policy_id)
         conn.execute(change.values(archived_at=to_micros(utc_now()) if is_archived else None))
+        if not is_archived and max_policies is not None:
+            _check_number(conn, tenant, max_policies)
     return named_policy(conn, policy.policy_id)
 
 
@@ -224,7 +250,9 @@ def delete_policies(conn: sa.Connection, tenant: str) -> tuple[int, list[PolicyV
     return len(own), deleted
 
 
-def create_policy_from(conn: sa.Connection, tenant: str, name: str, base: str) -> tuple[Policy, bool]:
+def create_policy_from(
+    conn: sa.Connection, tenant: str, name: str, base: str, *, max_policies: int | None = None
+) -> tuple[Policy, bool]:
     """Create a policy as `create_named_policy`, from a base as people write it: `POLICY`, or `POLICY@VERSION`.
 
     A policy without a number stands for its served adapter, or without one for what the policy itself started from.
@@ -235,10 +263,11 @@ def create_policy_from(conn: sa.Connection, tenant: str, name: str, base: str) -
     policy_name, _, number = base.partition("@")
     policy = policy_named(conn, tenant, policy_name)
     if number:
-        version = find_version(conn, tenant, base, param="base").version
-        return create_named_policy(conn, tenant, name, base_version=version)
-    served = _served_adapter(conn, policy)
-    return create_named_policy(conn, tenant, name, base_version=policy.base_version if served is None else served)
+        version: int | None = find_version(conn, tenant, base, param="base").version
+    else:
+        served = _served_adapter(conn, policy)
+        version = policy.base_version if served is None else served
+    return create_named_policy(conn, tenant, name, base_version=version, max_policies=max_policies)
 
 
 def _served_adapter(conn: sa.Connection, policy: Policy) -> int | None:
@@ -344,6 +373,14 @@ def policy_summaries(conn: sa.Connection, tenant: str | None = None) -> dict[int
             last_update_at=None if last is None else from_micros(last),
         )
     return found
+
+
+def trained_tokens_since(conn: sa.Connection, tenant: str, since: datetime.datetime) -> int:
+    """Return how many tokens of a tenant's policies updates have trained since an instant."""
+    own = sa.select(policies.c.policy_id).where(policies.c.tenant == tenant)
+    u = updates.c
+    trained = sa.select(sa.func.sum(u.num_tokens)).where(u.policy_id.in_(own), u.created_at >= to_micros(since))
+    return int(conn.execute(trained).scalar_one() or 0)
 
 
 def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool]:

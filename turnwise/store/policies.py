@@ -7,6 +7,7 @@ unique over all policies, and a change of one policy's versions changes nothing 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import operator
@@ -24,7 +25,7 @@ from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch, insert_ignoring
 from turnwise.store.tables import policies
 from turnwise.store.tables import policy_versions as table
-from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
+from turnwise.types import DEFAULT_POLICY, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
@@ -163,6 +164,27 @@ def publish_next(
         version = 0 if is_first else (newest or 0) + 1  # 0 is the engine's own model
     publish_policy(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
     return get_policy(conn, version)
+
+
+def import_policy(conn: sa.Connection, tenant: str, name: str, path: str, *, max_policies: int | None = None) -> Policy:
+    """Create a policy that starts from an existing adapter, which becomes its first version; return it.
+
+    Repeated with the same directory it changes nothing.
+
+    Raises:
+        InvalidRequest: the name is not usable.
+        Conflict: as `named_policies.create_named_policy`.
+    """
+    with contextlib.suppress(NotFound):
+        known = named_policies.policy_named(conn, tenant, name)
+        if known.base_version is not None and get_policy(conn, known.base_version).path == path:
+            return known
+    policy, is_new = named_policies.create_named_policy(conn, tenant, name, max_policies=max_policies)
+    if not is_new:
+        raise Conflict(f"policy {name!r} exists with another base; choose another name", param="name")
+    version = publish_next(conn, path, PolicyKind.LORA, metrics={}, policy_id=policy.policy_id).version
+    conn.execute(sa.update(policies).where(policies.c.policy_id == policy.policy_id).values(base_version=version))
+    return named_policies.named_policy(conn, policy.policy_id)
 
 
 def activate_policy(

@@ -116,6 +116,20 @@ function versionTable(versions, changed) {
   return make("div", {}, follow, table(columns.map(([name]) => name).filter((_, at) => known[at]), rows.map((row) => row.filter((_, at) => known[at]))));
 }
 
+// What each policy holds, side by side; the default policy alone is not compared with anything.
+let summaries = {at: 0, policies: []};
+async function policyComparison(versions) {
+  if (Date.now() - summaries.at > REWARDS_MS) summaries = {at: Date.now(), policies: (await optional("v1/policies?summary=true&limit=1", {policies: []})).policies};
+  if (summaries.policies.length < 2) return null;
+  const lift = (name) => versions.find((each) => (each.policy ?? "default") === name && each.arms?.lift?.reward)?.arms.lift.reward;
+  const signed = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value))}`;
+  const rows = summaries.policies.map(({name, base_version: base, archived_at: archived, summary: own}) => [
+    archived ? `${name} (archived)` : name, own.served_version ?? (base === null ? "the model" : `the base ${base}`), number(own.num_versions),
+    lift(name) ? make("span", {title: `${signed(lift(name).low)} to ${signed(lift(name).high)}`}, signed(lift(name).mean)) : "",
+    number(own.num_sessions), number(own.num_trained_tokens), own.last_update_at ? ago(own.last_update_at) : "", own.num_bytes === null ? "" : number(own.num_bytes / 1e6)]);
+  return card("Policies", table(["policy", "serves", "versions#", "lift over the hold-out#", "sessions#", "trained tokens#", "last update", "MB on disk#"], rows));
+}
+
 // The versions of each policy beside its name; those of the default policy alone need none.
 function policyTables(versions, changed) {
   const policies = [...Map.groupBy(versions, (each) => each.policy ?? "default")].sort(([one], [other]) => (other === "default") - (one === "default") || one.localeCompare(other));
@@ -193,7 +207,8 @@ export async function runs(from, to) {
     draw();
     heading.textContent = `${plural(updates.length, "update")}, ${plural(versions.filter((each) => each.version > 0).length, "policy version")}`;
     words.replaceChildren(...trainerWords(counts.trainers ?? []));
-    served.replaceChildren(versions.length ? policyTables(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(samples(exposition)) ?? "");
+    const policies = await policyComparison(versions);
+    served.replaceChildren(policies ?? "", versions.length ? policyTables(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(samples(exposition)) ?? "");
     return versions;
   };
   const versions = await fill(), trained = versions.filter((each) => each.version > 0);

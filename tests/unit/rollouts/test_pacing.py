@@ -17,7 +17,11 @@ class Policies:
         self.version = 7
         self._metrics = METRICS | {"num_refill_groups": num_refills}
 
-    async def policies(self) -> AsyncIterator[dict[str, object]]:
+    async def key_policy(self) -> str:
+        return "support"
+
+    async def policies(self, policy: str) -> AsyncIterator[dict[str, object]]:
+        assert policy == "support"
         for version in range(self.version, 5, -1):
             status = "active" if version == self.version else "retired"
             yield {"version": version, "status": status, "metrics": self._metrics}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from turnwise.types import (
     PolicyVersion,
     Session,
     Split,
+    UpdateRecord,
     utc_now,
 )
 
@@ -342,3 +344,44 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
         again, is_new = named_policies.create_named_policy(conn, "a", "support")
         assert is_new
         assert again.policy_id not in two
+
+
+def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_policies_than_it_may(
+    database: Database, two: tuple[int, int]
+) -> None:
+    with database.write() as conn:
+        brought = policies.import_policy(conn, "a", "brought", "/adapter", max_policies=2)
+        assert policies.import_policy(conn, "a", "brought", "/adapter", max_policies=2) == brought
+        assert brought.base_version is not None
+        version = policies.get_policy(conn, brought.base_version)
+        assert (version.policy_id, version.path, version.kind) == (brought.policy_id, "/adapter", PolicyKind.LORA)
+        assert policies.serving_states(conn)[brought.policy_id].base == version
+        with pytest.raises(Conflict, match="another base"):
+            policies.import_policy(conn, "a", "brought", "/other")
+    with pytest.raises(Conflict, match="which is the limit"), database.write() as conn:
+        named_policies.create_policy_from(conn, "a", "third", "default", max_policies=2)
+    with database.write() as conn:
+        named_policies.archive_policy(conn, "a", "support")
+        assert two[0] not in policies.serving_states(conn)
+        assert named_policies.create_policy_from(conn, "a", "third", "default", max_policies=2)[1]
+        with pytest.raises(Conflict, match="which is the limit"):
+            named_policies.archive_policy(conn, "a", "support", is_archived=False, max_policies=2)
+
+
+def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Database, two: tuple[int, int]) -> None:
+    now = utc_now()
+    with database.write() as conn:
+        for update_id, policy_id in enumerate((DEFAULT_POLICY, *two), 1):
+            record = UpdateRecord(
+                update_id=update_id,
+                policy_id=policy_id,
+                trainer_id="trainer",
+                policy_version=0,
+                num_groups=1,
+                num_sessions=1,
+                num_tokens=10**update_id,
+                created_at=now,
+            )
+            conn.execute(tables.updates.insert().values(**rows.UPDATES.row(record)))
+        assert named_policies.trained_tokens_since(conn, "a", now) == 100
+        assert named_policies.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0
