@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of TRL; each process of Turnwise has one")
     parser.add_argument("--learning-rate", type=float, default=8e-4)
     parser.add_argument("--groups", type=int, default=4, help=f"a batch, of {GROUP_SIZE} sessions each")
-    parser.add_argument("--batches", type=int, default=16, help="most batches")
+    parser.add_argument("--batches", type=int, default=12, help="most batches")
     parser.add_argument("--rows", type=int, default=16, help="rows that TRL trains at once")
     parser.add_argument("--eval-tasks", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/side-by-side"))
