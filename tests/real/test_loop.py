@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.browser import running_browser, visit
-from support.engines import RunningEngine, load_own_weights
-from support.proxies import RunningProxy, StartProxy
+from support.engines import RunningEngine
+from support.proxies import StartProxy
+from support.running_trainer import GROUPS, running_trainer, wait_for_version
 
 from turnwise.client import Client
 from turnwise.demo.trail import make_task
-from turnwise.processes.stack import command
 
 pytestmark = pytest.mark.engine
 
 AGENT = Path(__file__).parents[2] / "examples" / "trail" / "agent.py"
-GROUPS, GROUP_SIZE = 2, 4
+GROUP_SIZE = 4
 NUM_RATED = 8
-UPDATE_SECONDS = 120.0
-
-
-@contextlib.contextmanager
-def running_trainer(
-    proxy: RunningProxy, model_dir: Path, directory: Path, *more: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a trainer that publishes a version for every two groups."""
-    flags = ["--database", proxy.database_url, "--model", str(model_dir), "--policies-dir", str(directory / "policies")]
-    flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--no-progress"]
-    # The small model is hardly warmed up; what is tested is the loop, so a step must change something.
-    flags += ["--learning-rate", "0.01", "--max-staleness", "100", *more]
-    with (directory / "trainer.log").open("ab") as log:
-        process = subprocess.Popen(command("train", *flags), stdout=log, stderr=log, start_new_session=True)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
 
 
 def play_group(client: Client, number: int) -> None:
@@ -65,26 +42,6 @@ def play_group(client: Client, number: int) -> None:
         assert reply.choices[0].finish_reason in {"stop", "length"}
         session.reward(float(run % 2))
         session.end()
-
-
-def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
-    """Return the policy once it is active."""
-    deadline = time.monotonic() + UPDATE_SECONDS
-    while time.monotonic() < deadline:
-        for policy in client.policies():
-            assert policy["status"] != "failed", policy
-            if policy["version"] == version and policy["status"] == "active":
-                return policy
-        time.sleep(0.1)
-    pytest.fail(f"version {version} did not become active; the trainer said:\n{trainer_log.read_text()[-3000:]}")
-
-
-@pytest.fixture
-def base_weights(engine: RunningEngine) -> Iterator[None]:
-    """Start and end with the engine's original weights: other tests share it."""
-    load_own_weights(engine)
-    yield
-    load_own_weights(engine)
 
 
 def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(

@@ -117,6 +117,14 @@ def load_own_weights(engine: RunningEngine) -> None:
 
 
 @pytest.fixture
+def base_weights(engine: RunningEngine) -> Iterator[None]:
+    """Start and end with the engine's original weights: other tests share it."""
+    load_own_weights(engine)
+    yield
+    load_own_weights(engine)
+
+
+@pytest.fixture
 def fake_engine() -> Iterator[RunningFakeEngine]:
     """A fake engine that echoes, served from a thread."""
     with running_fake_engine() as running:

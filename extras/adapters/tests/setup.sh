@@ -41,3 +41,12 @@ install openenv --no-deps openenv-core==0.3.0 || rm -rf "${target:?}/openenv"
 make_environment agentlightning "$python" opentelemetry-sdk opentelemetry-exporter-otlp-proto-http \
     opentelemetry-instrumentation agentops fastapi pydantic openai aiohttp "httpx2>=2.16" "numpy>=1.26"
 install agentlightning --no-deps agentlightning==0.3.0 || rm -rf "${target:?}/agentlightning"
+# Of Open WebUI all but its models for search, speech and text recognition, which would load torch.
+make_environment openwebui "$python" pip
+install openwebui --no-deps open-webui==0.12.4 && "$target/openwebui/bin/python" - > "$target/openwebui/requires.txt" <<'EOF'
+import importlib.metadata
+models = ("accelerate", "faster-whisper", "opencv", "pyarrow", "rapidocr", "sentence-transformers")
+required = importlib.metadata.requires("open-webui") or []
+print("\n".join(each for each in required if "extra ==" not in each and not each.startswith(models)))
+EOF
+install openwebui -r "$target/openwebui/requires.txt" || rm -rf "${target:?}/openwebui"

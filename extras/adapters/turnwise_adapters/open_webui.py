@@ -13,10 +13,8 @@ the command has no state, and a second pass posts nothing twice.
 from __future__ import annotations
 
 import collections
-import json
 import logging
 import re
-import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -25,8 +23,9 @@ import httpx2
 
 from turnwise.client import Client
 from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.client.passes import run_passes
 from turnwise.client.wire import FeedbackKind
-from turnwise.errors import NotFound, TurnwiseError
+from turnwise.errors import NotFound
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
@@ -188,16 +187,7 @@ def main(url: str, key: str, proxy: str, api_key: str | None, every: float | Non
     logging.basicConfig(level=logging.INFO)
     web_ui = WebUI(url, key)
     with Client(proxy, api_key) as client:
-        while True:
-            try:
-                click.echo(json.dumps(pass_on(client, web_ui)))
-            except (TurnwiseError, httpx2.HTTPError) as error:
-                if every is None:
-                    raise click.ClickException(str(error)) from error
-                log.warning("this pass ended early, the next one reads everything again: %s", error)
-            if every is None:
-                return
-            time.sleep(every)
+        run_passes(lambda: pass_on(client, web_ui), every)
 
 
 if __name__ == "__main__":

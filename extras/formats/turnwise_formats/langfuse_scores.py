@@ -10,9 +10,7 @@ What was posted is read from the proxy: the command has no state, and a second p
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 from collections.abc import Iterator
 
 import click
@@ -20,8 +18,9 @@ import httpx2
 
 from turnwise.client import Client
 from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.client.passes import run_passes
 from turnwise.client.wire import FeedbackKind
-from turnwise.errors import NotFound, TurnwiseError
+from turnwise.errors import NotFound
 from turnwise.types import Json
 from turnwise_formats.otlp import span_id_of, trace_id_of
 
@@ -143,16 +142,7 @@ def main(url: str, keys: str, source: str, proxy: str, api_key: str | None, ever
     logging.basicConfig(level=logging.INFO)
     langfuse = Langfuse(url, keys)
     with Client(proxy, api_key) as client:
-        while True:
-            try:
-                click.echo(json.dumps(pass_on(client, langfuse, source)))
-            except (TurnwiseError, httpx2.HTTPError) as error:
-                if every is None:
-                    raise click.ClickException(str(error)) from error
-                log.warning("this pass ended early, the next one reads everything again: %s", error)
-            if every is None:
-                return
-            time.sleep(every)
+        run_passes(lambda: pass_on(client, langfuse, source), every)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""A trainer as a process of its own, which publishes versions of the tests' small model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.proxies import RunningProxy
+
+from turnwise.client import Client
+from turnwise.processes.stack import command
+
+GROUPS = 2
+UPDATE_SECONDS = 120.0
+
+
+@contextlib.contextmanager
+def running_trainer(
+    proxy: RunningProxy, model_dir: Path, directory: Path, *more: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a trainer that publishes a version for every two groups."""
+    flags = ["--database", proxy.database_url, "--model", str(model_dir), "--policies-dir", str(directory / "policies")]
+    flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--no-progress"]
+    # The small model is hardly warmed up; what is tested is the loop, so a step must change something.
+    flags += ["--learning-rate", "0.01", "--max-staleness", "100", *more]
+    with (directory / "trainer.log").open("ab") as log:
+        process = subprocess.Popen(command("train", *flags), stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
+    """Return the policy once it is active."""
+    deadline = time.monotonic() + UPDATE_SECONDS
+    while time.monotonic() < deadline:
+        for policy in client.policies():
+            assert policy["status"] != "failed", policy
+            if policy["version"] == version and policy["status"] == "active":
+                return policy
+        time.sleep(0.1)
+    pytest.fail(f"version {version} did not become active; the trainer said:\n{trainer_log.read_text()[-3000:]}")
