@@ -14,6 +14,7 @@ from support.trainer_ledger import Rollouts, load_model, new_ledger, new_policy,
 from transformers import AutoModelForCausalLM
 
 from trainer import policies as trained_policies
+from trainer.update import Updates
 from turnwise.commands.cli import main
 from turnwise.errors import Conflict, EngineDisagrees
 from turnwise.store import named_policies, policies, queries
@@ -168,6 +169,32 @@ def test_a_policy_that_fails_is_set_aside_with_its_reason_and_the_others_go_on(t
     settings = settings_for(tmp_path, model, groups_per_batch=12, total_batches=1, max_logprob_gap=1.0)
     assert train_policies(settings)[good].progress.policy_version == 2
     assert updates(ledger) == [(0, 1), (good, 2), (bad, 3)]
+
+
+def test_a_policy_without_memory_or_with_infinite_rewards_leaves_the_others_training(
+    tmp_path, model, ledger, monkeypatch
+):
+    """The first is set aside with its reason; the groups of the second are refused, and it waits for others."""
+    large, infinite, good = (new_policy(ledger, name) for name in ("large", "infinite", "good"))
+    for policy_id in (0, large, infinite, good):
+        play(ledger, model, policy_id, num_groups=6)
+    with ledger.write() as conn:
+        own = "SELECT session_pk FROM sessions WHERE policy_id = ?"
+        conn.exec_driver_sql(f"UPDATE rewards SET value = 9e999 WHERE session_pk IN ({own})", (infinite,))
+    take = Updates.take
+
+    def failing(updates, *arguments):
+        if updates._config.trainer_id == f"trainer/{large}":
+            raise torch.OutOfMemoryError("there is no memory")
+        return take(updates, *arguments)
+
+    monkeypatch.setattr(Updates, "take", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        train_policies(settings_for(tmp_path, model, total_batches=2))
+    trained = sorted(policy_id for policy_id, version in updates(ledger) if version is not None)
+    assert [policy_id for policy_id in trained if policy_id != infinite] == [0, 0, good, good]
+    state, text = reports(ledger)[f"trainer/{large}"]
+    assert (state, text) == (TrainerState.DIED, "policy 'large': OutOfMemoryError: there is no memory")
 
 
 def test_a_policy_starts_from_the_version_that_it_was_cloned_from_also_after_a_restart(tmp_path, model, ledger):
