@@ -120,7 +120,7 @@ clean: ## Remove what was built; runs/ and the databases stay
 	touch $@
 
 demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodified, learn in a real shell: make demo-agent SEED=2
-	$(BIN)/python -m turnwise.demo.mini_swe_agent --seed $(SEED) --python .demo-agent/bin/python
+	$(BIN)/python -m turnwise.demo.mini_swe_agent --seed $(SEED) --python .demo-agent/bin/python $(ARGS)
 
 demo-policies: .venv/.demo ## Watch eight keys teach four policies contradictory preferences, on one engine
 	$(BIN)/python -m turnwise.demo.policies --seed $(SEED) $(ARGS)

@@ -67,7 +67,8 @@ class PacingRule(Settings):
     version's weights and train from there. Neither drops groups."""
     sentinels: dict[Sentinel, float] = Field(default_factory=lambda: dict(BOUNDS))
     """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
-    `certainty` by a part of the level. They watch sessions without a group. Others are not watched; {} watches none."""
+    `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
+    watched; {} watches none."""
 
     @field_validator("sentinels", mode="before")
     @classmethod

@@ -22,14 +22,14 @@ from turnwise.store.played import Played
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
 Sentinel = Literal[
-    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty"
+    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty", "kl"
 ]
 """`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
 `failed_calls`: of tool results that report an error or that the call was refused.
 `questions`: of replies that end with a question mark. `refusals`: of replies that decline, in English.
 `repeats`: of replies that repeat an earlier one of the session. `empty`: of replies that are empty or cut.
 `given_up`: sessions that expired. `length`: tokens of a reply. `certainty`: mean logprob of a token, which rises as the
-entropy falls."""
+entropy falls. `kl`: KL divergence a token of the weights from what sampled their batch, of the version's own update."""
 BOUNDS: Mapping[Sentinel, float] = {
     "broken_calls": 0.1,
     "failed_calls": 0.2,
@@ -40,9 +40,9 @@ BOUNDS: Mapping[Sentinel, float] = {
     "given_up": 0.2,
     "length": 1.0,
 }
-"""What is watched by default. `certainty` is not: it rises in every training that works."""
+"""What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
 RELATIVE = frozenset({"length", "certainty"})
-"""Sentinels whose bound is a share of the level; the bounds of the others are differences of shares."""
+"""Sentinels whose bound is a share of the level; the bounds of the others are differences."""
 MIN_SESSIONS = 20
 """Sessions on each side without which nothing is compared."""
 MAX_SESSIONS = 200
@@ -89,7 +89,13 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
         level = [one for one in played.first_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version]
         level_of = "the first sessions"
     found = next(iter(alarms(now, level, bounds)), None)
-    return None if found is None else found.describe(active.version, level_of)
+    if found is not None:
+        return found.describe(active.version, level_of)
+    kl, bound = active.metrics.get("kl"), bounds.get("kl", math.inf)
+    if kl is None or kl <= bound:
+        return None
+    named = tuple(one.session_id for one in now[:NUM_NAMED])
+    return Alarm("kl", kl, 0.0, bound, named).describe(active.version, "what sampled its batch")
 
 
 def alarms(now: Sequence[Played], level: Sequence[Played], bounds: Mapping[Sentinel, float]) -> list[Alarm]:
@@ -102,6 +108,8 @@ def alarms(now: Sequence[Played], level: Sequence[Played], bounds: Mapping[Senti
     """
     found = []
     for name, bound in bounds.items():
+        if name not in MEASURES:
+            continue
         values, before = _values(now, name), [value for value, _ in _values(level, name)]
         if min(len(values), len(before)) < MIN_SESSIONS:
             continue
@@ -223,4 +231,4 @@ MEASURES: Mapping[Sentinel, Callable[[Played], float | None]] = {
     "length": _length,
     "certainty": _certainty,
 }
-"""Each sentinel's value of a session; None where the session has nothing to measure."""
+"""The value of a session of each sentinel but `kl`; None where the session has nothing to measure."""

@@ -159,13 +159,8 @@ class LedgerSource:
         self._has_failed = False
         self._is_blocked = False
         """Whether engines refused the last versions, or a sentinel is beyond its bound: a person has to act."""
-        self._alarm: str | None = None
         self._checked_at = -math.inf
-        """When the sentinels were read last, on the monotonic clock, and what they found."""
-        self._alarmed: int | None = None
-        """The version that was served at an alarm; None once it was answered."""
-        self._undone = range(0)
-        """The versions that were undone after an alarm: what they sample is not trained, its rewards may be wrong."""
+        """When the sentinels were read last, on the monotonic clock."""
 
     def next_batch(self, at: Position, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`, or after so many seconds.
@@ -495,24 +490,31 @@ class LedgerSource:
                     failed=policies.failed_versions(conn, at.recent_versions),
                     undone=undone,
                     refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
-                    alarm=self._read_sentinels(conn, Look(num_ready=num_ready, num_singles=num_singles)),
                 )
-            return dataclasses.replace(look, quota=self._read_quota(look, now))
+            return dataclasses.replace(look, alarm=self._read_sentinels(look), quota=self._read_quota(look, now))
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
 
-    def _read_sentinels(self, conn: Connection, look: Look) -> str | None:
-        """Return the alarm of the sentinels: read once there is a batch that it could stop, and again after a while."""
-        is_due = look.num_filled(self._rule) >= self._rule.smallest_batch
-        if is_due and self._rule.sentinels and time.monotonic() - self._checked_at >= SENTINEL_SECONDS:
-            self._alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id)
-            self._checked_at = time.monotonic()
-            active = None if self._alarm is None else policies.active_policy(conn, self.policy_id)
-            self._alarmed = None if active is None else active.version
-        return self._alarm
+    def _read_sentinels(self, look: Look) -> str | None:
+        """Return the served version's alarm if there is a batch that it stops; the sentinels are read now and then."""
+        if look.num_filled(self._rule) < self._rule.smallest_batch:
+            return None
+        is_due = time.monotonic() - self._checked_at >= SENTINEL_SECONDS
+        with self._db.read() as conn:
+            active = policies.active_policy(conn, self.policy_id)
+            alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id) if is_due else None
+        if active is None:
+            return None
+        if not is_due:
+            return active.alarm
+        self._checked_at = time.monotonic()
+        if alarm != active.alarm:
+            with self._db.write() as conn:
+                policies.note_alarm(conn, active.version, alarm)
+        return alarm
 
     def _read_quota(self, look: Look, now: datetime) -> str | None:
         """Return the quota of the policy's tenant that is used up; read once there is a batch that it could stop."""
@@ -544,15 +546,12 @@ class LedgerSource:
     def _drop_undone(self) -> range:
         """Drop what the versions sampled that a person undid; return those that were undone without a pin.
 
-        The ledger knows these, also after a restart. After an alarm any older version that is served undoes the others.
+        After an alarm any older version that is served undoes the others, since their rewards may be wrong.
         """
         with self._db.read() as conn:
             undone = policies.undone_versions(conn, self.policy_id)
-            active = None if self._alarmed is None else policies.active_policy(conn, self.policy_id)
-        if self._alarmed is not None and active is not None and active.version < self._alarmed:
-            self._undone = range(active.version + 1, self._alarmed + 1)
-            self._alarmed = self._alarm = None
-        for versions in filter(None, {undone, self._undone}):
+            alarmed = policies.alarmed_versions(conn, self.policy_id)
+        for versions in filter(None, {undone, alarmed}):
             if dropped := claims.drop_undone(self._db, versions, "undone", self.policy_id):
                 log.warning("dropped %d groups of versions that were undone", dropped)
         return undone

@@ -418,6 +418,8 @@ class PolicyVersion:
     the `mean` difference with the interval from `low` to `high`. None without an arm."""
     arm_share: float | None = None
     """The share of new sessions that its arm takes or took, as a canary or as the hold-out; None without one."""
+    alarm: str | None = None
+    """The sentinel that was beyond its bound while it was served, with its numbers; None without one."""
 
     @property
     def is_written(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -49,15 +48,6 @@ def test_the_command_line_starts_without_the_packages_of_the_extras():
     assert loaded.stdout.strip() == ""
 
 
-def test_a_flag_overrides_the_environment_and_the_environment_overrides_the_file(monkeypatch):
-    Path("turnwise.toml").write_text('[engine]\nmodel = "from/file"\nport = 1111\nhost = "127.0.0.3"\n')
-    monkeypatch.setenv("TURNWISE_ENGINE_PORT", "2222")
-    monkeypatch.setenv("TURNWISE_ENGINE_HOST", "127.0.0.2")
-    output = json.loads(_run("engine", "--dry-run", "--json", "--host", "127.0.0.1").output)
-    assert (output["settings"]["model"], output["settings"]["port"]) == ("from/file", 2222)
-    assert output["settings"]["host"] == "127.0.0.1"
-
-
 def test_the_dry_run_of_the_engine_prints_a_line_for_the_shell():
     output = _run("engine", "--dry-run", "--model", "owner/name", "--device", "cpu", "--", "--seed", "3").output
     line = output.strip().splitlines()[-1]
@@ -84,12 +74,6 @@ def test_an_invalid_setting_gives_one_sentence_and_status_two():
     assert "Traceback" not in result.output
 
 
-def test_a_missing_setting_is_named_with_the_ways_to_set_it():
-    result = _run("engine")
-    assert result.exit_code == 2
-    assert "TURNWISE_ENGINE_MODEL" in result.stderr
-
-
 def test_an_incomplete_model_gives_one_sentence_and_status_two(tmp_path):
     result = _run("engine", "--model", str(tmp_path))
     assert result.exit_code == 2
@@ -102,15 +86,6 @@ def test_a_new_sqlite_file_needs_no_second_command(tmp_path):
     assert (result.exit_code, json.loads(result.output)) == (0, [])
     doctor = _run("doctor", "--engine", "http://127.0.0.1:1", "--database", f"sqlite:///{tmp_path}/other.db", "--json")
     assert {"check": "database", "verdict": "ok"}.items() <= json.loads(doctor.output)[-1].items()
-
-
-@pytest.mark.parametrize("command", [["sessions"], ["keys", "list"], ["db", "upgrade"]])
-def test_tables_of_an_unknown_revision_give_one_sentence_and_status_two(tmp_path, database, command):
-    with sqlite3.connect(tmp_path / "store.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    result = _run(*command, "--database", database)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "schema revision '9999', which this release does not know" in result.stderr
 
 
 def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(tmp_path, monkeypatch):

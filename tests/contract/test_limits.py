@@ -186,23 +186,6 @@ def test_a_client_that_disconnects_aborts_the_engines_call(limited, stream):
     assert bool(len(turns[0].turn.token_ids)) == stream
 
 
-def test_calls_over_the_limit_are_refused_with_a_retry_after_header(limited):
-    """As many as the limit are served; the others are refused at once, with the time to wait."""
-    asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 10}
-
-    async def call(http: aiohttp.ClientSession) -> tuple[int, str | None]:
-        async with http.post(f"{limited.proxy.url}/v1/chat/completions", json=asked) as reply:
-            await reply.read()
-            return reply.status, reply.headers.get("retry-after")
-
-    async def all_at_once() -> list[tuple[int, str | None]]:
-        async with aiohttp.ClientSession() as http:
-            return await asyncio.gather(*(call(http) for _ in range(10)))
-
-    answers = asyncio.run(all_at_once())
-    assert sorted(answers, key=str) == [(200, None)] * 4 + [(429, "1")] * 6
-
-
 @pytest.mark.parametrize("limit", ["--max-concurrent-calls", "--key-max-calls"])
 def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, start_proxy: StartProxy, limit):
     """Also a retry, unless it has an `Idempotency-Key`: its answer may be stored."""

@@ -7,12 +7,11 @@ import asyncio
 from openai import AsyncOpenAI
 from support.control_plane import ask
 from support.proxies import running_proxy
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from support.trainer_ledger import make_model, train
 from turnwise_fake_engine import Reply, Rule, Script, ToolCall, running_fake_engine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
 from trainer.settings import TrainerSettings
-from trainer.train import OnPolicyWorkflow
 from turnwise.demo.plain_agent import load_module
 from turnwise.demo.recipe import find_recipe
 from turnwise.settings import load_settings
@@ -42,21 +41,10 @@ def test_the_agent_of_a_recipe_plays_a_group_with_its_tool_and_the_recipe_trains
             ask(proxy.url, f"/v1/sessions/s{number}/end", {"reward": reward})
         turns = proxy.turns("s0")
     assert [turn.turn.outcome for turn in turns] == ["exact", "exact"]
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=8192,
-        )
-    ).save_pretrained(tmp_path / "model")
+    model = make_model(tmp_path / "model", vocab_size=VOCABULARY_SIZE, max_position_embeddings=8192)
     overrides = {
         "database": url,
-        "model": str(tmp_path / "model"),
+        "model": str(model),
         "policies_dir": str(tmp_path / "policies"),
         "total_batches": 1,
         "groups_per_batch": 1,
@@ -66,7 +54,5 @@ def test_the_agent_of_a_recipe_plays_a_group_with_its_tool_and_the_recipe_trains
         "num_threads": 1,
     }
     settings = load_settings(TrainerSettings, config=RECIPE / "recipe.toml", section="trainer", overrides=overrides)
-    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
-    state = workflow.learn(workflow.setup(0))
-    workflow.close()
+    state = train(settings)
     assert (state.progress.policy_version, state.progress.num_groups, state.progress.num_sessions) == (1, 1, 2)

@@ -162,6 +162,8 @@ def _pins(conn: sa.Connection) -> None:
     policies.choose_policy(conn, 1, pin=False)
     policies.pinned_version(conn)
     policies.undone_versions(conn)
+    policies.note_alarm(conn, 1, "an alarm")
+    policies.alarmed_versions(conn)
     policies.choose_policy(conn, 1, pin=True)
     policies.choose_policy(conn, 2, pin=False)
     policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model", update_id=3))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,9 +35,16 @@ def try_algorithm(algorithm: Algorithm) -> tuple[str, ...]:
         return _tried(algorithm)
     except Exception as error:  # whatever a class of the user raises
         raise SettingsError(
-            f"algorithm={str(algorithm)!r} fails on a small batch: {type(error).__name__}: {error}; docs/algorithms.md "
-            "says what each method gets and returns"
+            f"algorithm={str(algorithm)!r} fails on a small batch{_place(algorithm, error)}: {type(error).__name__}: "
+            f"{error}; docs/algorithms.md says what each method gets and returns"
         ) from error
+
+
+def _place(algorithm: Algorithm, error: Exception) -> str:
+    """Return the last line of the class's own file that the error passed."""
+    own = inspect.getfile(type(algorithm))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+    return f" in line {lines[-1]} of {Path(own).name}" if lines else ""
 
 
 def _tried(algorithm: Algorithm) -> tuple[str, ...]:
@@ -106,7 +115,11 @@ def _numbered(units: Sequence[int]) -> list[int]:
 
 
 def _experience(group: str, run: int, reward: float) -> Experience:
-    """Return a session of one chain: two turns of a prompt token and two sampled ones."""
+    """Return a session of one chain: two turns of a prompt token and two sampled ones.
+
+    The first turns of a group observe the same state; so do the second ones, but for that of its last session.
+    """
+    is_apart = run == len(REWARDS) - 1
     mask = np.array([False, True, True] * 2)
     session_id = f"{group}-{run}"
     return Experience(
@@ -115,11 +128,14 @@ def _experience(group: str, run: int, reward: float) -> Experience:
         group_id=session_id if group == "single" else group,
         turn_ids=(f"{session_id}-0", f"{session_id}-1"),
         turn_steps=(0, 1),
-        tokens=np.array([1, 2 + run, 3, 4, 5, 6 + run], np.int32),
+        tokens=np.array([1, 2 + run, 3, 9 if is_apart else 4, 5, 6 + run], np.int32),
         prompt_length=1,
         loss_mask=mask,
         turn_index=np.array([-1, 0, 0, -1, 1, 1], np.int32),
-        turn_messages=([{"role": "user", "content": "Go."}], [{"role": "user", "content": "On."}]),
+        turn_messages=(
+            [{"role": "user", "content": "Go."}],
+            [{"role": "user", "content": "Back." if is_apart else "On."}],
+        ),
         logprobs=np.where(mask, LOGPROB, 0.0).astype(np.float32),
         turn_rewards=np.array([0.0, reward]),
         turn_own_rewards=np.zeros(2),

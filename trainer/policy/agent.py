@@ -47,7 +47,7 @@ class AgentRule(Settings):
 
     algorithm: ByName = Field(default=DEFAULT)  # type: ignore[assignment]  # its validator loads it
     """The algorithm: its name, `module:Class` for one of your own, or the table `[trainer.algorithm]` with `name` and
-    its settings. docs/training.md lists the algorithms."""
+    its settings. docs/algorithms.md lists the algorithms."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from turnwise.commands.flags import SettingsCommand
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
+
+
+def _check(settings: TrainerSettings) -> dict[str, Any]:
+    """Call the algorithm once on a small batch, as a start does."""
+    from trainer.algorithms.trial import try_algorithm
+
+    try_algorithm(settings.algorithm)
+    return {}
 
 
 def _run(settings: TrainerSettings) -> None:
@@ -28,5 +36,6 @@ train = SettingsCommand(
     "train",
     section="trainer",
     run=_run,
+    show=_check,
     help="Run the trainer: claim experiences, update the weights, publish versions.",
 )

@@ -527,6 +527,21 @@ def undone_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> ran
     return range(0) if version is None or until is None else range(version + 1, until + 1)
 
 
+def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
+    """Store which sentinel of this version is beyond its bound; None after the bound was changed."""
+    conn.execute(sa.update(table).where(table.c.version == version).values(alarm=alarm))
+
+
+def alarmed_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> range:
+    """Return the versions above the served one, up to the newest that has an alarm: the older one answers it."""
+    active = active_policy(conn, policy_id)
+    if active is None:
+        return range(0)
+    is_newer = table.c.policy_id == policy_id, table.c.version > active.version
+    newest = sa.select(sa.func.max(table.c.version)).where(*is_newer, table.c.alarm.is_not(None))
+    return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
+
+
 def _pin(conn: sa.Connection, policy_id: int) -> tuple[int | None, int | None]:
     """Return the version that was chosen last, and the newest one of that time if it was chosen without a pin."""
     pinned = sa.select(policies.c.pinned_version, policies.c.pinned_until).where(policies.c.policy_id == policy_id)

@@ -111,7 +111,7 @@ function versionTable(versions, changed) {
     async () => { await request(`v1/policies/${newest.version}/activate`, {method: "POST", body: JSON.stringify({pin: false})}); await changed(); })) : "";
   const columns = [["version#", (each) => make("span", {title: each.path}, number(each.version))], ["status", (each) => make("span", {}, status(each.status), each.on_disk === false ? " (files removed)" : "")],
     ["served", (each) => choiceButtons(each, pinned, changed)], ["train reward#", (each) => number(each.metrics?.reward_mean)], ["held out#", (each) => number(heldOut(each))],
-    ["since", (each) => ago(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? ""]];
+    ["since", (each) => ago(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? each.alarm ?? ""]];
   const rows = versions.slice(0, SHOWN_VERSIONS).map((each) => columns.map(([, value]) => value(each))), known = columns.map((_, at) => rows.some((row) => row[at] !== ""));
   return make("div", {}, follow, table(columns.map(([name]) => name).filter((_, at) => known[at]), rows.map((row) => row.filter((_, at) => known[at]))));
 }

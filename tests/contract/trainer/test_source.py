@@ -150,19 +150,6 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_separately(database)
     assert len(set(built.table.session)) == 4  # the loss has four sessions, not two
 
 
-def test_a_refusal_drops_only_the_group_of_the_named_tenant(database):
-    for tenant in ("acme", "zeta"):
-        add_session(database, "kim", tenant=tenant)
-        finish(database, "kim", 1, tenant)
-    source = source_for(database, groups_per_batch=2)
-    batch = source.next_batch(Position())
-    update = update_record(1)
-    source.ack([FinishedBatch(batch=batch, update=update, refused={("zeta", "kim"): "uniform_rewards"})])
-    with database.read() as connection:
-        assert queries.counts(connection, "acme").groups == {"trained": 1}
-        assert queries.counts(connection, "zeta").groups == {"dropped": 1}
-
-
 def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, caplog):
     """Here another connection holds SQLite's write lock for longer than a write waits for it."""
     add_session(ledger, "s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,69 +56,34 @@ def test_a_sound_ledger_has_no_mismatch(trained: Database, database_url: str) ->
     assert (checked["updates"], checked["weights files"]) == (1, 1)
 
 
-def flip_token(connection: sa.Connection) -> None:
-    blob = np.array([12, 99], np.int32).tobytes()
-    connection.execute(sa.update(turns).where(turns.c.turn_id == "a-t1").values(token_ids=blob))
+OF_A_T1 = sa.update(turns).where(turns.c.turn_id == "a-t1")
+FAULTS = {
+    "a token": (OF_A_T1.values(token_ids=np.array([12, 99], np.int32).tobytes()), "session 'a' turn 'a-t1'"),
+    "a logprob": (OF_A_T1.values(logprobs=np.array([-1.0, -1.5], np.float32).tobytes()), "session 'a' turn 'a-t1'"),
+    "a text": (OF_A_T1.values(response=json.dumps({"content": "something else"})), "session 'a' turn 'a-t1'"),
+    "a reward": (sa.update(rewards).where(rewards.c.reward_id == 1).values(value=2.0), "session 'a' reward line 1"),
+    "an advantage": (
+        sa.update(trained_sessions)
+        .where(trained_sessions.c.advantages.contains("a-t2"))
+        .values(advantages=json.dumps(ADVANTAGES | {"a-t2": 0.25})),
+        "update 1 session 'a' of tenant 'default'",
+    ),
+    "a turn with its own digest, which the update that trained it still shows": (
+        sa.update(turns).where(turns.c.turn_id == "b-t2").values(digest=b"0" * 16),
+        "update 1 session 'b' of tenant 'default'",
+    ),
+    "a batch": (sa.update(updates).values(batch_digest="0" * 32), "update 1 batch_digest"),
+    "a published digest, as if a file was replaced together with its manifest": (
+        sa.update(policy_versions).values(weights_digest="0" * 64),
+        "v000001/turnwise.json",
+    ),
+}
 
 
-def flip_logprob(connection: sa.Connection) -> None:
-    blob = np.array([-1.0, -1.5], np.float32).tobytes()
-    connection.execute(sa.update(turns).where(turns.c.turn_id == "a-t1").values(logprobs=blob))
-
-
-def change_text(connection: sa.Connection) -> None:
-    text = json.dumps({"role": "assistant", "content": "something else"})
-    connection.execute(sa.update(turns).where(turns.c.turn_id == "a-t1").values(response=text))
-
-
-def flip_reward(connection: sa.Connection) -> None:
-    connection.execute(sa.update(rewards).where(rewards.c.reward_id == 1).values(value=2.0))
-
-
-def change_advantage(connection: sa.Connection) -> None:
-    changed = json.dumps(ADVANTAGES | {"a-t2": 0.25})
-    advantages = trained_sessions.c.advantages
-    connection.execute(sa.update(trained_sessions).where(advantages.contains("a-t2")).values(advantages=changed))
-
-
-def replace_turn(connection: sa.Connection) -> None:
-    """Change a turn together with its own digest: the update that trained it still shows the change."""
-    connection.execute(sa.update(turns).where(turns.c.turn_id == "b-t2").values(digest=b"0" * 16))
-
-
-def change_batch(connection: sa.Connection) -> None:
-    connection.execute(sa.update(updates).values(batch_digest="0" * 32))
-
-
-def change_file(connection: sa.Connection) -> None:
-    directory = Path(connection.execute(sa.select(policy_versions.c.path)).scalar_one())
-    (directory / "model.safetensors").write_bytes(b"Weights")
-
-
-def change_published_digest(connection: sa.Connection) -> None:
-    """Change the published digest: a file that is replaced together with its manifest looks the same."""
-    connection.execute(sa.update(policy_versions).values(weights_digest="0" * 64))
-
-
-@pytest.mark.parametrize(
-    ("fault", "place"),
-    [
-        (flip_token, "session 'a' turn 'a-t1'"),
-        (flip_logprob, "session 'a' turn 'a-t1'"),
-        (change_text, "session 'a' turn 'a-t1'"),
-        (flip_reward, "session 'a' reward line 1"),
-        (change_advantage, "update 1 session 'a' of tenant 'default'"),
-        (replace_turn, "update 1 session 'b' of tenant 'default'"),
-        (change_batch, "update 1 batch_digest"),
-        (change_file, "v000001/model.safetensors"),
-        (change_published_digest, "v000001/turnwise.json"),
-    ],
-)
-def test_a_changed_value_is_named(
-    fault: Callable[[sa.Connection], None], place: str, trained: Database, database_url: str
-) -> None:
+@pytest.mark.parametrize(("fault", "place"), FAULTS.values(), ids=FAULTS)
+def test_a_changed_value_is_named(fault: sa.Update, place: str, trained: Database, database_url: str) -> None:
     with trained.write() as connection:
-        fault(connection)
+        connection.execute(fault)
     status, report = check(trained, database_url)
     assert status == 1
     assert place in [mismatch["place"][-len(place) :] for mismatch in report["mismatches"]]

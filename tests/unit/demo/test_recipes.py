@@ -56,6 +56,12 @@ class Saying:
         return SimpleNamespace(choices=[SimpleNamespace(message=ChatCompletionMessage(**message))])
 
 
+def reward_of(name: str, task: dict, replies: list) -> float:
+    """Return the reward of a recipe's agent for a task, with these replies of the model."""
+    module = module_of(name)
+    return module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model")))
+
+
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
     name: str, size: str, tmp_path, monkeypatch
@@ -145,9 +151,8 @@ def test_the_reward_of_sorted_names_is_the_eighth_power_of_the_similarity(replie
 
 @pytest.mark.parametrize(("reply", "expected"), [('"Ann" "Zoe"\n', 1.0), ('"Zoe" "Ann"', 0.0), ("Ann Zoe", 0.0)])
 def test_two_quoted_names_are_in_order_or_not(reply: str, expected: float):
-    module = module_of("alphabet-sort")
     task = {"opening": [], "turns": ['"Zoe" "Ann"'], "answer": ['"Ann" "Zoe"'], "quoted": True}
-    assert module.reward(task, asyncio.run(module.play(Saying(reply), task, "a model"))) == expected
+    assert reward_of("alphabet-sort", task, [reply]) == expected
 
 
 @pytest.mark.parametrize(
@@ -172,45 +177,32 @@ def test_the_shop_rewards_the_right_change_and_no_other(state: str, replies: lis
 
 
 def test_the_shops_text_commands_end_with_the_change():
-    module = module_of("shop")
     task = {"question": "?", "orders": {"mug": "packed"}, "by_text": True, "answer": [["cancel", "mug"]]}
     for replies, expected in (
         (['look_up("mug")', 'cancel("mug")\n'], 1.0),
         (['look_up("mug")', 'refund("mug")'], 0.0),
         (["cancel the mug"], 0.0),
     ):
-        assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+        assert reward_of("shop", task, replies) == expected
 
 
 @pytest.mark.parametrize(
-    ("replies", "expected"),
+    ("answer", "replies", "expected"),
     [
-        ([("calculate", {"expression": "48 + 48 / 2"}), "Altogether she sold 1,072 less 1,000 clips, so 72."], 1.0),
-        (["72.0"], 1.0),
-        (["72 or 73"], 0.0),
-        ([("calculate", {"expr": "48"}), "I do not know."], 0.0),
-        ([("calculate", {"expression": "1"})] * 8, 0.0),
+        ("72", [("calculate", {"expression": "48 + 48 / 2"}), "She sold 1,072 less 1,000 clips, so 72."], 1.0),
+        ("72", ["72.0"], 1.0),
+        ("72", ["72 or 73"], 0.0),
+        ("72", [("calculate", {"expr": "48"}), "I do not know."], 0.0),
+        ("72", [("calculate", {"expression": "1"})] * 8, 0.0),
+        ("42 by command", ['calculate("3*14")', 'answer("42")'], 1.0),
+        ("42 by command", ['answer("42")'], 1.0),
+        ("42 by command", ['calculate("3*14")', 'calculate("42")', 'calculate("42")'], 0.0),
+        ("42 by command", ["42"], 0.0),
     ],
 )
-def test_the_last_number_of_a_solution_counts(replies: list, expected: float):
-    module = module_of("gsm8k")
-    task = {"question": "How many?", "answer": "72", "by_text": False}
-    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
-
-
-@pytest.mark.parametrize(
-    ("replies", "expected"),
-    [
-        (['calculate("3*14")', 'answer("42")'], 1.0),
-        (['answer("42")'], 1.0),
-        (['calculate("3*14")', 'calculate("42")', 'calculate("42")'], 0.0),
-        (["42"], 0.0),
-    ],
-)
-def test_a_product_is_answered_by_command(replies: list, expected: float):
-    module = module_of("gsm8k")
-    task = {"question": "How many?", "answer": "42", "by_text": True}
-    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+def test_the_last_number_of_a_solution_counts_or_the_command_that_answers(answer: str, replies: list, expected: float):
+    number, by_text, _ = answer.partition(" by command")
+    assert reward_of("gsm8k", {"question": "?", "answer": number, "by_text": bool(by_text)}, replies) == expected
 
 
 @pytest.mark.parametrize(
@@ -252,23 +244,17 @@ def test_a_letter_is_marked_as_often_as_the_word_has_it(guess: str, word: str, e
     ],
 )
 def test_the_word_is_rewarded_and_letters_in_their_place_a_little(replies: list[str], expected: float):
-    module = module_of("wordle")
     task = {"choice": False, "question": "?", "max_guesses": 6, "word": "crane", "answer": "crane"}
-    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == pytest.approx(expected)
+    assert reward_of("wordle", task, replies) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("replies", "expected"),
-    [
-        (['guess("red")', 'guess("blue")'], 1.0),
-        (['guess("red")'] * 3, 0.0),
-        (["blue"], 0.0),
-    ],
+    [(['guess("red")', 'guess("blue")'], 1.0), (['guess("red")'] * 3, 0.0), (["blue"], 0.0)],
 )
 def test_one_of_four_words_is_right_or_not(replies: list[str], expected: float):
-    module = module_of("wordle")
     task = {"choice": True, "question": "?", "max_guesses": 3, "word": "blue", "answer": "blue"}
-    assert module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model"))) == expected
+    assert reward_of("wordle", task, replies) == expected
 
 
 @pytest.mark.parametrize("name", recipes())

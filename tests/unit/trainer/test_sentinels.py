@@ -14,9 +14,9 @@ from support.waiting import wait_until
 from trainer import sentinels
 from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
 from trainer.sentinels import alarms
-from trainer.source import ClaimedBatch, LedgerSource
+from trainer.source import ClaimedBatch, LedgerSource, UpdateIds
 from turnwise.store import claims, ledger, played, policies
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.store.played import Played
 from turnwise.store.trainer_status import trainer_statuses
 from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
@@ -85,7 +85,8 @@ def test_an_unknown_tool_is_a_broken_call_and_given_up_sessions_count() -> None:
 def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(database: Database) -> None:
     with database.write() as conn:
         for version in (0, 1):
-            policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}"))
+            metrics = {"kl": 0.5 * version}
+            policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}", metrics=metrics))
         policies.activate_policy(conn, 1)
     for number in range(40):
         version, text = (0, "Done.") if number < 20 else (1, "Shall I?")
@@ -101,7 +102,10 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         finish(database, f"other{number}")
     with database.read() as conn:
         assert sentinels.check(conn, {}) is None
-        assert sentinels.check(conn, {"questions": 1.0}) is None
+        assert sentinels.check(conn, {"questions": 1.0, "kl": 0.5}) is None
+        moved = sentinels.check(conn, {"kl": 0.4})
+        assert moved is not None
+        assert moved.startswith("sentinel 'kl' of version 1 is 0.5 against 0 of what sampled its batch, beyond its")
         assert len(played.newest_sessions(conn, 99)) == 40, "sessions of groups and of evaluations are not watched"
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm is not None
@@ -115,6 +119,9 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
 ) -> None:
     add_session(database)
     finish(database)
+    with database.write() as conn:
+        policies.publish_policy(conn, PolicyVersion(version=0, path="v0"))
+        policies.activate_policy(conn, 0)
     monkeypatch.setattr(sentinels, "check", lambda *_: "sentinel 'questions' is beyond its bound")
     source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
     with ThreadPoolExecutor(1) as threads:
@@ -124,11 +131,11 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
         assert taken.result() is None
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("pin", [False, True])
 def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_else(
-    database: Database, monkeypatch: pytest.MonkeyPatch, *, is_restarted: bool
+    database: Database, monkeypatch: pytest.MonkeyPatch, *, pin: bool
 ) -> None:
-    """A trainer that was down at the time of the alarm or of the roll-back reads in the ledger what was undone."""
+    """The version is undone while no trainer runs; the next one reads in the ledger what was undone."""
     with database.write() as conn:
         for version in (0, 1):
             policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}"))
@@ -140,27 +147,44 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
             named = {"turn_id": f"t{version}", "chain_id": f"t{version}", "session_id": f"s{version}"}
             ledger.append_turns(conn, [dataclasses.replace(sampled, **named)])
         finish(database, f"s{version}")
-    alarm = ["sentinel 'questions' is beyond its bound"]
-    monkeypatch.setattr(sentinels, "check", lambda *_: alarm[0] if alarm else None)
-    source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
-    if is_restarted:
-        alarm.clear()
-        with database.write() as conn:
-            policies.choose_policy(conn, 0, pin=False)
-        batch = source.next_batch(Position())
-    else:
-        with ThreadPoolExecutor(1) as threads:
-            taken = threads.submit(source.next_batch, Position())
-            wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
-            alarm.clear()
-            with database.write() as conn:
-                policies.activate_policy(conn, 0)
-            batch = taken.result(30)
+    rule = SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
+    alarm = "sentinel 'questions' is beyond its bound"
+    monkeypatch.setattr(sentinels, "check", lambda conn, *_: alarm if active_in(conn) == 1 else None)
+    stopped = LedgerSource(database, rule, update_ids=UpdateIds())
+    assert stopped.next_batch(Position(), seconds=0) is None
+    stopped.close()
+    with database.write() as conn:
+        policies.choose_policy(conn, 0, pin=pin)
+        policies.activate_policy(conn, 0)
+        assert policies.get_policy(conn, 1).alarm == alarm
+    source = LedgerSource(database, rule)
+    batch = source.next_batch(Position())
     assert isinstance(batch, ClaimedBatch)
     assert [one.session_id for one in batch.experiences] == ["s0"]
-    with database.read() as conn:
+    with database.write() as conn:
         assert sum(claims.num_claimable(conn)) == 0
+        policies.activate_policy(conn, 1)
+        assert not policies.alarmed_versions(conn), "it is served again"
     source.close()
+
+
+def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
+    add_session(database)
+    finish(database)
+    with database.write() as conn:
+        policies.publish_policy(conn, PolicyVersion(version=0, path="v0"))
+        policies.activate_policy(conn, 0)
+        policies.note_alarm(conn, 0, "sentinel 'questions' is beyond its bound")
+    source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={}))
+    assert isinstance(source.next_batch(Position()), ClaimedBatch)
+    with database.read() as conn:
+        assert policies.get_policy(conn, 0).alarm is None
+    source.close()
+
+
+def active_in(conn: Connection) -> int | None:
+    active = policies.active_policy(conn)
+    return None if active is None else active.version
 
 
 def states(database: Database) -> list[str]:

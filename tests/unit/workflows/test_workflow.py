@@ -136,21 +136,15 @@ def test_a_return_value_that_is_not_an_episode_is_ignored(returned):
         return returned
 
     episode = run(workflow(ending=end))
-    assert episode.termination_reason is TerminationReason.UNKNOWN
-    assert len(episode.trajectories[0].steps) == 1
+    assert (episode.id, episode.task, episode.termination_reason) == ("t:0", {"q": 1}, TerminationReason.UNKNOWN)
+    assert (len(episode.trajectories[0].steps), episode.trajectories[0].reward) == (1, 1.0)
 
 
 def test_termination_reasons_have_their_wire_names():
     """Seven reasons; an event without one means unknown."""
-    assert [reason.value for reason in TerminationReason] == [
-        "max_prompt_length_exceeded",
-        "max_response_length_exceeded",
-        "env_done",
-        "max_turns_exceeded",
-        "timeout",
-        "unknown",
-        "error",
-    ]
+    prompt, response = "max_prompt_length_exceeded", "max_response_length_exceeded"
+    others = ["env_done", "max_turns_exceeded", "timeout", "unknown", "error"]
+    assert [reason.value for reason in TerminationReason] == [prompt, response, *others]
     assert TerminationEvent().reason is TerminationReason.UNKNOWN
 
 
@@ -165,14 +159,6 @@ def test_an_episode_that_run_returns_is_not_touched():
     assert episode is own
     assert (episode.id, episode.termination_reason, episode.metrics) == ("mine", None, {})
     assert episode.trajectories[0].reward == 0.0
-
-
-def test_any_other_return_value_is_post_processed_as_unknown():
-    """For None the agents' trajectories are collected, and the reason is unknown."""
-    episode = run(workflow())
-    assert episode.termination_reason is TerminationReason.UNKNOWN
-    assert episode.trajectories[0].reward == 1.0
-    assert (episode.id, episode.task) == ("t:0", {"q": 1})
 
 
 @pytest.mark.parametrize("reason", list(TerminationReason))
