@@ -68,6 +68,7 @@ def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_eac
     turns = proxy.turns()
     assert sorted(view.turn.model for view in turns) == sorted(order)
     assert [view.turn.policy_version_first for view in turns] == [versions[view.turn.model] for view in turns]
+    assert {(view.turn.outcome, view.turn.reason) for view in turns} == {("exact", None)}  # also vLLM's own record
     for view in turns:
         ids = np.concatenate([view.prompt_token_ids, view.turn.token_ids]).tolist()
         ours = forwards[view.turn.policy_version_first](ids, view.turn.prompt_length)
