@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -29,9 +30,6 @@ from turnwise.telemetry import configure_logging
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
-
-RECORDERS = {"tensorboard": "tensorboard_dir", "wandb": "wandb_project", "trackio": "trackio_project"}
-"""Packages of recorders, and the settings that ask for them."""
 
 
 def run(settings: TrainerSettings) -> int:
@@ -83,9 +81,8 @@ def check_startable(settings: TrainerSettings) -> None:
     try_algorithm(settings.algorithm)
     check_division(settings)
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
-    for package, setting in RECORDERS.items():
-        if getattr(settings, setting) is not None:
-            check_package(package, setting)
+    for package in settings.recorders:
+        check_package(package)
 
 
 def check_division(settings: TrainerSettings) -> None:
@@ -120,14 +117,13 @@ def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
         return recorders
     if settings.progress:
         recorders.append(ProgressLine())
-    if settings.tensorboard_dir is not None:
-        recorders.append(TensorBoard(settings.tensorboard_dir))
-    if settings.wandb_project is not None:
-        run_file = settings.policies_dir / "wandb-run.txt"
-        recorders.append(WeightsAndBiases(settings.wandb_project, settings.model_dump(mode="json"), run_file))
-    if settings.trackio_project is not None:
-        run_file = settings.policies_dir / "trackio-run.txt"
-        recorders.append(Trackio(settings.trackio_project, settings.model_dump(mode="json"), run_file))
+    config = settings.model_dump(mode="json")
+    for package, place in settings.recorders.items():
+        if package == "tensorboard":
+            recorders.append(TensorBoard(Path(place)))
+        else:
+            tracked = WeightsAndBiases if package == "wandb" else Trackio
+            recorders.append(tracked(place, config, settings.policies_dir / f"{package}-run.txt"))
     return recorders
 
 

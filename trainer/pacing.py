@@ -17,13 +17,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from trainer.sentinels import BOUNDS, Sentinel
 from turnwise.errors import LeaseLost, StoreUnavailable
-from turnwise.settings import Settings, parsed_json
+from turnwise.settings import FromJson, Settings
 from turnwise.store.claims import Claim, renew
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import BEAT_SECONDS, note_sign_of_life
@@ -65,15 +65,10 @@ class PacingRule(Settings):
     when_pinned: Literal["wait", "train_pinned"] = "wait"
     """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
     version's weights and train from there. Neither drops groups."""
-    sentinels: dict[Sentinel, float] = Field(default_factory=lambda: dict(BOUNDS))
+    sentinels: Annotated[dict[Sentinel, float], FromJson] = Field(default_factory=lambda: dict(BOUNDS))
     """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
     `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
     watched; {} watches none."""
-
-    @field_validator("sentinels", mode="before")
-    @classmethod
-    def _parse_bounds(cls, value: object) -> object:
-        return parsed_json(value)
 
 
 class SourceRule(PacingRule):

@@ -248,11 +248,10 @@ def settings_of(settings: TrainerSettings, policy: NamedPolicy | None) -> Traine
     if policy is None:
         return settings
     number = str(policy.policy_id)
+    board = settings.recorders.get("tensorboard")
     changes = {
         "policies_dir": settings.policies_dir / number,
         "trainer_id": f"{settings.trainer_id}/{number}",
-        "tensorboard_dir": None if settings.tensorboard_dir is None else settings.tensorboard_dir / number,
-        "wandb_project": None,
-        "trackio_project": None,
+        "recorders": {"tensorboard": f"{board}/{number}"} if board else {},
     }
     return settings.model_copy(update=changes, deep=True)

@@ -128,7 +128,7 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path) -> None:
-        check_package("tensorboard", "tensorboard_dir")
+        check_package("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(directory))
@@ -166,7 +166,7 @@ class WeightsAndBiases(_TrackedRun):
     """
 
     def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
-        check_package("wandb", "wandb_project")
+        check_package("wandb")
         import wandb
 
         known = run_file.read_text(encoding="utf-8").strip() if run_file.is_file() else None
@@ -186,7 +186,7 @@ class Trackio(_TrackedRun):
     """
 
     def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
-        check_package("trackio", "trackio_project")
+        check_package("trackio")
         trackio = importlib.import_module("trackio")
         if not run_file.is_file():
             run_file.parent.mkdir(parents=True, exist_ok=True)
@@ -212,16 +212,15 @@ def _numbers(scalars: Scalars) -> dict[str, float]:
     }
 
 
-def check_package(package: str, setting: str) -> None:
-    """Check that the package that a setting needs is installed.
+def check_package(package: str) -> None:
+    """Check that the package of a recorder is installed.
 
     Raises:
         SettingsError: It is not.
     """
     if importlib.util.find_spec(package) is None:
         raise SettingsError(
-            f"{setting} needs the package {package!r}, which is not installed: run `pip install {package}`, or "
-            f"leave {setting} out"
+            f"recorders names {package!r}, which is not installed: run `pip install {package}`, or leave it out"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors
 from pydantic import Field, SecretStr, model_validator
@@ -22,6 +22,7 @@ from trainer.pacing import SourceRule
 from trainer.policy.agent import AgentRule
 from trainer.policy.model import PolicySpec
 from trainer.publish.weight_server import WeightRule
+from turnwise.settings import FromJson
 from turnwise.types import Json, PolicyKind
 from turnwise.version_directory import weight_files
 
@@ -88,12 +89,9 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
     """Log one line a batch: version, reward, groups, seconds and gauges."""
-    tensorboard_dir: Path | None = None
-    """Write TensorBoard event files there; needs the package `tensorboard`."""
-    wandb_project: str | None = None
-    """Log to this project of Weights & Biases; needs the package `wandb`."""
-    trackio_project: str | None = None
-    """Log to this project of trackio; needs the package `trackio`."""
+    recorders: Annotated[dict[Literal["tensorboard", "wandb", "trackio"], str], FromJson] = Field(default_factory=dict)
+    """Where else numbers are written, by the package: a directory of event files for TensorBoard, a project of
+    Weights & Biases or of trackio."""
 
 
 def _default_rates(model: str) -> tuple[float, float]:

@@ -262,6 +262,10 @@ def parsed_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
+FromJson = pydantic.BeforeValidator(parsed_json)
+"""Marks a setting that is a list or a table: `Annotated[dict[str, float], FromJson]`."""
+
+
 def toml_value(value: object) -> str:
     """Return a value as TOML: scalars and arrays are as in JSON, only tables differ."""
     if isinstance(value, dict):

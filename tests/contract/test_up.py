@@ -101,7 +101,7 @@ def test_a_wrong_setting_of_any_part_is_found_before_anything_starts(model):
 
 
 def test_a_missing_package_of_the_trainer_is_found_before_anything_starts(model, monkeypatch):
-    Path("turnwise.toml").write_text('[trainer]\ntensorboard_dir = "runs/board"\n')
+    Path("turnwise.toml").write_text('[trainer]\nrecorders = {tensorboard = "runs/board"}\n')
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     assert "pip install tensorboard" in _refused("up", "--model", model)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Scorer, Weighed
@@ -25,7 +25,7 @@ from trainer.learning.selection import NO_TRAINABLE_TURN, Offer, Selection
 from trainer.teachers import Teacher, Teachers
 from turnwise.errors import BatchRefused
 from turnwise.experience import HINTS, Experience
-from turnwise.settings import parsed_json
+from turnwise.settings import FromJson
 from turnwise.types import Json, TokenIds
 
 
@@ -39,16 +39,11 @@ class Correction(Weighed):
     class Settings(Weighed.Settings):
         """The teacher."""
 
-        teacher: Teacher
+        teacher: Annotated[Teacher, FromJson]
         """Table with `url`, `model` and optionally `key`: the engine's base model beside a LoRA policy, or any other
         engine with the policy's first version."""
         max_reply_tokens: int = Field(default=1024, ge=1)
         """Most tokens of a teacher's reply; longer ones are not trained."""
-
-        @field_validator("teacher", mode="before")
-        @classmethod
-        def _parse(cls, value: Any) -> Any:
-            return parsed_json(value)
 
     settings: Settings
 

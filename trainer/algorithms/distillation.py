@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from trainer.algorithms.algorithm import Scorer
 from trainer.algorithms.grpo import GRPO
@@ -23,7 +23,7 @@ from trainer.learning.selection import Offer
 from trainer.teachers import Teacher, Teachers, TeacherScores
 from turnwise.comparison import Floats
 from turnwise.errors import BatchRefused
-from turnwise.settings import parsed_json
+from turnwise.settings import FromJson
 from turnwise.types import Json
 
 MAX_LOG_GAP = 20.0
@@ -39,17 +39,12 @@ class Distillation(GRPO):
     class Settings(GRPO.Settings):
         """The teachers."""
 
-        teachers: tuple[Teacher, ...] = Field(min_length=1)
+        teachers: Annotated[tuple[Teacher, ...], FromJson] = Field(min_length=1)
         """Tables with `url`, `model`, and optionally `key`, `tasks` (a pattern of task ids) and `weight`."""
         coef: float = Field(default=1.0, gt=0)
         """Weight of the teachers' advantages."""
         with_rewards: bool = False
         """Add them to the advantages of rewards, which are GRPO's."""
-
-        @field_validator("teachers", mode="before")
-        @classmethod
-        def _parse(cls, value: Any) -> Any:
-            return parsed_json(value)
 
     settings: Settings
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Chain, Group, Weighed, needed
@@ -43,7 +43,7 @@ from trainer.learning.ratios import (
 )
 from trainer.learning.selection import Offer, Selection, check_advantages, without_advantage
 from turnwise.comparison import Floats, normalised
-from turnwise.settings import parsed_json
+from turnwise.settings import FromJson
 from turnwise.types import SessionKey
 
 DUAL_CLIP = 3.0
@@ -263,13 +263,8 @@ class GDPO(GRPO):
     class Settings(GRPO.Settings):
         """GRPO's, with weights."""
 
-        reward_weights: dict[str, float] = Field(default_factory=dict)
+        reward_weights: Annotated[dict[str, float], FromJson] = Field(default_factory=dict)
         """Weight of each reward name; names that are not listed weigh 1."""
-
-        @field_validator("reward_weights", mode="before")
-        @classmethod
-        def _parse(cls, value: Any) -> Any:
-            return parsed_json(value)
 
     settings: Settings
 

@@ -18,14 +18,14 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from turnwise.comparison import STD_EPSILON, Floats, is_uniform
 from turnwise.experience import Experience
-from turnwise.settings import Settings, parsed_json
+from turnwise.settings import FromJson, Settings
 from turnwise.types import Credit, GroupKey, Json, Role, SessionKey
 
 OVERLONG_PENALTY = 1.0
@@ -53,18 +53,13 @@ AT_BASELINE = "equals_baseline"
 class RewardRule(Settings):
     """How the reward of a session is made from what was posted."""
 
-    reward_weights: dict[str, float] = Field(default_factory=dict)
+    reward_weights: Annotated[dict[str, float], FromJson] = Field(default_factory=dict)
     """Weight of each reward name, for sessions with propagated credit; names that are not listed weigh 1."""
     overlong_tokens: int | None = Field(default=None, ge=1)
     """A session with so many sampled tokens or more has a reward that is less by 1. The penalty rises linearly from 0
     at half of them. None turns it off."""
     overlong_mask: bool = False
     """Do not train sessions with a turn that ended at the token limit; they still count in their group's baseline."""
-
-    @field_validator("reward_weights", mode="before")
-    @classmethod
-    def _parse_json(cls, value: Any) -> Any:
-        return parsed_json(value)
 
 
 def shape_rewards(

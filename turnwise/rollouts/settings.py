@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr
 
 from turnwise.client.connection import DEFAULT_BASE_URL
 from turnwise.errors import SettingsError
-from turnwise.settings import Settings, parsed_json
+from turnwise.settings import FromJson, Settings
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
@@ -47,7 +47,7 @@ class RunSettings(Settings):
     """How rewards reach the turns: the session's reward to all, or each step's own."""
     gamma: float = Field(default=0.0, ge=0, le=1)
     """Discount of the return over steps."""
-    sampling: dict[str, Any] = Field(default_factory=dict)
+    sampling: Annotated[dict[str, Any], FromJson] = Field(default_factory=dict)
     """Sampling parameters that replace those of the agent's calls, such as {"temperature": 0} for held-out tasks."""
     passes: int = Field(default=1, ge=1)
     """Number of times that all tasks are played."""
@@ -69,11 +69,6 @@ class RunSettings(Settings):
     """Number of worker processes of `call`; the parallel runs are divided among them."""
     python: str = sys.executable
     """Interpreter of the workers; the agent's packages may live in its own environment."""
-
-    @field_validator("sampling", mode="before")
-    @classmethod
-    def _parse_sampling(cls, value: object) -> object:
-        return parsed_json(value)
 
     @property
     def runs_per_task(self) -> int:

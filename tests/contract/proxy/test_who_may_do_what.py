@@ -205,7 +205,8 @@ def test_a_tenant_deletes_a_session_and_then_itself(tmp_path) -> None:
     with in_process_proxy(tmp_path, policy_tenant="mine") as (http, database):
         world = World(http, database)
         admin = world.keys["mine", "admin"]
-        gone = {"num_sessions": 1, "num_turns": 1, "policy_versions": []}
+        gone = {"num_sessions": 1, "num_turns": 1, "num_policies": 0}
+        gone |= {key: [] for key in ("policy_versions", "cloned_versions", "deleted_versions", "directories_left")}
         assert world.ask("DELETE", "/v1/sessions/mine-own", admin).json() == gone
         assert world.ask("GET", "/v1/sessions/mine-own", admin).status_code == 404
         assert world.ask("DELETE", "/v1/tenant", admin).json() == gone
