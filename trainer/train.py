@@ -29,13 +29,7 @@ from trainer.learning.selection import TOO_LONG, Selection
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
-from trainer.policy.memory import (
-    OUT_OF_MEMORY,
-    MemoryLimits,
-    OutOfMemory,
-    note_out_of_memory,
-    read_limits,
-)
+from trainer.policy.memory import OUT_OF_MEMORY, MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
@@ -323,9 +317,8 @@ class OnPolicyWorkflow(RLWorkflow):
                 done = self.updates.take(state, credited, count, self._record)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
-            reasons = dict.fromkeys(group_keys(claimed), f"refused: {error}")
-            none = dataclasses.replace(chosen, refused=reasons)
-            return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, none)
+            chosen = dataclasses.replace(chosen, refused=dict.fromkeys(group_keys(claimed), f"refused: {error}"))
+            return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, chosen)
         chosen, metrics = done.chosen, metrics | done.gauges
         if not done.num_steps:
             return self._finish_untrained(state, claimed, metrics, chosen)
