@@ -9,7 +9,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from turnwise.processes.engine_command import EngineSettings, build_command
 from turnwise.processes.stack import command, free_port
 from turnwise.processes.supervisor import is_ready
 from turnwise.store.database import Database
@@ -45,16 +47,36 @@ def running(argv: list[str], url: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextlib.contextmanager
+def real_engine(**settings: Any) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run vLLM on the CPU until the block ends; yield its URL and its process."""
+    port = free_port()
+    started = build_command(EngineSettings(port=port, weight_transfer=False, **settings), gpu=False)
+    variables = [f"{name}={value}" for name, value in started.environment.items()]
+    url = f"http://127.0.0.1:{port}"
+    with running(["env", *variables, *started.argv], f"{url}/health") as process:
+        yield url, process
+
+
+@contextlib.contextmanager
+def proxy_of(engine_url: str, database_url: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a proxy over a database, which is brought up to date; yield its URL and its process."""
+    database = Database(database_url)
+    database.upgrade()
+    database.close()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    argv = command("proxy", "--engine", engine_url, "--database", database_url, "--port", str(port), *flags)
+    with running([*argv, "--log-level", "warning"], f"{url}/readyz") as process:
+        yield url, process
+
+
+@contextlib.contextmanager
 def proxy_and_engine(*flags: str) -> Iterator[Served]:
     """Run a proxy over a fresh SQLite file, in front of a fake engine."""
-    engine, proxy = free_port(), free_port()
+    port = free_port()
+    engine_url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
         database_url = f"sqlite:///{directory}/bench.db"
-        database = Database(database_url)
-        database.upgrade()
-        database.close()
-        engine_url, url = f"http://127.0.0.1:{engine}", f"http://127.0.0.1:{proxy}"
-        servers.enter_context(running(command("fake-engine", "--port", str(engine)), f"{engine_url}/health"))
-        argv = command("proxy", "--engine", engine_url, "--database", database_url, "--port", str(proxy), *flags)
-        process = servers.enter_context(running([*argv, "--log-level", "warning"], f"{url}/readyz"))
+        servers.enter_context(running(command("fake-engine", "--port", str(port)), f"{engine_url}/health"))
+        url, process = servers.enter_context(proxy_of(engine_url, database_url, *flags))
         yield Served(url, engine_url, process.pid, database_url, Path(directory))

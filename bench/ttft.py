@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,12 +27,8 @@ from urllib.parse import urlsplit
 import torch
 from long_text import MANY, Conversation, source_text, tokenizer_directory
 from long_turn import CHARACTERS_PER_TOKEN, cpu_seconds, joined, process_tree
-from servers import running
+from servers import proxy_of, real_engine
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
-
-from turnwise.processes.engine_command import EngineSettings, build_command
-from turnwise.processes.stack import command, free_port
-from turnwise.store.database import Database
 
 MODEL = "random"
 CONTEXT_TOKENS = 131_072
@@ -69,36 +64,12 @@ def build_model(directory: Path) -> PreTrainedTokenizerBase:
 
 
 @contextlib.contextmanager
-def real_engine(model: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run vLLM until the block ends; yield its URL and its process."""
-    settings = EngineSettings(
-        model=str(model),
-        served_model_name=MODEL,
-        port=free_port(),
-        max_model_len=CONTEXT_TOKENS,
-        kv_cache_bytes=KV_CACHE_BYTES,
-        weight_transfer=False,
-    )
-    started = build_command(settings, gpu=False)
-    variables = [f"{name}={value}" for name, value in started.environment.items()]
-    url = f"http://127.0.0.1:{settings.port}"
-    with running(["env", *variables, *started.argv], f"{url}/health") as process:
-        yield url, process
-
-
-@contextlib.contextmanager
 def proxies(engine: str, directory: Path) -> Iterator[dict[str, str]]:
     """Run a proxy with continuation and one without; yield their URLs."""
     with contextlib.ExitStack() as servers:
         urls = {}
         for flag in ("--continuation", "--no-continuation"):
-            database, port = f"sqlite:///{directory}/{flag}.db", free_port()
-            opened = Database(database)
-            opened.upgrade()
-            opened.close()
-            url = urls[flag] = f"http://127.0.0.1:{port}"
-            argv = command("proxy", "--engine", engine, "--database", database, "--port", str(port), flag)
-            servers.enter_context(running([*argv, "--log-level", "warning"], f"{url}/readyz"))
+            urls[flag], _ = servers.enter_context(proxy_of(engine, f"sqlite:///{directory}/{flag}.db", flag))
         yield urls
 
 
@@ -164,7 +135,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as servers:
         directory = Path(name)
         (forced,) = build_model(directory / "model").encode(" the", add_special_tokens=False)
-        url, process = servers.enter_context(real_engine(directory / "model"))
+        url, process = servers.enter_context(
+            real_engine(
+                model=str(directory / "model"),
+                served_model_name=MODEL,
+                max_model_len=CONTEXT_TOKENS,
+                kv_cache_bytes=KV_CACHE_BYTES,
+            )
+        )
         urls = servers.enter_context(proxies(url, directory))
         print(f"{'tokens':>8}{'continued':>13}{'tokenised':>13}{'saved':>8}{'vLLM CPU':>12}{'tokenised':>12}")
         for num_tokens in given.tokens:
