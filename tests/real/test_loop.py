@@ -14,7 +14,7 @@ import pytest
 from support.browser import running_browser, visit
 from support.engines import RunningEngine
 from support.proxies import StartProxy
-from support.running_trainer import GROUPS, running_trainer, wait_for_version
+from support.running_trainer import GROUP_SIZE, GROUPS, play_group, running_trainer, wait_for_version
 
 from turnwise.client import Client
 from turnwise.demo.trail import make_task
@@ -22,26 +22,7 @@ from turnwise.demo.trail import make_task
 pytestmark = pytest.mark.engine
 
 AGENT = Path(__file__).parents[2] / "examples" / "trail" / "agent.py"
-GROUP_SIZE = 4
 NUM_RATED = 8
-
-
-def play_group(client: Client, number: int) -> None:
-    """Play one group with rewards that differ, so that there is something to learn."""
-    for run in range(GROUP_SIZE):
-        session = client.create_session(
-            session_id=f"g{number}-{run}",
-            task_id=f"task-{number}",
-            run=run,
-            group_id=f"g{number}",
-            group_size=GROUP_SIZE,
-        )
-        reply = session.openai().chat.completions.create(
-            model="small", messages=[{"role": "user", "content": "Hello."}], max_completion_tokens=8, temperature=1.0
-        )
-        assert reply.choices[0].finish_reason in {"stop", "length"}
-        session.reward(float(run % 2))
-        session.end()
 
 
 def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(

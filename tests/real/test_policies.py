@@ -19,6 +19,10 @@ from support.checkpoints import forward_of, write_adapter
 from support.control_plane import ask, publish, wait_for_status
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
+from support.running_trainer import GROUPS, UPDATE_SECONDS, play_group, running_trainer
+from support.waiting import wait_until
+
+from turnwise.client import Client
 
 pytestmark = pytest.mark.engine
 
@@ -82,6 +86,21 @@ def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_eac
     wait_for_status(proxy, versions["p1"])
     assert logprobs(proxy, "p2") == before
     assert logprobs(proxy, "p1") != before
+
+    ask(proxy.url, "/v1/policies", {"name": "trained"})
+    untrained = logprobs(proxy, "trained")
+    with Client(proxy.url) as client:
+        for number in range(2 * GROUPS):
+            play_group(client, number, policy="trained")
+
+        def serves_second_version() -> bool:
+            assert logprobs(proxy, "p2") == before
+            return (newer + 2, "active") in {(each["version"], each["status"]) for each in client.policies("trained")}
+
+        with running_trainer(proxy, crowded.model_dir, tmp_path, "--kind", "lora"):
+            wait_until(serves_second_version, "the trainer's second version is active", UPDATE_SECONDS)
+    assert logprobs(proxy, "p2") == before
+    assert logprobs(proxy, "trained") != untrained
 
 
 def logprobs(proxy: RunningProxy, policy: str) -> list[list[float]]:

@@ -9,14 +9,17 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Unpack
 
 import pytest
 from support.proxies import RunningProxy
 
 from turnwise.client import Client
+from turnwise.client.wire import SessionFields
 from turnwise.processes.stack import command
 
 GROUPS = 2
+GROUP_SIZE = 4
 UPDATE_SECONDS = 120.0
 
 
@@ -37,6 +40,25 @@ def running_trainer(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
+
+
+def play_group(client: Client, number: int, **fields: Unpack[SessionFields]) -> None:
+    """Play one group with rewards that differ, so that there is something to learn; `fields` are of its sessions."""
+    for run in range(GROUP_SIZE):
+        session = client.create_session(
+            session_id=f"g{number}-{run}",
+            task_id=f"task-{number}",
+            run=run,
+            group_id=f"g{number}",
+            group_size=GROUP_SIZE,
+            **fields,
+        )
+        reply = session.openai().chat.completions.create(
+            model="small", messages=[{"role": "user", "content": "Hello."}], max_completion_tokens=8, temperature=1.0
+        )
+        assert reply.choices[0].finish_reason in {"stop", "length"}
+        session.reward(float(run % 2))
+        session.end()
 
 
 def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
