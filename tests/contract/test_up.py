@@ -36,6 +36,7 @@ PASSWORD_URL = "postgresql://turnwise:swordfish@db/turnwise"
 def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
+    monkeypatch.setenv("TURNWISE_UP_PORT", str(free_port()))  # a proxy of the user's may listen on the default one
 
 
 @pytest.fixture
@@ -167,9 +168,9 @@ def test_engines_on_a_cpu_cannot_sleep(model, monkeypatch):
 
 
 def test_all_parts_read_the_settings_file_that_up_was_given(tmp_path):
-    (tmp_path / "all.toml").write_text("[up]\nport = 8111\n[proxy]\nmax_choices = 2\n")
+    (tmp_path / "all.toml").write_text("[up]\nengine_port = 8111\n[proxy]\nmax_choices = 2\n")
     output = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)
-    assert output["settings"]["port"] == 8111
+    assert output["settings"]["engine_port"] == 8111
     assert all(argv[argv.index("--config") + 1] == "all.toml" for argv in output["commands"].values())
 
 
