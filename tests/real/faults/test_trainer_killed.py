@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,41 +19,44 @@ from support.killed_trainer import (
     Trainers,
     running_trainers,
 )
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, write_settings
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, new_policy, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from turnwise.store import policies, queries, trained
-from turnwise.types import PolicyStatus
+from turnwise.types import DEFAULT_POLICY, PolicyStatus
 
 
-def play(directory: Path, model: Path, num_batches: int = 2) -> Path:
-    """Create a ledger with batches of three groups; return the directory."""
+def play(directory: Path, model: Path, num_batches: int = 2, num_policies: int = 1) -> Path:
+    """Create a ledger with batches of three groups of the default policy and of named ones; return the directory."""
     directory.mkdir()
     db = new_ledger(directory / "ledger.db")
-    Rollouts(db, load_model(model)).play("a", num_groups=3 * num_batches)
+    for number in range(num_policies):
+        policy_id = new_policy(db, f"p{number}") if number else DEFAULT_POLICY
+        rollouts = Rollouts(db, load_model(model), policy_id=policy_id)
+        rollouts.play(f"of {policy_id}", num_groups=3 * num_batches, seed=number)
     db.close()
     return directory
 
 
-def train(trainers: Trainers, directory: Path, model: Path, *die_at: str, total: int = 2, every: int = 1) -> int:
+def train(
+    trainers: Trainers, directory: Path, model: Path, *die_at: str, total: int = 2, every: int = 1, kind: str = "full"
+) -> int:
     """Run a trainer over the ledger; return its exit status."""
     batches = {"groups_per_batch": 3, "num_minibatches": 2, "total_batches": total, "checkpoint_every": every}
-    config = write_settings(directory / "trainer.toml", directory, model, row_tokens=16, **batches)
+    config = write_settings(directory / "trainer.toml", directory, model, row_tokens=16, kind=kind, **batches)
     return trainers.train(config, *die_at)
 
 
-def state_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
-    """Return the weights of a version, and all tensors of the trainer's own state."""
-    policies = directory / "policies"
-    saved = tensors_of_state(policies, version)
-    return load_file(policies / f"v{version:06d}" / "model.safetensors") | saved
+def state_of(version: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a version's directory, and all tensors of the trainer's own state."""
+    (weights,) = version.glob("*model.safetensors")
+    return load_file(weights) | tensors_of_state(version)
 
 
-def tensors_of_state(policies: Path, version: int) -> dict[str, torch.Tensor]:
+def tensors_of_state(version: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a trainer's state by name, written by any number of processes."""
-    place = policies / f"v{version:06d}.trainer" / "tensors"
-    whole = policies.parent / f"whole-{version}.pt"
-    dcp_to_torch_save(place, whole)
+    whole = version.with_name(f"{version.name}.whole.pt")
+    dcp_to_torch_save(version.with_name(f"{version.name}.trainer") / "tensors", whole)
     saved = torch.load(whole, weights_only=True)
     moments = {
         f"{name}.{key}": value
@@ -73,39 +78,69 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
+KINDS = {1: "full", 2: "lora"}
+"""What is trained, by the number of policies: several are adapters."""
+
+
+def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
+    """Return the directories of the versions that updates made, oldest first, by policy."""
+    made = defaultdict(list)
+    db = new_ledger(directory / "ledger.db")
+    with db.read() as conn:
+        for record in reversed(queries.updates(conn)[0]):
+            made[record.policy_id].append(Path(policies.get_policy(conn, record.policy_version).path))
+    db.close()
+    return made
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, trainers, model):
-    """The result of a trainer that is not killed."""
-    directory = play(tmp_path_factory.mktemp("straight") / "run", model)
-    assert train(trainers, directory, model) == 0
-    return directory
+    """Return the result of a trainer of so many policies that is not killed; each is trained once."""
+
+    @functools.cache
+    def trained_by(num_policies: int) -> dict[int, list[Path]]:
+        directory = play(tmp_path_factory.mktemp("straight") / "run", model, num_policies=num_policies)
+        assert train(trainers, directory, model, kind=KINDS[num_policies]) == 0
+        return paths_by_policy(directory)
+
+    return trained_by
 
 
 @pytest.mark.parametrize(
-    "stage",
-    [stage if stage in KILLED_IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
+    ("num_policies", "stage"),
+    [
+        pytest.param(num_policies, stage, marks=() if stage in KILLED_IN_EVERY_RUN else pytest.mark.slow)
+        for num_policies in KINDS
+        for stage in STAGES
+    ],
 )
 def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
-    tmp_path, trainers, model, uninterrupted, stage
+    tmp_path, trainers, model, uninterrupted, num_policies, stage
 ):
-    """Bit for bit, each group trained once, no files left behind, and no wait for the killed trainer's lease."""
-    killed = play(tmp_path / "run", model)
-    assert train(trainers, killed, model, STAGES[stage]) == -signal.SIGKILL
-    assert train(trainers, killed, model) == 0
+    """Bit for bit, each session trained once, no files left behind, and no wait for the killed trainer's lease."""
+    killed = play(tmp_path / "run", model, num_policies=num_policies)
+    kind = KINDS[num_policies]
+    assert train(trainers, killed, model, STAGES[stage], kind=kind) == -signal.SIGKILL
+    assert train(trainers, killed, model, kind=kind) == 0
     db = new_ledger(killed / "ledger.db")
     with db.read() as conn:
-        assert queries.counts(conn).groups == {"trained": 6}
-        made = {record.update_id: record.policy_version for record in queries.updates(conn)[0]}
-        published = {policy.version: policy for policy in policies.list_policies(conn)[0]}
+        assert queries.counts(conn).groups == {"trained": 6 * num_policies}
+        views, _ = trained.list_updates(conn, "default")
+        published = policies.list_policies(conn)[0]
     db.close()
-    assert list(made) == [2, 1]
-    for update_id, version in made.items():
-        expected, resumed = state_of(uninterrupted, update_id), state_of(killed, version)
-        assert expected.keys() == resumed.keys()
-        assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-        assert published[version].is_written
-    assert all(policy.status is PolicyStatus.FAILED for policy in published.values() if not policy.is_written)
-    assert not list((killed / "policies").glob(".writing-*"))
+    assert [view.update.update_id for view in views] == list(range(2 * num_policies, 0, -1))
+    sessions = [session.session_id for view in views for session in view.sessions]
+    assert len(sessions) == len(set(sessions)) == 24 * num_policies
+    expected, resumed = uninterrupted(num_policies), paths_by_policy(killed)
+    assert {policy_id: len(made) for policy_id, made in resumed.items()} == dict.fromkeys(range(num_policies), 2)
+    for policy_id, made in resumed.items():
+        for one, other in zip(map(state_of, expected[policy_id]), map(state_of, made), strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    written = {Path(policy.path) for policy in published if policy.is_written}
+    assert written >= {path for made in resumed.values() for path in made}
+    assert all(policy.status is PolicyStatus.FAILED for policy in published if not policy.is_written)
+    assert not list((killed / "policies").rglob(".writing-*"))
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +164,14 @@ def test_a_trainer_that_publishes_ahead_of_its_state_trains_each_group_once_unde
     assert train(trainers, killed, model, total=4, every=2) == 0
     db = new_ledger(killed / "ledger.db")
     with db.read() as conn:
-        newest = policies.newest_policy(conn).version
+        newest = Path(policies.newest_policy(conn).path)
         assert queries.counts(conn).groups == {"trained": 12}
         views, _ = trained.list_updates(conn, "default")
     db.close()
     assert [view.update.update_id for view in views] == [4, 3, 2, 1]
     assert len({session.session_id for view in views for session in view.sessions}) == 48
     assert sum(len(view.sessions) for view in views) == 48
-    expected, resumed = state_of(published_ahead, 4), state_of(killed, newest)
+    expected, resumed = state_of(published_ahead / "policies" / "v000004"), state_of(newest)
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert not list((killed / "policies").glob(".writing-*"))
