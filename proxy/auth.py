@@ -35,6 +35,8 @@ MAX_CACHED_KEYS = 10_000
 MAC_BYTES = 16
 NUM_PARTS = 6
 """Parts of a session key's payload."""
+DEFAULT_TENANT = "default"
+"""The tenant of keys that were created without one, and of all callers of a proxy without keys."""
 OPEN = "open"
 """Root of all callers of a proxy without keys, and of the session keys that it makes."""
 SESSION, SESSION_REWARD = "session", "session_reward"
@@ -312,7 +314,7 @@ class Authenticator:
 @functools.lru_cache(MAX_CACHED_KEYS)
 def _open_principal(digest: bytes) -> Principal:
     """Return the caller of a proxy without keys who presented the key with this digest, or none."""
-    return Principal(tenant="default", role="admin", key_id=f"open-{digest[:6].hex()}", parent_key_id=OPEN)
+    return Principal(tenant=DEFAULT_TENANT, role="admin", key_id=f"open-{digest[:6].hex()}", parent_key_id=OPEN)
 
 
 def session_deleted(session_id: str) -> Unauthorized:

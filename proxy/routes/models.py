@@ -171,6 +171,11 @@ PolicyAnswer = answer_model(
     PolicyVersion,
     "A version of a policy.",
     policy=_field(str, "The name of its policy."),
+    path=_field(
+        str | None,
+        "The directory of its files, or the name of a public model; null for a version of the default policy where the "
+        "caller's tenant may not publish a directory.",
+    ),
     on_disk=_field(
         bool | None,
         "Whether its files exist, as far as the proxy sees; null for the name of a public model, "

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
-from proxy.auth import Principal
+from proxy.auth import DEFAULT_TENANT, Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.reload.version_files import PATIENCE_SECONDS
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
@@ -33,6 +33,7 @@ from proxy.routes.serialise import (
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
 from turnwise.store import keys, named_policies, pages, policies
+from turnwise.store.tables import NO_TENANT
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
@@ -106,7 +107,10 @@ async def list_policies(
     policy: Annotated[Text | None, Query(description="Only versions of this policy.")] = None,
     summary: Annotated[bool, Query(description="Whether each policy has a `summary` of what it holds.")] = False,
 ) -> Response:
-    """List the policies, and their versions, newest first: the tenant's own ones and the default one."""
+    """List the policies, and their versions, newest first: the tenant's own ones and the default one.
+
+    Only keys that may publish a directory see the default policy's directories; for others `path` is null.
+    """
 
     def read() -> tuple[list[Policy], list[PolicyVersion], bool, int | None]:
         with services.database.read() as connection:
@@ -122,6 +126,9 @@ async def list_policies(
 
     named, found, more, pinned = await asyncio.to_thread(read)
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
+    if not await _is_operator(services, principal):
+        shared = {each.version for each in found if each.policy_id == DEFAULT_POLICY}
+        listed = [{**each, "path": None} if each["version"] in shared else each for each in listed]
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
     own = next((each.name for each in named if each.policy_id == principal.policy_id), DEFAULT_POLICY_NAME)
@@ -160,7 +167,8 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
 
     With `name`, create a policy of the caller's tenant; with `path` too, it starts from this adapter. All tenants share
     the default policy, so only keys of its owner may publish its versions: the tenant `policy_tenant`, or the only
-    tenant with keys.
+    tenant with keys. A directory may hold the weights of any tenant, so keys of other tenants get 403 for a `path`,
+    also for their own policies; without `policy_tenant` the keys of tenant `default` may give one.
     """
     limit, name = services.settings.tenant_max_policies, wanted.name
     if name is not None and wanted.path is None:
@@ -171,6 +179,13 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     policy = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
     if policy.policy_id == DEFAULT_POLICY and name is None:
         await _check_owner(services, principal)
+    if not await _is_operator(services, principal):
+        raise Forbidden(
+            "Only the operator's keys may publish a directory, which may hold another tenant's weights. This key is of "
+            f"tenant {principal.tenant!r}. Create the policy from a `base`, such as `default` or `POLICY@VERSION`, or "
+            "let the operator import the directory: turnwise policies create NAME --tenant TENANT --adapter DIRECTORY",
+            code="path_not_allowed",
+        )
     path, kind = wanted.path or "", wanted.kind if name is None else PolicyKind.LORA
     await _check_files(services, path, kind)
     if name is not None:
@@ -290,14 +305,26 @@ async def _check_owner(services: Services, principal: Principal) -> None:
     """
     owner = services.settings.policy_tenant
     if owner is None:
-
-        def read() -> set[str]:
-            with services.database.read() as connection:
-                return keys.tenants_with_keys(connection)
-
-        if len(await asyncio.to_thread(read)) > 1:
+        if len(await services.database.fetch(keys.tenants_with_keys)) > 1:
             raise Forbidden(
                 "Several tenants have keys and share this model. Set `policy_tenant` to the one that may change it."
             )
     elif owner != principal.tenant:
         raise Forbidden(f"The model belongs to tenant {owner!r}, not {principal.tenant!r}. Use one of its keys.")
+
+
+async def _is_operator(services: Services, principal: Principal) -> bool:
+    """Return whether the caller may name files of the proxy's machine, which hold the weights of all tenants.
+
+    The tenant in `policy_tenant` may, and without this setting `default`, or a tenant beside which no other has keys
+    or policies.
+    """
+    if (owner := services.settings.policy_tenant) is not None:
+        return owner == principal.tenant
+
+    def read() -> set[str]:
+        with services.database.read() as connection:
+            named = {each.tenant for each in named_policies.list_named_policies(connection)}
+            return (keys.tenants_with_keys(connection) | named) - {NO_TENANT}
+
+    return principal.tenant == DEFAULT_TENANT or await asyncio.to_thread(read) <= {principal.tenant}

@@ -58,9 +58,11 @@ class World:
     def publish(self, tenant: str, policy: str, status: str = "active") -> int:
         """Publish an adapter and wait until it is served, or on trial."""
         path = write_adapter(self.directory / f"adapter-{len(list(self.directory.iterdir()))}")
-        published = self.post(f"admin-{tenant}", "/v1/policies", {"path": str(path), "kind": "lora", "policy": policy})
-        wait_until(lambda: self.status(tenant, published["version"]) == status, f"it is {status}")
-        return published["version"]
+        with self.database.write() as conn:
+            number = named_policies.policy_named(conn, tenant, policy).policy_id
+            version = policies.publish_next(conn, str(path), PolicyKind.LORA, metrics={}, policy_id=number).version
+        wait_until(lambda: self.status(tenant, version) == status, f"it is {status}")
+        return version
 
     def status(self, tenant: str, version: int) -> str:
         return next(
@@ -105,7 +107,7 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     ):
         with database.write() as conn:  # a proxy without keys accepts any, for some seconds
             keys.create_key(conn, "a", keys.KeyRole.ADMIN, "the first key")
-        flags = getattr(request, "param", ("--holdout-share", "0"))
+        flags = getattr(request, "param", ("--holdout-share", "0", "--policy-tenant", "a"))
         proxy = stack.enter_context(running_proxy(engine.url, url, tmp_path, *flags))
         world = World(proxy, engine, database, adapters)
         yield world
@@ -228,6 +230,13 @@ def test_another_tenants_policy_does_not_exist(world: World) -> None:
         "bind": world.http["admin-b"].post("/v1/keys", json={"policy": "support"}),
     }
     assert {what: reply.status_code for what, reply in refused.items()} == dict.fromkeys(refused, 404)
+    world.add_policy("b", "own")
+    for stolen in ({"name": "thief", "path": path}, {"path": path, "kind": "lora", "policy": "own"}):
+        reply = world.http["admin-b"].post("/v1/policies", json=stolen)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "path_not_allowed")
+    world.post("admin-a", "/v1/policies", {"path": path, "kind": "lora"})
+    paths = {key: [each["path"] for each in world.get(key, "/v1/policies")["data"]] for key in ("admin-a", "admin-b")}
+    assert paths == {"admin-a": [path, path], "admin-b": [None]}
     bound = world.post("admin-a", "/v1/keys", {"policy": "support"})
     assert bound["policy"] == "support"
     assert world.sampled("support-a") == version

@@ -109,7 +109,7 @@ function versionTable(versions, changed) {
   const pinned = versions.find((each) => each.isPinned), newest = versions[0];
   const follow = pinned ? make("p", {className: "warn"}, `Version ${pinned.version} is pinned: newer versions are not served. `, actionButton("Follow the newest", `Serve version ${newest.version}, and each later one? ${ACTIVATED}`,
     async () => { await request(`v1/policies/${newest.version}/activate`, {method: "POST", body: JSON.stringify({pin: false})}); await changed(); })) : "";
-  const columns = [["version#", (each) => make("span", {title: each.path}, number(each.version))], ["status", (each) => make("span", {}, status(each.status), each.on_disk === false ? " (files removed)" : "")],
+  const columns = [["version#", (each) => make("span", {title: each.path ?? ""}, number(each.version))], ["status", (each) => make("span", {}, status(each.status), each.on_disk === false ? " (files removed)" : "")],
     ["served", (each) => choiceButtons(each, pinned, changed)], ["train reward#", (each) => number(each.metrics?.reward_mean)], ["held out#", (each) => number(heldOut(each))],
     ["since", (each) => ago(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? each.alarm ?? ""]];
   const rows = versions.slice(0, SHOWN_VERSIONS).map((each) => columns.map(([, value]) => value(each))), known = columns.map((_, at) => rows.some((row) => row[at] !== ""));
