@@ -231,7 +231,8 @@ class DeletedAnswer(Answer):
     deleted_versions: list[int]
     """The versions of those policies."""
     directories_left: list[str]
-    """Directories of those versions that were not removed: they are on another machine, or no trainer wrote them."""
+    """Directories of those versions that were not removed: they are on another machine, or no trainer wrote them.
+    Those that a version of another policy has too are left out."""
 
 
 class Page(Answer):

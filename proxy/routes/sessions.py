@@ -306,7 +306,8 @@ async def _finish_deletion(services: Services, deleted: retention.Deleted) -> Js
     def finish() -> Json:
         with services.database.read() as connection:
             report = retention.report(connection, deleted)
-        return report | {"directories_left": policies.remove_files(deleted.deleted_versions)}
+            in_use = policies.paths_in_use(connection, deleted.deleted_versions)
+        return report | {"directories_left": policies.remove_files(deleted.deleted_versions, in_use)}
 
     return await asyncio.to_thread(finish)
 

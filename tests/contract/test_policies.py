@@ -202,6 +202,22 @@ def test_policies_are_listed_with_what_they_hold(world: World) -> None:
     assert "summary" not in world.get("admin-a", "/v1/policies")["policies"][0]
 
 
+def test_a_directory_of_two_policies_is_measured_without_its_trainers_state_and_stays(world: World) -> None:
+    """The state beside it is of the policy that was trained; nobody is told to remove what another policy uses."""
+    path = {name: str(write_adapter(world.directory / name)) for name in ("shared", "own")}
+    with world.database.write() as conn:
+        for tenant, name in (("a", "shared"), ("b", "shared"), ("b", "own")):
+            policies.import_policy(conn, tenant, f"of-{name}", path[name])
+    state = world.directory / "shared.trainer"
+    state.mkdir()
+    (state / "optimizer.pt").write_bytes(b"0" * 1000)
+    num_bytes = sum(each.stat().st_size for each in (world.directory / "shared").rglob("*") if each.is_file())
+    listed = world.get("admin-b", "/v1/policies?summary=true")["policies"]
+    assert {each["name"]: each["summary"]["num_bytes"] for each in listed}["of-shared"] == num_bytes
+    deleted = world.http["admin-b"].delete("/v1/tenant").raise_for_status().json()
+    assert (deleted["num_policies"], deleted["directories_left"]) == (2, [path["own"]])
+
+
 def test_a_turns_logprobs_are_recomputed_with_its_own_policy(world: World) -> None:
     world.add_policy("a", "support")
     version = world.publish("a", "support")

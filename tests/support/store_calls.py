@@ -148,6 +148,7 @@ def _named_policies(conn: sa.Connection) -> None:
     policies.import_policy(conn, "t", "brought", "/adapter")
     retention.report(conn, retention.Deleted(policy_versions=(0,)))
     named_policies.delete_policies(conn, "t")
+    policies.paths_in_use(conn, [adapter])
 
 
 def _lease(conn: sa.Connection) -> None:

@@ -189,4 +189,5 @@ def _delete_all(database: Database, delete_some: Callable[[Connection], Deleted]
     deleted = retention.delete_all(database, delete_some)
     with database.read() as conn:
         report = retention.report(conn, deleted)
-    return report | {"directories_left": policies.remove_files(deleted.deleted_versions)}
+        in_use = policies.paths_in_use(conn, deleted.deleted_versions)
+    return report | {"directories_left": policies.remove_files(deleted.deleted_versions, in_use)}

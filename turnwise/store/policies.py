@@ -357,26 +357,35 @@ def on_disk(policy: PolicyVersion) -> bool | None:
 def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
     """Return the size of the files of some versions, and of the trainer's states beside them; None if it is unknown.
 
+    A state beside a version that was published by hand is not of its policy: the directory may be another policy's.
     As `on_disk`, it reads the file system.
     """
-    paths = [Path(policy.path) for policy in found if policy.version > 0 and on_disk(policy)]
+    places = []
+    for policy in found:
+        if policy.version > 0 and on_disk(policy):
+            path = Path(policy.path)
+            places += [path] if policy.update_id is None else [path, path.with_name(f"{path.name}.trainer")]
     try:
-        return sum(
-            file.stat().st_size
-            for path in paths
-            for place in (path, path.with_name(f"{path.name}.trainer"))
-            for file in place.rglob("*")
-            if file.is_file()
-        )
+        return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
     except OSError:
         return None
 
 
-def remove_files(deleted: Iterable[PolicyVersion]) -> list[str]:
+def paths_in_use(conn: sa.Connection, deleted: Iterable[PolicyVersion]) -> set[str]:
+    """Return the directories of deleted versions that versions of other policies have too."""
+    wanted = {policy.path for policy in deleted}
+    return set(conn.execute(sa.select(table.c.path).where(table.c.path.in_(wanted))).scalars())
+
+
+def remove_files(deleted: Iterable[PolicyVersion], in_use: Collection[str] = ()) -> list[str]:
     """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
 
     A trainer's directory of a policy has its number as its name. What was published from elsewhere, or is on another
     machine, is left. As `on_disk`, it reads the file system.
+
+    Args:
+        deleted: the deleted versions.
+        in_use: directories that other policies' versions have too: nobody is to remove them, so they are not returned.
     """
     left = []
     for policy in deleted:
@@ -385,7 +394,7 @@ def remove_files(deleted: Iterable[PolicyVersion]) -> list[str]:
         if is_trained and directory.is_absolute() and directory.parent.is_dir():
             shutil.rmtree(directory.parent, ignore_errors=True)
         is_gone = is_trained and directory.parent.parent.is_dir() and not directory.exists()
-        if not is_gone:
+        if not is_gone and policy.path not in in_use:
             left.append(policy.path)
     return left
 
