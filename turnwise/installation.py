@@ -72,12 +72,12 @@ def examine(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
     yield from _database(database_url)
 
 
-def examine_running(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
-    """Yield the findings about a running proxy: its interpreter, its engines and its database."""
+def examine_running(engine_urls: list[str], database_url: str, tenant: str) -> Iterator[Finding]:
+    """Yield the findings about a running proxy: its interpreter, its engines, its database and a tenant's trainers."""
     yield _python()
     for url in engine_urls:
         yield from engine_findings(url)
-    yield from _database(database_url)
+    yield from _database(database_url, tenant)
 
 
 def _python() -> Finding:
@@ -110,7 +110,7 @@ def _gpu() -> Finding:
     return Finding("gpu", Verdict.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
 
 
-def _database(url: str) -> Iterator[Finding]:
+def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         from turnwise.store.database import Database
         from turnwise.store.trainer_status import trainer_statuses
@@ -125,7 +125,7 @@ def _database(url: str) -> Iterator[Finding]:
     try:
         database.prepare()
         with database.read() as connection:
-            trainers = trainer_statuses(connection)
+            trainers = trainer_statuses(connection, tenant)
     except TurnwiseError as error:
         yield Finding("database", Verdict.FAIL, str(error))
         return

@@ -55,7 +55,7 @@ class RecentCounts:
             kept = self._kept.get(tenant)
             if kept is None or self._clock() >= kept.valid_until:
                 return await self._count(tenant)
-        trainers = await self._database.fetch(trainer_status.trainer_statuses)
+        trainers = await self._database.fetch(trainer_status.trainer_statuses, tenant)
         return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
 
     def forget(self, tenant: str) -> None:

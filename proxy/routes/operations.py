@@ -19,6 +19,7 @@ from proxy.writer.client import ANSWER_SECONDS
 from turnwise import installation
 from turnwise.errors import ClientError, StoreError
 from turnwise.store import queries, trained, update_summaries
+from turnwise.store.database import Connection
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses
 
 router = APIRouter(tags=["operations"])
@@ -37,7 +38,8 @@ async def healthz() -> str:
 @router.get("/readyz", responses={status: describe_answer("ReadyAnswer")[200] for status in (200, 503)})
 async def readyz(request: Request, services: Here) -> Response:
     """Report whether calls can be served: an engine serves the active version, and the store answers."""
-    is_known = await _may_see_addresses(request, services)
+    tenant = await _known_tenant(request, services)
+    is_known = tenant is not None
     engines = [
         {
             "url": engine.url if is_known else None,
@@ -48,7 +50,7 @@ async def readyz(request: Request, services: Here) -> Response:
         }
         for engine in services.pool.engines
     ]
-    store_error, trainers = await _read_store(services)
+    store_error, trainers, shown = await _read_store(services, tenant)
     ready = store_error is None and bool(services.pool.serving)
     report: dict[str, Any] = {
         "ready": ready,
@@ -58,33 +60,42 @@ async def readyz(request: Request, services: Here) -> Response:
         "exact_continuation": services.sessions.template is not None and services.settings.continuation,
         "reload_error": services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
         "trainers": [
-            {"trainer_id": each.trainer_id, "state": each.state, "text": each.text if is_known else None}
+            {
+                "trainer_id": each.trainer_id,
+                "state": each.state,
+                "text": each.text if each.trainer_id in shown else None,
+            }
             for each in trainers
         ],
     }
     return JSONResponse(report, status_code=200 if ready else 503)
 
 
-async def _may_see_addresses(request: Request, services: Services) -> bool:
-    """Return whether the caller presents a valid API key; a session key is in the hands of an agent."""
+async def _known_tenant(request: Request, services: Services) -> str | None:
+    """Return the tenant of a caller with a valid API key, who may see addresses; a session key is an agent's."""
     try:
         principal = await services.authenticator.authenticate(dict(request.scope["headers"]))
     except (ClientError, StoreError):
-        return False
-    return principal.session_id is None
+        return None
+    return principal.tenant if principal.session_id is None else None
 
 
-async def _read_store(services: Services) -> tuple[str | None, list[TrainerStatus]]:
-    """Return why the store cannot be read or written, None if both work, and what the trainers report."""
+async def _read_store(services: Services, tenant: str | None) -> tuple[str | None, list[TrainerStatus], set[str]]:
+    """Return why the store cannot be read or written, what trainers report, and whose report the tenant may read."""
+
+    def read(connection: Connection) -> tuple[list[TrainerStatus], set[str]]:
+        shown = [] if tenant is None else trainer_statuses(connection, tenant)
+        return trainer_statuses(connection), {each.trainer_id for each in shown}
+
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            trainers = await services.database.fetch(trainer_statuses)
+            trainers, shown = await services.database.fetch(read)
         await services.writer.check()
     except TimeoutError:
-        return f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs", []
+        return f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs", [], set()
     except StoreError as error:
-        return str(error), []
-    return None, trainers
+        return str(error), [], set()
+    return None, trainers, shown
 
 
 @control.get("/counts", responses=describe_answer("CountsAnswer"))
@@ -128,11 +139,14 @@ async def summarise_updates(
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))
-async def examine(services: Here, _: Caller) -> Response:
-    """Examine engines and database as `turnwise doctor` does; each engine gets a few calls of one token."""
+async def examine(services: Here, principal: Caller) -> Response:
+    """Examine engines and database as `turnwise doctor` does; each engine gets a few calls of one token.
+
+    Of the trainers it names those of the tenant's own policies and of the default one.
+    """
     settings = services.settings
     engines, database = [engine.url for engine in services.pool.engines], settings.database.get_secret_value()
-    found = await asyncio.to_thread(lambda: list(installation.examine_running(engines, database)))
+    found = await asyncio.to_thread(lambda: list(installation.examine_running(engines, database, principal.tenant)))
     return answer(page([dataclasses.asdict(each) for each in found], has_more=False))
 
 

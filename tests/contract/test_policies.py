@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx2
 import pytest
+import sqlalchemy as sa
+from support.ledger_samples import update_record
 from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
 from support.tiny_checkpoints import write_adapter
@@ -19,9 +21,10 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
 
-from turnwise.store import keys, named_policies, policies
+from turnwise.store import keys, named_policies, policies, rows, tables, trainer_status
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind
+from turnwise.store.trainer_status import TrainerStatus
+from turnwise.types import PolicyKind, utc_now
 
 
 class World:
@@ -256,6 +259,26 @@ def test_another_tenants_policy_does_not_exist(world: World) -> None:
     bound = world.post("admin-a", "/v1/keys", {"policy": "support"})
     assert bound["policy"] == "support"
     assert world.sampled("support-a") == version
+
+
+def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world: World) -> None:
+    """The trainer of a policy has its number in its id. Its state alone is public, as that of each trainer."""
+    world.add_policy("a", "support")
+    with world.database.write() as conn:
+        number = named_policies.policy_named(conn, "a", "support").policy_id
+        for name, text in (("trainer", "2 of 8"), (f"trainer/{number}", "policy 'support': 3 of 8")):
+            trainer_status.report_status(conn, TrainerStatus(trainer_id=name, text=text, reported_at=utc_now()))
+        for update, policy_id in ((1, number), (2, 0)):
+            record = update_record(update, policy_id=policy_id)
+            conn.execute(sa.insert(tables.updates).values(**rows.UPDATES.row(record)))
+    seen = {"admin-a": ({"trainer", f"trainer/{number}"}, 2), "admin-b": ({"trainer"}, 1)}
+    for key, (trainers, num_updates) in seen.items():
+        counts = world.get(key, "/v1/counts")
+        assert ({each["trainer_id"] for each in counts["trainers"]}, counts["num_updates"]) == (trainers, num_updates)
+        checks = {each["check"] for each in world.get(key, "/v1/doctor")["data"]}
+        assert {each for each in checks if each.startswith("trainer")} == {f"trainer {each}" for each in trainers}
+        texts = {each["trainer_id"]: each["text"] for each in world.get(key, "/readyz")["trainers"]}
+        assert {each for each, text in texts.items() if text is not None} == trainers
 
 
 def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:

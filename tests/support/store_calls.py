@@ -371,7 +371,7 @@ OF_ALL: dict[str, Ask] = {
     "trainers": lambda c: (
         trainer_status.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
         trainer_status.note_sign_of_life(c, "trainer"),
-        trainer_status.trainer_statuses(c),
+        trainer_status.trainer_statuses(c, "t"),
         trainer_status.delete_report(c, "trainer"),
     ),
     "weights in memory": lambda c: (

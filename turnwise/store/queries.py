@@ -44,9 +44,9 @@ class Counts:
     num_failed_calls: int
     """Calls of the last hour that ended with an error."""
     num_updates: int
-    """Updates of the policy, which all tenants share."""
+    """Updates of the tenant's own policies and of the default one."""
     trainers: list[TrainerStatus]
-    """The last report of each trainer, newest first; the same for all tenants."""
+    """The last reports of the trainers of those policies, newest first."""
 
 
 def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
@@ -293,9 +293,12 @@ def unfinished_groups(conn: sa.Connection, *, limit: int = MOST_UNFINISHED) -> d
 
 
 def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
-    """Count the rows of the store, or of one tenant; all tenants share the updates."""
+    """Count the rows of the store, or of one tenant, with the updates of its policies and of the default one."""
     held = tables.sessions.c
     sums = sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in (held.num_turns, held.num_rewards)))
+    num_updates = sa.select(sa.func.count()).select_from(tables.updates)
+    if tenant is not None:
+        num_updates = num_updates.where(named_policies.is_shown_to(tenant, tables.updates.c.policy_id))
     num_turns, num_rewards = conn.execute(sums if tenant is None else sums.where(held.tenant == tenant)).one()
     return Counts(
         sessions=_by_status(conn, tables.sessions, tenant),
@@ -303,8 +306,8 @@ def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
         num_turns=int(num_turns),
         num_rewards=int(num_rewards),
         num_failed_calls=_failed_calls(conn, tenant, utc_now() - RECENTLY),
-        num_updates=conn.execute(sa.select(sa.func.count()).select_from(tables.updates)).scalar_one(),
-        trainers=trainer_statuses(conn),
+        num_updates=conn.execute(num_updates).scalar_one(),
+        trainers=trainer_statuses(conn, tenant),
     )
 
 

@@ -1,7 +1,8 @@
 """What each trainer does, and whether it lives: for the page, `GET /v1/counts`, `/readyz`, the doctor and the metrics.
 
 A trainer reports in words, and a thread of its process renews `seen_at`. One that stops or fails says so; one that was
-killed says nothing, and counts as silent after a while.
+killed says nothing, and counts as silent after a while. The trainer `NAME/3` is of the policy with the number 3, and
+its report names it: the tenant that owns it sees it, and no other one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sqlalchemy as sa
 
 from turnwise.store.database import clock
 from turnwise.store.rows import from_micros, to_micros
+from turnwise.store.tables import policies
 from turnwise.store.tables import trainer_status as table
+from turnwise.types import DEFAULT_POLICY
 
 BEAT_SECONDS = 10.0
 """Time between two signs of life."""
@@ -84,11 +87,17 @@ def note_sign_of_life(conn: sa.Connection, trainer_id: str) -> None:
     conn.execute(sa.update(table).where(table.c.trainer_id == trainer_id).values(seen_at=clock(conn)))
 
 
-def trainer_statuses(conn: sa.Connection, now: datetime.datetime | None = None) -> list[TrainerStatus]:
-    """Return the last report of each trainer, newest first."""
+def trainer_statuses(
+    conn: sa.Connection, tenant: str | None = None, now: datetime.datetime | None = None
+) -> list[TrainerStatus]:
+    """Return the last report of each trainer, newest first; with a tenant, without those of other tenants' policies."""
     found = conn.execute(sa.select(table).order_by(table.c.reported_at.desc())).all()
     if not found:
         return []
+    if tenant is not None:
+        is_other = policies.c.policy_id != DEFAULT_POLICY, policies.c.tenant != tenant
+        hidden = {str(number) for number in conn.execute(sa.select(policies.c.policy_id).where(*is_other)).scalars()}
+        found = [row for row in found if row.trainer_id.rpartition("/")[2] not in hidden or "/" not in row.trainer_id]
     seen_since = clock(conn, now) - SILENT_SECONDS * 1_000_000
     return [
         TrainerStatus(
