@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 import sqlalchemy as sa
+from support.commands import run_turnwise
 from support.ledger_samples import update_record
 from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
@@ -307,6 +308,10 @@ def test_a_policy_starts_from_an_adapter_that_was_checked(world: World) -> None:
     path = str(write_adapter(world.directory / "brought"))
     created = world.post("admin-a", "/v1/policies", {"name": "brought", "path": path})
     assert world.post("admin-a", "/v1/policies", {"name": "brought", "path": path}) == created
+    key = world.http["admin-a"].headers["authorization"].removeprefix("Bearer ")
+    at = ("--url", world.proxy.url, "--api-key", key)
+    assert "exists already" in run_turnwise("policies", "create", "brought", "--adapter", path, *at).stdout
+    assert "another base" in run_turnwise("policies", "create", "brought", *at).stderr
     world.add_key("brought-a", "a", "brought", keys.KeyRole.AGENT)
     assert world.sampled("brought-a") == created["base_version"]
     own = {key: world.get(key, "/v1/policies?limit=1")["key_policy"] for key in ("brought-a", "admin-a")}

@@ -80,7 +80,13 @@ def test_before_any_training_there_are_no_updates(url):
 def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
     url = migrated(f"sqlite:///{tmp_path}/t.db")
     at = ("--database", url)
-    assert "turnwise keys create --policy support" in _run("policies", "create", "support", *at).output
+    assert (
+        "is there. Make a key: turnwise keys create --policy support"
+        in _run("policies", "create", "support", *at).output
+    )
+    assert "exists already; nothing has changed" in _run("policies", "create", "support", *at).output
+    assert "--policy sales --tenant b\n" in _run("policies", "create", "sales", "--tenant", "b", *at).output
+    assert "`turnwise policies list`" in _run("policies", "archive", "suport", *at).stderr
     follow = ("policies", "follow", "--policy", "support", *at)
     assert _run(*follow).output == "No version is published yet.\n"
     database = Database(url)
@@ -116,7 +122,7 @@ def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_l
     assert summaries["support"]["num_bytes"] == sum(each.stat().st_size for each in adapter.iterdir())
     assert _run("policies", "list", *at).output.startswith("tenant")
     exported = tmp_path / "exported"
-    assert "no policy version" in _run("policies", "export", "support", str(exported), *at).stderr
+    assert "no served version yet" in _run("policies", "export", "support", str(exported), *at).stderr
     assert _run("policies", "export", "support@1", str(exported), *at).exit_code == 0
     assert "is not empty" in _run("policies", "export", "support@1", str(exported), *at).stderr
     weights = peft.utils.load_peft_weights(str(exported), device="cpu")

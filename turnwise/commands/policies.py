@@ -167,18 +167,22 @@ def create(
         if client is not None:
             refuse_tenant(tenant)
             start = {"base": base} if adapter is None else {"path": str(adapter.resolve()), "base": base}
+            is_new = all(each["name"] != name for each in client.policy_summaries())
             created = client.create_policy(name, **start)
         else:
-            created = _create(database, tenant or "default", name, base, adapter)
+            created, is_new = _create(database, tenant or "default", name, base, adapter)
     if as_json:
         print_records(created, as_json=True)
         return
+    state = "is there" if is_new else "exists already; nothing has changed"
+    option = f" --tenant {tenant}" if tenant else ""
     click.echo(
-        f"Policy {name} of tenant {created['tenant']} is there. Make a key: turnwise keys create --policy {name}"
+        f"Policy {name} of tenant {created['tenant']} {state}. Make a key: turnwise keys create --policy {name}{option}"
     )
 
 
-def _create(database: str | None, tenant: str, name: str, base: str, adapter: Path | None) -> Json:
+def _create(database: str | None, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
+    """Create a policy in a database; return it, and whether it is new."""
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import named_policies
@@ -188,12 +192,12 @@ def _create(database: str | None, tenant: str, name: str, base: str, adapter: Pa
         if adapter is not None:
             _check_adapter(store, adapter)
         with store.write() as conn:
+            is_new = all(each.name != name for each in named_policies.list_named_policies(conn, tenant))
             if adapter is None:
                 policy, _ = named_policies.create_policy_from(conn, tenant, name, base)
             else:
                 policy = stored.import_policy(conn, tenant, name, str(adapter.resolve()))
-    created: Json = values_of(policy)
-    return created
+    return values_of(policy), is_new
 
 
 def _check_adapter(store: Database, adapter: Path) -> None:

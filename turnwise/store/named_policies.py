@@ -282,12 +282,18 @@ def find_version(conn: sa.Connection, tenant: str, named: str, *, param: str = "
     """Return a version as people write it: `POLICY@VERSION`, or `POLICY` for its served version.
 
     Raises:
-        NotFound: the tenant has no such policy, or it has no such version.
+        NotFound: the tenant has no such policy, or it has no such version, or none that is served.
     """
     policy_name, _, number = named.partition("@")
     policy = policy_named(conn, tenant, policy_name)
     version = int(number) if number.isdigit() and len(number) < MAX_DIGITS else -1
     wanted = version if number else _served_adapter(conn, policy)
+    if wanted is None:
+        raise NotFound(
+            f"policy {policy_name!r} has no served version yet; training makes its first one, and `turnwise policies` "
+            "lists the versions of all policies",
+            param=param,
+        )
     row = conn.execute(sa.select(policy_versions).where(policy_versions.c.version == wanted)).one_or_none()
     if row is None or row.policy_id != policy.policy_id:
         raise NotFound(f"there is no policy version {named!r}; `turnwise policies` lists them", param=param)
@@ -331,7 +337,7 @@ def policy_named(conn: sa.Connection, tenant: str, name: str) -> Policy:
     own = policies.c.tenant == tenant, policies.c.name == name
     row = conn.execute(sa.select(policies).where(*own)).one_or_none()
     if row is None:
-        raise NotFound(f"there is no policy {name!r}; `turnwise policies` lists them", param="policy")
+        raise NotFound(f"there is no policy {name!r}; `turnwise policies list` lists them", param="policy")
     return rows.NAMED_POLICIES.record(row)
 
 
