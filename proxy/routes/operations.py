@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.openapi import describe
-from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, update_json
+from proxy.routes.serialise import Caller, Here, answer, describe_answer, is_operator, page, update_json
 from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise import installation
@@ -26,6 +26,7 @@ router = APIRouter(tags=["operations"])
 log = logging.getLogger(__name__)
 
 control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
+OF_POLICIES = b"turnwise_named_policy_version{"
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
 
@@ -161,8 +162,11 @@ async def document(request: Request, _: Caller) -> Response:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def metrics(request: Request, _: Caller) -> Response:
-    """Return all metrics in Prometheus' text format, summed over the workers of this proxy."""
+async def metrics(request: Request, principal: Caller) -> Response:
+    """Return all metrics in Prometheus' text format, summed over the workers of this proxy.
+
+    Keys of a tenant that does not own the model get no metrics of other tenants' policies.
+    """
     services = services_of(request)
     try:
         await asyncio.to_thread(_read_gauges, services)
@@ -170,7 +174,21 @@ async def metrics(request: Request, _: Caller) -> Response:
         services.metrics.background_errors.labels("gauges").inc()
         log.warning("the gauges that come from the store could not be read: %s", error)
     rendered = await asyncio.to_thread(services.metrics.render)
+    try:
+        is_shown_all = await is_operator(services, principal)
+    except StoreError:
+        is_shown_all = False
+    if not is_shown_all:
+        rendered = _without_other_tenants(rendered, principal.tenant)
     return Response(rendered, media_type="text/plain; version=0.0.4")
+
+
+def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
+    """Return metrics without the lines about policies of other tenants than this one."""
+    escaped = tenant.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    own = f',tenant="{escaped}"}} '.encode()
+    lines = rendered.split(b"\n")
+    return b"\n".join(each for each in lines if not each.startswith(OF_POLICIES) or own in each)
 
 
 def _read_gauges(services: Services) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
-from proxy.auth import DEFAULT_TENANT, Principal
+from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.reload.version_files import PATIENCE_SECONDS
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
@@ -26,6 +26,7 @@ from proxy.routes.serialise import (
     answer,
     caller,
     describe_answer,
+    is_operator,
     page,
     policies_json,
     record_json,
@@ -33,7 +34,6 @@ from proxy.routes.serialise import (
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
 from turnwise.store import keys, named_policies, pages, policies
-from turnwise.store.tables import NO_TENANT
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
@@ -126,7 +126,7 @@ async def list_policies(
 
     named, found, more, pinned = await asyncio.to_thread(read)
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
-    if not await _is_operator(services, principal):
+    if not await is_operator(services, principal):
         shared = {each.version for each in found if each.policy_id == DEFAULT_POLICY}
         listed = [{**each, "path": None} if each["version"] in shared else each for each in listed]
     held = await _summaries(services, principal, named) if summary else {}
@@ -179,7 +179,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     policy = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
     if policy.policy_id == DEFAULT_POLICY and name is None:
         await _check_owner(services, principal)
-    if not await _is_operator(services, principal):
+    if not await is_operator(services, principal):
         raise Forbidden(
             "Only the operator's keys may publish a directory, which may hold another tenant's weights. This key is of "
             f"tenant {principal.tenant!r}. Create the policy from a `base`, such as `default` or `POLICY@VERSION`, or "
@@ -311,20 +311,3 @@ async def _check_owner(services: Services, principal: Principal) -> None:
             )
     elif owner != principal.tenant:
         raise Forbidden(f"The model belongs to tenant {owner!r}, not {principal.tenant!r}. Use one of its keys.")
-
-
-async def _is_operator(services: Services, principal: Principal) -> bool:
-    """Return whether the caller may name files of the proxy's machine, which hold the weights of all tenants.
-
-    The tenant in `policy_tenant` may, and without this setting `default`, or a tenant beside which no other has keys
-    or policies.
-    """
-    if (owner := services.settings.policy_tenant) is not None:
-        return owner == principal.tenant
-
-    def read() -> set[str]:
-        with services.database.read() as connection:
-            named = {each.tenant for each in named_policies.list_named_policies(connection)}
-            return (keys.tenants_with_keys(connection) | named) - {NO_TENANT}
-
-    return principal.tenant == DEFAULT_TENANT or await asyncio.to_thread(read) <= {principal.tenant}

@@ -12,14 +12,15 @@ from typing import Annotated, Any
 import orjson
 from fastapi import Depends, Request, Response
 
-from proxy.auth import ACTION_OF_ROUTE, Principal, session_deleted
+from proxy.auth import ACTION_OF_ROUTE, DEFAULT_TENANT, Principal, session_deleted
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
-from turnwise.store import policies, queries
+from turnwise.store import keys, named_policies, policies, queries
 from turnwise.store.database import Connection
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
+from turnwise.store.tables import NO_TENANT
 from turnwise.store.trained import UpdateView
 from turnwise.types import Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 
@@ -77,6 +78,23 @@ async def caller(request: Request) -> Principal:
         await services_of(request).database.fetch(_check_own_session, principal, principal.session_id)
     request.scope[PRINCIPAL] = principal
     return principal
+
+
+async def is_operator(services: Services, principal: Principal) -> bool:
+    """Return whether the caller may name files of the proxy's machine, and read what names other tenants' policies.
+
+    The tenant in `policy_tenant` may, and without this setting `default`, or a tenant beside which no other has keys
+    or policies.
+    """
+    if (owner := services.settings.policy_tenant) is not None:
+        return owner == principal.tenant
+
+    def read() -> set[str]:
+        with services.database.read() as connection:
+            named = {each.tenant for each in named_policies.list_named_policies(connection)}
+            return (keys.tenants_with_keys(connection) | named) - {NO_TENANT}
+
+    return principal.tenant == DEFAULT_TENANT or await asyncio.to_thread(read) <= {principal.tenant}
 
 
 def _check_own_session(connection: Connection, principal: Principal, session_id: str) -> None:

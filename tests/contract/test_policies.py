@@ -135,6 +135,9 @@ def test_each_key_samples_with_its_policy_at_any_order_of_calls(world: World) ->
     assert [(key, world.sampled(key)) for key in order] == [(key, served[key]) for key in order]
     gauges = {f'{{policy="support",tenant="{tenant}"}} {served[f"support-{tenant}"]}.0' for tenant in ("a", "b")}
     assert gauges <= {line.removeprefix("turnwise_named_policy_version") for line in world.metrics()}
+    lines = world.http["support-b"].get("/metrics").text.splitlines()
+    named = [line for line in lines if line.startswith("turnwise_named_policy_version{")]
+    assert named == [f'turnwise_named_policy_version{{policy="support",tenant="b"}} {served["support-b"]}.0']
     first, served["support-a"] = served["support-a"], world.publish("a", "support")
     assert {key: world.sampled(key) for key in served} == served
     world.post("admin-a", f"/v1/policies/{first}/activate", {})
