@@ -286,13 +286,10 @@ async def _check_may_serve(services: Services, principal: Principal, version: st
     Raises:
         Forbidden: it is of the default policy, or unknown, and the model belongs to another tenant.
     """
-
-    def read() -> PolicyVersion | None:
-        with services.database.read() as connection, contextlib.suppress(NotFound):
-            return policies.get_policy(connection, int(version))
-        return None
-
-    found = await asyncio.to_thread(read) if re.fullmatch(r"[0-9]{1,9}", version) else None
+    found = None
+    if re.fullmatch(r"[0-9]{1,9}", version):
+        with contextlib.suppress(NotFound):
+            found = await services.database.fetch(policies.get_policy, int(version))
     if found is None or found.policy_id == DEFAULT_POLICY:
         await _check_owner(services, principal)
 

@@ -89,12 +89,11 @@ async def is_operator(services: Services, principal: Principal) -> bool:
     if (owner := services.settings.policy_tenant) is not None:
         return owner == principal.tenant
 
-    def read() -> set[str]:
-        with services.database.read() as connection:
-            named = {each.tenant for each in named_policies.list_named_policies(connection)}
-            return (keys.tenants_with_keys(connection) | named) - {NO_TENANT}
+    def tenants(connection: Connection) -> set[str]:
+        named = {each.tenant for each in named_policies.list_named_policies(connection)}
+        return (keys.tenants_with_keys(connection) | named) - {NO_TENANT}
 
-    return principal.tenant == DEFAULT_TENANT or await asyncio.to_thread(read) <= {principal.tenant}
+    return principal.tenant == DEFAULT_TENANT or await services.database.fetch(tenants) <= {principal.tenant}
 
 
 def _check_own_session(connection: Connection, principal: Principal, session_id: str) -> None:
