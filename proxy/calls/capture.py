@@ -126,7 +126,6 @@ def build_turns(
             encoded_logprobs=choice.logprobs,
             encoded_prompt=prompt.echo,
             encoded_routing=_routing(choice, prompt),
-            messages_state=digests.messages_state,
         )
         turns.append(turn)
     return turns
@@ -235,7 +234,6 @@ def known_turn(turn: NewTurn, plan: Plan, chain_id: str, root: Root | None = Non
         chain_id=chain_id,
         num_messages=len(plan.history.full) + 1,
         prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
-        messages_state=turn.messages_state,
         role=_chain_role(turn, plan),
         tokens=_all_ids(turn, plan),
     )

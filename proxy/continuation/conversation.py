@@ -17,15 +17,15 @@ from collections.abc import Sequence
 import orjson
 from blake3 import blake3
 
-from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history, tool_call_ids
+from proxy.continuation.digests import NO_FIELDS, History, context_digest, tool_call_ids
 from proxy.continuation.outline import Outlines
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import with_readable_arguments
 from turnwise.types import Json
 
 DIGEST_BYTES = 16
-PREFIX_BYTES = 2_500
-"""Memory of a prefix without messages, roughly: most of it is for the running hashes of its history."""
+PREFIX_BYTES = 1_200
+"""Memory of a prefix without messages, roughly."""
 MESSAGE_BYTES = 170
 """Memory of the digests and the kind of one message, roughly."""
 TAIL_BYTES = 48
@@ -189,12 +189,10 @@ async def read_conversation(
     earlier = None if prefixes is None or owner is None else prefixes.find(owner, call.messages_json)
     context = context_digest(call.tools, template_arguments(call.body))
     is_usable = earlier is not None and (earlier.history.context, earlier.history.fields) == (context, fields)
-    history = earlier.history if earlier is not None and is_usable else None
-    num_digested = 0 if history is None else len(history.full)
-    for end in range(num_digested + SLICE_MESSAGES, len(call.messages), SLICE_MESSAGES):
-        history = digest_history(call.messages[:end], context, fields, history)
+    history = earlier.history.copy() if earlier is not None and is_usable else History(context, fields)
+    for start in range(len(history.full), len(call.messages), SLICE_MESSAGES):
+        history.extend(call.messages[start : start + SLICE_MESSAGES])
         await pauses.pause()
-    history = digest_history(call.messages, context, fields, history)
     prefix = prefix_of(call.messages_json, history)
     if earlier is not None:
         prefix.outlines = earlier.outlines

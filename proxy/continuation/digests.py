@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from turnwise.types import Json, Turn
+from turnwise.types import Json
 
 DIGEST_BYTES = 8
 """Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
@@ -37,90 +37,60 @@ CALL_TEXT = "call_text"
 NO_FIELDS: frozenset[str] = frozenset()
 
 
-class Extended(NamedTuple):
-    """The digests of a conversation with its reply."""
+class Digests(NamedTuple):
+    """The digests of the first messages of a conversation."""
 
     full: bytes
-    """As the entries of `History`, and so the next two."""
+    """With tools and template arguments."""
     messages: bytes
+    """Without tools and template arguments."""
     dialogue: bytes
-    messages_state: Any
-    """The running hash of `messages`."""
+    """Without system messages as well."""
 
 
 @dataclasses.dataclass(slots=True)
 class History:
-    """Digests of a list of messages: entry i covers the first i + 1 messages."""
+    """Digests of a list of messages: entry i covers the first i + 1 messages, as the fields of `Digests`."""
 
-    full: list[bytes]
-    """With tools and template arguments."""
-    messages: list[bytes]
-    """Without tools and template arguments."""
-    dialogue: list[bytes]
-    """Without system messages as well."""
-    replies: list[int]
-    """Positions of the assistant messages."""
-    states: tuple[Any, Any, Any]
-    """The three running hashes after the last message."""
+    context: bytes
+    """The digest of tools and template arguments."""
     fields: frozenset[str] = NO_FIELDS
     """What the template prints of `NAME` and `CALL_IDS`."""
-    context: bytes = b""
-    """The digest of tools and template arguments."""
+    full: list[bytes] = dataclasses.field(default_factory=list)
+    messages: list[bytes] = dataclasses.field(default_factory=list)
+    dialogue: list[bytes] = dataclasses.field(default_factory=list)
+    replies: list[int] = dataclasses.field(default_factory=list)
+    """Positions of the assistant messages."""
 
-    def extended(self, message: Json) -> Extended:
-        """Return the digests after one more message, the reply."""
+    def copy(self) -> History:
+        """Return a copy; extending it does not change this one."""
+        lists = self.full[:], self.messages[:], self.dialogue[:], self.replies[:]
+        return History(self.context, self.fields, *lists)
+
+    def extend(self, messages: Iterable[Json]) -> None:
+        """Add the next messages."""
+        for message in messages:
+            if message.get("role") == "assistant":
+                self.replies.append(len(self.full))
+            after = self.extended(message)
+            self.full.append(after.full)
+            self.messages.append(after.messages)
+            self.dialogue.append(after.dialogue)
+
+    def extended(self, message: Json) -> Digests:
+        """Return the digests after one more message."""
         digest = message_digest(message, self.fields)
-        full, messages, dialogue = _copies(self.states)
-        full.update(digest)
-        messages.update(digest)
-        dialogue.update(digest)
-        return Extended(full.digest(), messages.digest(), dialogue.digest(), messages)
+        dialogue = self.dialogue[-1] if self.dialogue else b""
+        return Digests(
+            chained(self.full[-1] if self.full else self.context, digest),
+            chained(self.messages[-1] if self.messages else b"", digest),
+            dialogue if message.get("role") in SYSTEM_ROLES else chained(dialogue, digest),
+        )
 
 
-def digest_history(
-    messages: Sequence[Json],
-    context: bytes,
-    fields: frozenset[str] = NO_FIELDS,
-    earlier: History | None = None,
-) -> History:
-    """Digest every prefix of `messages`.
-
-    Args:
-        messages: the conversation.
-        context: the digest of tools and template arguments.
-        fields: what the template prints of `NAME` and `CALL_IDS`.
-        earlier: the digests of the first messages.
-    """
-    if earlier is not None and (earlier.context, earlier.fields) == (context, fields):
-        states = full, plain, dialogue = _copies(earlier.states)
-        lists = earlier.full[:], earlier.messages[:], earlier.dialogue[:], earlier.replies[:]
-    else:
-        states = full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
-        lists = [], [], [], []
-    history = History(*lists, states, fields, context)
-    for index in range(len(history.full), len(messages)):
-        message = messages[index]
-        digest = message_digest(message, fields)
-        full.update(digest)
-        plain.update(digest)
-        role = message.get("role")
-        if role not in SYSTEM_ROLES:
-            dialogue.update(digest)
-        if role == "assistant":
-            history.replies.append(index)
-        history.full.append(full.digest())
-        history.messages.append(plain.digest())
-        history.dialogue.append(dialogue.digest())
-    return history
-
-
-def _copies(states: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    full, plain, dialogue = states
-    return full.copy(), plain.copy(), dialogue.copy()
-
-
-def _empty() -> Any:
-    return blake2b(digest_size=DIGEST_BYTES)
+def chained(before: bytes, digest: bytes) -> bytes:
+    """Return the digest of messages with the digest `before`, and of the next one, whose own digest is `digest`."""
+    return blake2b(before + digest, digest_size=DIGEST_BYTES).digest()
 
 
 def context_digest(tools: Any, template: Json) -> bytes:
@@ -224,22 +194,3 @@ def has_media(messages: Sequence[Json]) -> bool:
         if isinstance(content := message.get("content"), list)
         for part in content
     )
-
-
-def prompt_digests(turns: Iterable[Turn], states: dict[str | None, Any], fields: frozenset[str]) -> dict[str, bytes]:
-    """Return the digest of each turn's prompt messages, as `History.messages` has it after the last message.
-
-    Args:
-        turns: turns of a session in the order of their commits.
-        states: `Extended.messages_state` of the turns that they extend, by id; those of `turns` are added.
-        fields: what the template prints of `NAME` and `CALL_IDS`.
-    """
-    found: dict[str, bytes] = {}
-    for turn in turns:
-        state = states[turn.parent_turn_id].copy() if turn.parent_turn_id in states else _empty()
-        for message in turn.messages:
-            state.update(message_digest(message, fields))
-        found[turn.turn_id] = state.digest()
-        state.update(message_digest(turn.response, fields))
-        states[turn.turn_id] = state
-    return found

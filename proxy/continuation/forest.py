@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import argument_digests, reply_digest, tool_call_ids
@@ -17,9 +17,7 @@ from proxy.continuation.encoded_ids import EncodedIds
 from turnwise.types import Json, Outcome, Role, Turn
 
 TURN_BYTES = 480
-"""Memory of a turn without its id, texts and running hash: the object, its digests and times, and its index entries."""
-STATE_BYTES = 450
-"""Memory of a running hash."""
+"""Memory of a turn without its id and texts: the object, its digests and times, and its index entries."""
 FOREST_BYTES = 1_000
 """Memory of a forest without turns."""
 AGENTS = frozenset({Role.MAIN, Role.SUB_AGENT})
@@ -53,8 +51,6 @@ class KnownTurn:
     dialogue_digest: bytes
     prompt_digest: bytes = b""
     """Digest of the prompt's messages alone."""
-    messages_state: Any = None
-    """The running hash of `messages_digest`; None once another turn extends this one."""
     reasoning: str = ""
     """The thinking that was sampled."""
     call_ids: tuple[str, ...] = ()
@@ -86,7 +82,6 @@ class KnownTurn:
         *,
         num_messages: int,
         prompt_digest: bytes,
-        messages_state: Any,
         chain_id: str | None = None,
         role: Role | None = None,
         tokens: EncodedIds | None = None,
@@ -102,7 +97,6 @@ class KnownTurn:
             messages_digest=turn.messages_digest,
             dialogue_digest=turn.dialogue_digest,
             prompt_digest=prompt_digest,
-            messages_state=messages_state,
             reasoning=turn.response.get("reasoning") or "",
             call_ids=tuple(tool_call_ids(turn.response)),
             arguments=argument_digests(turn.response),
@@ -119,8 +113,11 @@ class KnownTurn:
     def num_bytes(self) -> int:
         """Return its memory, roughly, without its tokens."""
         texts = (self.turn_id, self.reasoning, self.side_task or "", self.reply_digest, *self.call_ids)
-        num_bytes = TURN_BYTES + sum(map(sys.getsizeof, texts)) + (0 if self.messages_state is None else STATE_BYTES)
-        return num_bytes + (sum(map(sys.getsizeof, (self.arguments, *self.arguments))) if self.arguments else 0)
+        return (
+            TURN_BYTES
+            + sum(map(sys.getsizeof, texts))
+            + (sum(map(sys.getsizeof, (self.arguments, *self.arguments))) if self.arguments else 0)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,9 +198,6 @@ class Forest:
             self._add_root(turn)
         if parent is not None:
             parent.has_child = parent.has_child or not turn.is_aborted
-            if parent.has_child and parent.messages_state is not None:
-                parent.messages_state = None
-                self.num_bytes -= STATE_BYTES
 
     def _remove(self, turn: KnownTurn) -> None:
         self.num_bytes -= turn.num_bytes()

@@ -21,7 +21,7 @@ from proxy.continuation.conversation import Conversation, Prefixes, read_convers
 from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, LiveSessions, Placement, TokenCache, digest_stored, known_turns
+from proxy.continuation.memory import LiveSession, LiveSessions, Placement, TokenCache, known_turns
 from proxy.continuation.plan import Plan, break_reason, new_chain, plan_call
 from proxy.continuation.template import ChatTemplate
 from proxy.continuation.which_session import (
@@ -250,18 +250,11 @@ class Sessions:
 
     def _read_unknown(self, live: LiveSession) -> tuple[list[KnownTurn], int]:
         """Return the stored turns that are not in memory, and the `seq` after the last stored turn."""
-        session, by_id = live.session, dict(live.forest.by_id)
-        read = functools.partial(history.unknown_turns, tenant=session.tenant, session_id=session.session_id)
+        tenant, session_id = live.key
+        by_id = dict(live.forest.by_id)
         with self._database.read() as connection:
-            unknown, num_read = read(connection, first=live.num_read, known=by_id)
-            extended = [turn for turn in unknown if turn.parent_turn_id in by_id]
-            if any(by_id[turn.parent_turn_id or ""].messages_state is None for turn in extended):
-                # They extend a turn in the middle of a chain: the digests need all messages.
-                every, _ = read(connection, first=0, known=())
-                digested = digest_stored(every, {}, self.fields_read)
-            else:
-                digested = digest_stored(unknown, by_id, self.fields_read)
-        return known_turns(unknown, digested, by_id), num_read
+            unknown, num_read = history.unknown_turns(connection, tenant, session_id, first=live.num_read, known=by_id)
+        return known_turns(unknown, by_id, self.fields_read), num_read
 
     @property
     def fields_read(self) -> frozenset[str]:

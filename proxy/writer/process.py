@@ -73,8 +73,6 @@ class NewTurn(Turn):
     """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
     encoded_routing: tuple[str, int, int] | None = None
     """Arguments of `pack_routing` for `routed_experts`; None where the engine returned no routing."""
-    messages_state: Any = None
-    """`Extended.messages_state`, which is not sent; None for a turn without a completion."""
 
 
 class Work(NamedTuple):

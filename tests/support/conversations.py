@@ -5,8 +5,16 @@ from __future__ import annotations
 import orjson
 
 from proxy.continuation.conversation import Conversation, prefix_of
-from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history
+from proxy.continuation.digests import NO_FIELDS, History, context_digest
 from proxy.dialects.base import Call, template_arguments
+from turnwise.types import Json
+
+
+def digest_history(messages: list[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> History:
+    """Return the digests of messages."""
+    history = History(context, fields)
+    history.extend(messages)
+    return history
 
 
 def history_of(call: Call, fields: frozenset[str] = NO_FIELDS) -> History:

@@ -6,8 +6,9 @@ import uuid
 from collections.abc import Callable
 
 import numpy as np
+from support.conversations import digest_history
 
-from proxy.continuation.digests import digest_history, tool_call_ids
+from proxy.continuation.digests import tool_call_ids
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.memory import LiveSession, LiveSessions, TokenCache
@@ -27,7 +28,7 @@ def session_of(messages_of: Callable[[int], list[Json]], name: str, num_turns: i
         prompt, reply = messages_of(number)
         messages.append(prompt)
         history = digest_history(messages, b"")
-        full, plain, dialogue, state = history.extended(reply)
+        full, plain, dialogue = history.extended(reply)
         turn_id = f"chatcmpl-{uuid.uuid4().hex}"
         turn = KnownTurn(
             turn_id=turn_id,
@@ -38,7 +39,6 @@ def session_of(messages_of: Callable[[int], list[Json]], name: str, num_turns: i
             messages_digest=plain,
             dialogue_digest=dialogue,
             prompt_digest=history.messages[-1],
-            messages_state=state,
             reasoning=str(number) * 300,
             call_ids=tuple(tool_call_ids(reply)),
             started_at=number + 0.5,

@@ -81,7 +81,7 @@ async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) ->
 def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
     """Add a reply to the call, as a commit does."""
     live = placement.live
-    full, messages, dialogue, _ = history_of(call).extended(REPLY)
+    full, messages, dialogue = history_of(call).extended(REPLY)
     turn = KnownTurn(
         turn_id=f"{live.session.session_id}-{len(call.messages)}",
         parent_turn_id=None,

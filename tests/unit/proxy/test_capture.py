@@ -13,7 +13,7 @@ from support.conversations import history_of
 from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn, root_of
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import digest_stored, known_turns
+from proxy.continuation.memory import known_turns
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import SENT, Captured, Choice
@@ -172,7 +172,7 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
     (built_turn,) = build_turns(call, plan, captured, timing, turn_id="chatcmpl-1", session=SESSION)
     in_memory = known_turn(built_turn, plan, "chatcmpl-1", root_of(call, timing))
     turn = stored(built_turn)
-    (read,) = known_turns([turn], digest_stored([turn], {}, frozenset()), {})
+    (read,) = known_turns([turn], {}, frozenset())
     assert (in_memory.side_task, in_memory.system_digest) == (task, read.system_digest)
     assert read.side_task == task
 

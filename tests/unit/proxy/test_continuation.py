@@ -33,7 +33,7 @@ def stored(
     """Store a turn as the proxy does."""
     reasoning = str(fields.pop("reasoning", ""))
     history = history_of(call(messages, **fields))
-    full, plain, dialogue, _ = history.extended({"role": "assistant", "content": text})
+    full, plain, dialogue = history.extended({"role": "assistant", "content": text})
     turn = KnownTurn(
         turn_id=turn_id,
         parent_turn_id=parent,

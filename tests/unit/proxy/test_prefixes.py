@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 import pytest
+from support.conversations import digest_history
 
 from proxy.continuation.conversation import Conversation, Prefixes, prefix_of, read_conversation
-from proxy.continuation.digests import digest_history, message_digest
+from proxy.continuation.digests import message_digest
 from proxy.dialects import registry
 from proxy.dialects.base import Dialect
 from turnwise.types import Json
@@ -31,7 +32,8 @@ def kept(*owners: tuple[str, str, str], max_bytes: int = 10**6) -> Prefixes:
 def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
     earlier = kept(OWNER).find(OWNER, orjson.dumps(SECOND))
     assert earlier is not None
-    continued, whole = digest_history(SECOND, b"", earlier=earlier.history), digest_history(SECOND, b"")
+    continued, whole = earlier.history.copy(), digest_history(SECOND, b"")
+    continued.extend(SECOND[2:])
     assert (continued.full, continued.messages, continued.dialogue) == (whole.full, whole.messages, whole.dialogue)
     assert len(earlier.history.full) == 2  # it was not changed
 
