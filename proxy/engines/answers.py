@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -37,11 +38,8 @@ class NotConnected(Disconnected):
 class Source(Protocol):
     """The connection that an answer arrives on."""
 
-    def abort(self) -> None:
-        """Close at once."""
-
-    def resume(self) -> None:
-        """Resume reading."""
+    def leave(self) -> None:
+        """Keep the connection for the next request, or close it if the answer is not complete."""
 
 
 class Answer:
@@ -50,17 +48,22 @@ class Answer:
     Leaving the `with` block before the body is complete closes the connection, so that the server stops its work.
     """
 
-    __slots__ = ("_connection", "_error", "_is_complete", "_num_bytes", "_parts", "_waiter", "content_type", "status")
+    __slots__ = ("_error", "_loop", "_source", "body", "content_type", "head", "is_complete", "status", "waiting_since")
 
-    def __init__(self, connection: Source) -> None:
+    def __init__(self, source: Source, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.content_type = ""
-        self._connection = connection
-        self._parts: list[bytes] = []
-        self._num_bytes = 0
-        self._is_complete = False
+        self.head: asyncio.Future[None] = loop.create_future()
+        """Done once the status is known, or the connection is lost."""
+        self.body = asyncio.StreamReader(BUFFERED_BYTES // 2, loop)
+        """What has arrived and was not read; it pauses the transport while it holds `BUFFERED_BYTES`."""
+        self.body.set_transport(transport)
+        self.is_complete = False
+        self.waiting_since = loop.time()
+        """When its reader began to wait for more of it; infinite while the reader does something else."""
+        self._loop = loop
+        self._source = source
         self._error: Disconnected | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -68,8 +71,7 @@ class Answer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._is_complete:
-            self._connection.abort()
+        self._source.leave()
 
     async def read(self, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """Return the whole body.
@@ -80,14 +82,11 @@ class Answer:
         """
         parts: list[bytes] = []
         num_bytes = 0
-        while self._parts or not self._is_complete:
-            if not self._parts:
-                await self.wait()
-                continue
-            num_bytes += self._num_bytes
+        while part := await self.next_part():
+            num_bytes += len(part)
             if num_bytes > max_bytes:
                 raise AnswerTooLong(max_bytes)
-            parts += self._take()
+            parts.append(part)
         return parts[0] if len(parts) == 1 else await joined(parts, num_bytes)
 
     async def next_part(self) -> bytes:
@@ -96,47 +95,16 @@ class Answer:
         Raises:
             Disconnected: the connection broke; all data before that has been returned.
         """
-        while not self._parts and not self._is_complete:
-            await self.wait()
-        return b"".join(self._take())
-
-    async def wait(self) -> None:
-        """Wait for the head, for data, or for the end of the body.
-
-        Raises:
-            Disconnected: the connection broke.
-        """
-        if self._error is not None:
+        self.waiting_since = self._loop.time()
+        part = await self.body.read(BUFFERED_BYTES)
+        self.waiting_since = math.inf
+        if not part and self._error is not None:
             raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def feed(self, part: bytes) -> bool:
-        """Buffer a part of the body; return whether the buffer is full."""
-        self._parts.append(part)
-        self._num_bytes += len(part)
-        self.wake()
-        return self._num_bytes > BUFFERED_BYTES
+        return part
 
     def end(self, error: Disconnected | None = None) -> None:
         """End the body, or fail it with an error."""
-        self._is_complete, self._error = error is None, error
-        if error is None or self._waiter is None:
-            self.wake()
-        elif not self._waiter.done():
-            self._waiter.set_exception(error)
-
-    def wake(self) -> None:
-        """Wake the reader."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _take(self) -> list[bytes]:
-        parts, self._parts = self._parts, []
-        self._num_bytes = 0
-        if not self._is_complete:
-            self._connection.resume()
-        return parts
+        self.is_complete, self._error = error is None, error
+        self.body.feed_eof()
+        if error is not None and not self.head.done():
+            self.head.set_exception(error)

@@ -13,7 +13,7 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 import orjson
 
 from proxy.engines.answers import Answer, Disconnected, NotConnected
-from proxy.engines.http_client import Access, Body, HttpClient
+from proxy.engines.http_client import Access, HttpClient
 from proxy.engines.kind import EngineKind
 from proxy.engines.state import SERVING, EngineState, EngineStatus
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
@@ -118,7 +118,7 @@ class Engine(EngineKind):
         """Policy version that calls sample with now."""
         return self.active_lane.version
 
-    async def post(self, path: str, body: Body, headers: dict[str, str]) -> Answer:
+    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         """Send a call; the caller reads the answer in a `with` block.
 
         Raises:
@@ -204,7 +204,7 @@ class Engine(EngineKind):
         except orjson.JSONDecodeError:
             return raw.decode(errors="replace")
 
-    async def ask_raw(self, method: str, path: str, data: Body, seconds: float, query: Mapping[str, str]) -> bytes:
+    async def ask_raw(self, method: str, path: str, data: bytes, seconds: float, query: Mapping[str, str]) -> bytes:
         """Call a control route and return its answer.
 
         Raises:

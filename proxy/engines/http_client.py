@@ -10,30 +10,23 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from urllib.parse import unquote, urlsplit
 
 import httptools
 
 from proxy.engines.answers import Answer, Disconnected, NotConnected
 
-COPIED_BYTES = 64 * 2**10
-"""A shorter body is sent in one piece with its head."""
-SENT_BYTES = 2**20
-"""Bytes of a long request that are written in one step of the event loop."""
 STALE_SECONDS = 1.0
 """A reused connection that closes without data so soon after a request was closed before the request arrived."""
 OVERDUE_SECONDS = 0.05
 """How long a server that was silent for too long is still listened to, because this process may have been stopped."""
 IDLE_SECONDS = 15.0
 """How long an idle connection may be reused; a network device in between may have dropped an older one."""
-
-Pieces = Sequence[bytes | memoryview]
-Body = bytes | Pieces
-"""A request's body, whole or in pieces; the pieces of a long one are not joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ class HttpClient:
         self._open: set[_Connection] = set()
 
     async def request(
-        self, method: str, path: str, body: Body, headers: Mapping[str, str], *, silence_seconds: float | None = None
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float | None = None
     ) -> Answer:
         """Send a request and return its answer once the head has arrived; use the answer in a `with` block.
 
@@ -87,11 +80,8 @@ class HttpClient:
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        pieces = [body] if isinstance(body, bytes) else body
-        length = sum(map(len, pieces))
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {length}\r\n\r\n"
-        sent: Pieces = [head.encode("latin-1"), *pieces]
-        sent = [b"".join(sent)] if length < COPIED_BYTES else sent
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {len(body)}\r\n\r\n"
+        sent = (head.encode("latin-1"), body)
         patience = silence_seconds or self._silence_seconds
         connection, answer = self._take_idle(), None
         if connection is not None:
@@ -140,23 +130,6 @@ class HttpClient:
             connection.fail(Disconnected(reason))
 
 
-def in_steps(pieces: Pieces) -> Iterator[list[memoryview]]:
-    """Yield the pieces of a request in lists of at most `SENT_BYTES`; pieces are cut where a list is full."""
-    part: list[memoryview] = []
-    num_bytes = 0
-    for piece in pieces:
-        start = 0
-        while start < len(piece):
-            cut = memoryview(piece)[start : start + SENT_BYTES - num_bytes]
-            part.append(cut)
-            start, num_bytes = start + len(cut), num_bytes + len(cut)
-            if num_bytes == SENT_BYTES:
-                yield part
-                part, num_bytes = [], 0
-    if part:
-        yield part
-
-
 KEEP_ALIVE_SECONDS = 10
 """Silence on a connection after which TCP sends keep-alive probes."""
 PROBE_SECONDS, NUM_PROBES = 5, 3
@@ -190,7 +163,7 @@ class _Stale(Disconnected):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; it carries one request at a time, and returns to the idle ones by itself."""
+    """One connection; it carries one request at a time."""
 
     _transport: asyncio.Transport
 
@@ -200,87 +173,50 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
-        self._overdue_since = 0.0
-        """`heard_at` when a check found that the server has been silent for too long."""
         self._patience = 0.0
         """How long the server may be silent, seconds."""
         self.heard_at = 0.0
         """When the server was heard last, or a request was sent to it."""
         self._answer: Answer | None = None
-        self._is_paused = False
-        self._is_full = False
-        """Whether the server has not taken what was written."""
-        self._is_sending = False
-        """Whether a part of the request has not been written, so that no other may follow."""
+        self._is_kept = False
+        """Whether the server keeps the connection after its answer."""
         self._may_be_stale = False
         """Whether it was reused for this request and has received nothing since."""
         self._has_length = False
         """Whether the answer declares its length; otherwise it ends with the connection."""
 
-    async def exchange(self, request: Pieces, patience: float) -> Answer:
-        """Send a request and return its answer once the head has arrived."""
-        self.heard_at = self._loop.time()
-        if self._timer is not None and patience < self._patience:
-            self._timer.cancel()
-            self._timer = None
-        self._patience = patience
-        if self._timer is None:
-            self._timer = self._loop.call_later(patience, self._check)
-        self._has_length = self._is_sending = False
-        answer = self._answer = Answer(self)
+    async def exchange(self, request: tuple[bytes, bytes], patience: float) -> Answer:
+        """Send the head and the body of a request; return the answer once its head has arrived."""
         if self._transport.is_closing():
             raise _Stale("the server had closed the connection")
+        self.heard_at = self._loop.time()
+        self._has_length, self._patience = False, patience
+        self._timer = self._loop.call_later(patience, self._check)
+        answer = self._answer = Answer(self, self._transport, self._loop)
+        self._transport.writelines(request)
         try:
-            if sum(map(len, request)) <= SENT_BYTES:
-                self._transport.writelines(request)
-            else:
-                await self._send_in_steps(request, answer)
-            while not answer.status:
-                await answer.wait()
+            await answer.head
         except BaseException:
-            if self._answer is answer:  # otherwise it is complete, and the connection may carry another request
-                self.abort()
+            self.leave()
             raise
         return answer
 
-    async def _send_in_steps(self, request: Pieces, answer: Answer) -> None:
-        """Write a long request in steps, each once the server has taken what was written before.
-
-        The rest is not written after an early answer, such as a refusal, or once the connection has ended.
-        """
-        self._is_sending = True
-        *steps, last = in_steps(request)
-        for part in steps:
-            self._transport.writelines(part)
-            await asyncio.sleep(0)
-            while self._is_full and self._answer is answer and not answer.status:
-                await answer.wait()
-            if self._answer is not answer or answer.status:
-                return
-        self._transport.writelines(last)
-        self._is_sending = False
-
-    def pause_writing(self) -> None:
-        """Wait with the rest of a long request: the server has not taken what was written."""
-        self._is_full = True
-
-    def resume_writing(self) -> None:
-        """Continue with a long request."""
-        self._is_full = False
-        self.heard_at = self._loop.time()
-        if self._answer is not None:
-            self._answer.wake()
+    def leave(self) -> None:
+        """Keep the connection for the next request, or close it if the answer is not complete."""
+        answer, self._answer = self._answer, None
+        if self._timer is not None:
+            self._timer.cancel()
+        is_over = answer is not None and answer.is_complete and not self._transport.get_write_buffer_size()
+        if is_over and self._is_kept and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._may_be_stale = True
+            self._idle.append(self)
+        else:
+            self.abort()
 
     def abort(self) -> None:
         """Close at once; data in transit is dropped."""
         self._transport.abort()
-
-    def resume(self) -> None:
-        """Resume reading."""
-        if self._is_paused and not self._transport.is_closing():
-            self._is_paused = False
-            self.heard_at = self._loop.time()
-            self._transport.resume_reading()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set up a new connection."""
@@ -300,16 +236,10 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the running request, if there is one, and leave the idle connections."""
         self._open.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
         if self in self._idle:
             self._idle.remove(self)
-        answer = self._answer
-        if answer is None:
-            return
-        if answer.status and not self._has_length and exc is None:
-            self._answer = None
-            answer.end()
+        if self._answer is not None and self._answer.status and not self._has_length and exc is None:
+            self._answer.end()
         elif self._may_be_stale and self._loop.time() - self.heard_at < STALE_SECONDS:
             self.fail(_Stale("the server closed the connection"))
         else:
@@ -317,7 +247,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """Begin an answer; close the connection if none was asked for."""
-        if self._answer is None:
+        if self._answer is None or self._answer.is_complete:
             self.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -331,47 +261,37 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """Publish the status; after a 1xx head another head follows."""
         status = self._parser.get_status_code()
-        if self._answer is not None and status >= 200:
+        if self._answer is not None and status >= 200 and not self._answer.head.done():
             self._answer.status = status
-            self._answer.wake()
+            self._answer.waiting_since = math.inf
+            self._answer.head.set_result(None)
 
     def on_body(self, part: bytes) -> None:
-        """Buffer a part of the body; pause reading while the buffer is full."""
-        if self._answer is not None and self._answer.feed(part) and not self._is_paused:
-            self._is_paused = True
-            self._transport.pause_reading()
+        """Buffer a part of the body."""
+        if self._answer is not None and not self._answer.is_complete:
+            self._answer.body.feed_data(part)
 
     def on_message_complete(self) -> None:
-        """End an answer; keep the connection for the next one if possible."""
-        answer = self._answer
-        if answer is None or not answer.status:
-            return
-        self._answer = None
-        answer.end()
-        self.resume()
-        if self._parser.should_keep_alive() and not (self._is_sending or self._is_full):
-            self._may_be_stale = True
-            self._idle.append(self)
-        else:
-            self._transport.close()
+        """End an answer; after a 1xx head another one follows."""
+        if self._answer is not None and self._answer.status:
+            self._is_kept = self._parser.should_keep_alive()
+            self._answer.end()
 
-    def _check(self) -> None:
-        """Fail the request if the server has been silent for too long; one timer serves all requests."""
-        self._timer = None
-        if self._answer is None:
+    def _check(self, is_second: bool = False) -> None:
+        """Fail the request if the server has been silent for too long while its answer is waited for."""
+        if self._answer is None or self._answer.is_complete:
             return
-        silent = 0.0 if self._is_paused else self._loop.time() - self.heard_at  # while paused, the silence is ours
+        silent = max(0.0, self._loop.time() - max(self.heard_at, self._answer.waiting_since))
         if silent < self._patience:
             self._timer = self._loop.call_later(self._patience - silent, self._check)
-        elif self._overdue_since != self.heard_at:
-            self._overdue_since = self.heard_at
-            self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check)
+        elif not is_second:
+            self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check, True)
         else:
             self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))
 
     def fail(self, error: Disconnected) -> None:
         """Fail the running request, if there is one, and close the connection."""
         answer, self._answer = self._answer, None
-        if answer is not None:
+        if answer is not None and not answer.is_complete:
             answer.end(error)
         self.abort()

@@ -13,7 +13,6 @@ from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured
 from proxy.engines.answers import Answer
-from proxy.engines.http_client import Body
 from turnwise.errors import EngineRefused
 from turnwise.types import Json
 
@@ -60,7 +59,7 @@ class EngineKind(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def count_tokens(self, request: Body) -> int:
+    async def count_tokens(self, request: bytes) -> int:
         """Return the number of tokens of the prompt of a chat request.
 
         Raises:

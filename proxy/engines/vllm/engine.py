@@ -19,7 +19,6 @@ from proxy.dialects.captured import Captured
 from proxy.dialects.chat import readable_messages
 from proxy.engines.answers import Answer
 from proxy.engines.engine import Engine
-from proxy.engines.http_client import Body
 from proxy.engines.vllm import requirements
 from proxy.engines.vllm.reply import read_parts, without_thinking
 from turnwise import logprob_request
@@ -106,7 +105,7 @@ class Vllm(Engine):
         self.returns_routing |= captured.has_routing
         return list(map(without_thinking, shown)) if call.hides_thinking else shown
 
-    async def count_tokens(self, request: Body) -> int:
+    async def count_tokens(self, request: bytes) -> int:
         """Return the number of tokens of a prompt; only the count is read, not the ids that follow it."""
         raw = await self.ask_raw("POST", "/tokenize", request, 10.0, {})
         if found := COUNT.match(raw):

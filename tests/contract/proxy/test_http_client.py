@@ -180,6 +180,7 @@ def pass_time(client: HttpClient, seconds: float) -> None:
     """Let the connection's checks find a silence that is longer by this time; the second check has no grace."""
     (connection,) = client._open
     connection.heard_at -= seconds
+    connection._answer.waiting_since -= seconds
     for _ in range(2):
         connection._check()
 
@@ -198,9 +199,18 @@ async def test_a_read_from_a_server_that_keeps_sending_does_not_time_out():
     async with serving(script, silence_seconds=600) as (_, client):
         with await client.request("GET", "/", b"", {}) as answer:
             for _ in range(8):
+                reading = asyncio.create_task(answer.next_part())
+                await asyncio.sleep(0)  # it waits from here on
                 pass_time(client, 400)
                 may_send.set()
-                assert await answer.next_part() == b"x"
+                assert await reading == b"x"
+
+
+async def test_a_slow_reader_is_no_silence_of_the_server():
+    async with serving(answering(OK[:-1], b"k"), silence_seconds=600) as (_, client):
+        with await client.request("GET", "/", b"", {}) as answer:
+            pass_time(client, 1000)
+            assert await answer.read() == b"ok"
 
 
 async def test_leaving_a_response_early_closes_the_connection():
