@@ -261,16 +261,12 @@ def _shape_message(message: Json, content_format: ContentFormat) -> Json:
         if isinstance(message.get(field), str):
             shaped[field] = message[field]
     if message.get("role") == "assistant":
-        _add_assistant_fields(shaped, message)
+        if calls := message.get("tool_calls"):
+            shaped["tool_calls"] = [_call_with_parsed_arguments(call) for call in calls]
+        thinking = message.get("reasoning", message.get("reasoning_content"))
+        if thinking is not None:
+            shaped["reasoning"] = shaped["reasoning_content"] = thinking
     return shaped
-
-
-def _add_assistant_fields(shaped: Json, message: Json) -> None:
-    if calls := message.get("tool_calls"):
-        shaped["tool_calls"] = [_call_with_parsed_arguments(call) for call in calls]
-    thinking = message.get("reasoning", message.get("reasoning_content"))
-    if thinking is not None:
-        shaped["reasoning"] = shaped["reasoning_content"] = thinking
 
 
 def _part_text(part: Any) -> str:

@@ -107,7 +107,7 @@ def build_turns(
             parent_turn_id=None if parent is None else parent.turn_id,
             chain_id=own_id,  # the store sets the chain of a turn that extends another
             model=call.model or next(iter(captured.models), ""),
-            messages=call.messages if parent is None else plan.new_messages(call.messages),
+            messages=call.messages if parent is None else call.messages[parent.num_messages :],
             tools=call.tools if parent is None else None,
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_delta=prompt.between,

@@ -87,7 +87,8 @@ class Relay:
         has_waited = must_wait and not await self._pool.wait_for_first()
         conversation = await self._sessions.read_conversation(call, principal)
         placement = await self._sessions.find(call, conversation, principal)
-        call.pin(placement.live.session.sampling)
+        if sampling := placement.live.session.sampling:  # overrides the call's before it is planned, sent and stored
+            call.body = {**call.body, **sampling}
         try:
             plan = await self._sessions.plan(placement, call, conversation)
         except BaseException:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import orjson
 
@@ -30,14 +30,11 @@ class LiveSession:
 
     session: Session
     forest: Forest = dataclasses.field(default_factory=Forest)
+    key: SessionKey = dataclasses.field(init=False)
+    """Tenant and id."""
     _document_bytes: int = dataclasses.field(init=False)
     num_read: int = 0
     """The `seq` up to which stored turns have been read, or were found to be known."""
-
-    @property
-    def key(self) -> SessionKey:
-        """Tenant and id."""
-        return self.session.tenant, self.session.session_id
 
     @property
     def num_bytes(self) -> int:
@@ -46,6 +43,7 @@ class LiveSession:
 
     def __post_init__(self) -> None:
         """Count the session's documents, which do not change while it is in memory."""
+        self.key = self.session.tenant, self.session.session_id
         self._document_bytes = DECODED * len(orjson.dumps([self.session.metadata, self.session.sampling]))
 
 
@@ -118,23 +116,21 @@ class LiveSessions:
         self.num_bytes += live.num_bytes
         self._evict()
 
-    def add_turns(self, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
+    def add_turns(self, live: LiveSession, turns: Sequence[KnownTurn]) -> None:
         """Add turns to a session, which may have been dropped meanwhile; drop others above the limits."""
         before = live.num_bytes
         for turn in turns:
             live.forest.add(turn)
-            self.keep_tokens(live, turn)
-        if self._holds(live):
+        if self._live.get(live.key) is live:
+            for turn in turns:
+                self._token_cache.add(live, turn)
             self.num_bytes += live.num_bytes - before
             self._evict()
 
     def keep_tokens(self, live: LiveSession, turn: KnownTurn) -> None:
         """Count the tokens of a turn, which may drop those of the sessions that were used least recently."""
-        if self._holds(live):
+        if self._live.get(live.key) is live:
             self._token_cache.add(live, turn)
-
-    def _holds(self, live: LiveSession) -> bool:
-        return self._live.get(live.key) is live
 
     def drop(self, key: SessionKey) -> None:
         """Remove a session."""

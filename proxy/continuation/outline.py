@@ -65,14 +65,6 @@ class Kind(NamedTuple):
     """The template's marks in its text."""
 
 
-class Outline(NamedTuple):
-    """The short form of a message."""
-
-    message: Json
-    kind: int
-    """The number of its `Kind`, which the `Outliner` assigns: numbers are compared faster."""
-
-
 @dataclasses.dataclass(slots=True)
 class Outlines:
     """The outlines of the first messages of a conversation: the kinds of all, and the messages that are still needed.
@@ -82,7 +74,7 @@ class Outlines:
     """
 
     kinds: list[int] = dataclasses.field(default_factory=list)
-    """Of all messages that were outlined."""
+    """The number of each outlined message's `Kind`, which the `Outliner` assigns: numbers are compared faster."""
     messages: dict[int, bytes] = dataclasses.field(default_factory=dict)
     """Outlined messages as JSON, by position."""
     num_bytes: int = 0
@@ -93,12 +85,12 @@ class Outlines:
         """Return a copy; completing it does not change this one."""
         return dataclasses.replace(self, kinds=self.kinds[:], messages=self.messages.copy())
 
-    def extend(self, outlines: Sequence[Outline]) -> None:
-        """Add the outlines of the next messages."""
+    def extend(self, outlined: Sequence[Json], kinds: Iterable[int]) -> None:
+        """Add the next messages, which are outlined."""
         # Copies: the encoder's buffer is many times as long as its content.
-        encoded = [memoryview(orjson.dumps(outline.message)).tobytes() for outline in outlines]
+        encoded = [memoryview(orjson.dumps(message)).tobytes() for message in outlined]
         self.messages.update(enumerate(encoded, len(self.kinds)))
-        self.kinds += [outline.kind for outline in outlines]
+        self.kinds += kinds
         self.num_bytes += sum(map(len, encoded)) + OUTLINE_BYTES * len(encoded)
 
     def forget(self, needed: Iterable[int], others: Collection[int], replied: int) -> None:
@@ -163,12 +155,13 @@ class Outliner:
             thinking: what is put into replies that were sent without it, by position.
         """
         known = Outlines() if known is None else known
-        known.extend([self._outlined(message) for message in messages[len(known.kinds) :]])
+        outlined = list(map(self.outline, messages[len(known.kinds) :]))
+        known.extend(outlined, map(self._kind, outlined))
         kinds, with_thinking = known.kinds[:replied], {}
         for position, text in thinking.items():
             if position < replied:
-                outline = self._with_thinking(self._message(position, messages, known), text)
-                kinds[position], with_thinking[position] = outline.kind, outline.message
+                message = {**self._message(position, messages, known), "reasoning": self._shorten(text)}
+                kinds[position], with_thinking[position] = self._kind(message), message
         positions = kept_positions(kinds) if replied >= MIN_MESSAGES else range(replied)
         kept = [with_thinking.get(at) or self._message(at, messages, known) for at in positions]
         rest = restored(messages[replied:], thinking, first=replied)
@@ -176,7 +169,7 @@ class Outliner:
         return Shortened(
             [*kept, *rest],
             len(kept),
-            (*(kinds[at] for at in positions), *(self._number(self.kind(message)) for message in rest)),
+            (*(kinds[at] for at in positions), *map(self._kind, rest)),
         )
 
     def _message(self, position: int, messages: Sequence[Json], known: Outlines) -> Json:
@@ -184,21 +177,6 @@ class Outliner:
         known_json = known.messages.get(position)
         outlined: Json = self.outline(messages[position]) if known_json is None else orjson.loads(known_json)
         return outlined
-
-    def _outlined(self, message: Json) -> Outline:
-        short = self.outline(message)
-        return Outline(short, self._number(self.kind(short)))
-
-    def _with_thinking(self, message: Json, thinking: str) -> Outline:
-        """Return the outline of a reply with its thinking; `message` is its outline without."""
-        short = {**message, "reasoning": self._shorten(thinking)}
-        return Outline(short, self._number(self.kind(short)))
-
-    def _number(self, kind: Kind) -> int:
-        number = self._numbers.get(kind)
-        if number is None and len(self._numbers) < MAX_KINDS:
-            number = self._numbers.setdefault(kind, next(self._next_number))
-        return hash(kind) if number is None else number
 
     def outline_tools(self, tools: Any) -> Any:
         """Return the first and the last tool, without their parameters; tools with a mark are kept as they are."""
@@ -227,19 +205,23 @@ class Outliner:
             short["tool_calls"] = [_without_arguments(call) for call in message["tool_calls"]]
         return short
 
-    def kind(self, message: Json) -> Kind:
-        """Return the kind of an outlined message."""
+    def _kind(self, message: Json) -> int:
+        """Return the number of an outlined message's kind; the hash of a kind beyond `MAX_KINDS`."""
         calls, thinking = message.get("tool_calls"), message.get("reasoning", message.get("reasoning_content"))
         content = str(canonical_content(message.get("content")))
         found = self._found(content + str(thinking or ""))
         bare, role = content.strip(), message.get("role")
-        return Kind(
+        kind = Kind(
             role=role if isinstance(role, str) else repr(role),
             num_calls=min(len(calls), 2) if isinstance(calls, list) else 0,
             has_thinking=bool(thinking),
             is_empty=not content,
             marks=tuple(Mark(mark, bare.startswith(mark), bare.endswith(mark)) for mark in found),
         )
+        number = self._numbers.get(kind)
+        if number is None and len(self._numbers) < MAX_KINDS:
+            number = self._numbers.setdefault(kind, next(self._next_number))
+        return hash(kind) if number is None else number
 
     def _outline_part(self, part: Any) -> Any:
         if not isinstance(part, dict):

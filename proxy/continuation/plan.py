@@ -48,10 +48,6 @@ class Plan:
     is_retokenised: bool = False
     """Whether the conversation contains replies and no stored tokens are used for them."""
 
-    def new_messages(self, messages: Sequence[Json]) -> list[Json]:
-        """Return the messages that this turn must store."""
-        return list(messages[0 if self.parent is None else self.parent.num_messages :])
-
 
 async def plan_call(
     call: Call,
@@ -164,9 +160,11 @@ def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | No
         return "template_unknown"
     if has_media(call.messages):
         return "media"
-    if call.continues_final_message:
+    body = call.body
+    # With these fields the prompt ends inside the last message, which the client wrote.
+    if body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False:
         return "prefill"
-    if call.body.get("truncate_prompt_tokens") is not None:
+    if body.get("truncate_prompt_tokens") is not None:
         return "truncated_prompt"
     return None
 

@@ -77,17 +77,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: ContentFormat) -> None:
         self._tokenizer = tokenizer
         self._format = content_format
+        self.end_tokens = frozenset(end_tokens)
+        """Ids that end a turn."""
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
         self._outliner: Outliner | None = None
         self._lock = threading.Lock()
         self._closings: dict[Hashable, str] = {}
         """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Ids that end a turn."""
-        return frozenset(self._ends)
 
     @functools.cached_property
     def fields_read(self) -> frozenset[str]:

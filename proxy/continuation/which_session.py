@@ -125,10 +125,15 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
     if not AGENT_HEADERS.isdisjoint(headers):
         agents = (entry.agent(headers) for entry in NATIVE_IDS if entry.name not in ignored)
         call.agent_id = next(filter(None, agents), None)
+    own = None
+    if OWN_HEADER not in ignored:
+        own, parent = _text(headers, OWN), _text(headers, PARENT)
+        if parent is not None:  # a sub-agent names the session of its parent, and itself in the header of its own
+            call.agent_id, own = call.agent_id or own, parent
     metadata = call.body.get("metadata") or {}
     explicit = {
         "path": path_id,
-        OWN_HEADER: None if OWN_HEADER in ignored else _own_session(call, headers),
+        OWN_HEADER: own,
         "metadata": _metadata_session(metadata["session_id"]) if "session_id" in metadata else None,
     }
     for source, session_id in explicit.items():
@@ -162,15 +167,6 @@ def end_user(call: Call) -> str | None:
     if user is None or user.startswith("{"):
         return None
     return _CLAUDE_SESSION.sub("", user)[:MAX_USER_ID] or None
-
-
-def _own_session(call: Call, headers: Headers) -> str | None:
-    """Return the session of `X-Session-Id`; of a sub-agent the parent's, and set its own id as the agent's."""
-    own, parent = _text(headers, OWN), _text(headers, PARENT)
-    if parent is None:
-        return own
-    call.agent_id = call.agent_id or own
-    return parent
 
 
 def _native_session_id(name: str, native: str) -> str:

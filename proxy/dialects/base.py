@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
@@ -97,17 +97,6 @@ class Call:
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 
-    def pin(self, sampling: Json) -> None:
-        """Let a session's sampling parameters override the call's, before the call is planned, sent and stored."""
-        if sampling:
-            self.body = {**self.body, **sampling}
-
-    def drop_fields(self, fields: Collection[str]) -> None:
-        """Remove request fields that steer the engine itself."""
-        self.dropped_fields = sorted(field for field in fields if field in self.body)
-        if self.dropped_fields:
-            self.body = {field: value for field, value in self.body.items() if field not in fields}
-
     def encode_with(self, make_encoder: Callable[[], Encoder]) -> None:
         """Encode a streamed reply by another encoder."""
         self.make_encoder, self.encoder = make_encoder, make_encoder()
@@ -130,14 +119,6 @@ class Call:
     def sampling(self) -> Json:
         """All other request fields, as they are stored with the turn."""
         return {key: value for key, value in self.body.items() if key not in NOT_SAMPLING} | self.notes
-
-    @property
-    def continues_final_message(self) -> bool:
-        """Whether the prompt ends inside the last message, which the client wrote (a prefill)."""
-        body = self.body
-        return bool(
-            body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False
-        )
 
 
 class Action(enum.StrEnum):
@@ -202,6 +183,8 @@ class Dialect(abc.ABC):
     """Prefix of a completion's id, before the call's id."""
     object_names: ClassVar[tuple[str, str]]
     """The `object` field of the engine's whole reply and of a stream's chunk."""
+    reads_url: ClassVar[bool] = False
+    """Whether the URL carries parameters of a call: without them it skips `normalise_headers` and `merge_url`."""
 
     def normalise_headers(self, headers: dict[bytes, bytes], query: Mapping[str, str]) -> dict[bytes, bytes]:  # noqa: ARG002
         """Return the headers with the API key where `proxy.auth` reads it."""

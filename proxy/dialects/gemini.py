@@ -94,6 +94,7 @@ class Gemini(ChatCompletions):
         "properties": {"error": {"type": "object", "required": ["code", "message", "status"]}},
     }
     id_prefix = "gemini-"
+    reads_url = True
 
     def normalise_headers(self, headers: dict[bytes, bytes], query: Mapping[str, str]) -> dict[bytes, bytes]:
         """Return the headers with Google's key, `x-goog-api-key` or `?key=`, as `x-api-key`."""

@@ -17,34 +17,29 @@ class EventBuffer:
     """Splits a byte stream after its last complete event."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        """The bytes of an incomplete event."""
+        self.pending: list[bytes] = []
+        """The bytes of an incomplete event, in parts."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes; return the data of the events that are now complete, without their other fields.
 
         Bytes that end no event are only kept: the event of a long prompt arrives in many parts.
         """
-        if self._parts or not data.endswith(SEPARATOR) or b"\r" in data:
-            self._parts.append(data)
+        if self.pending or not data.endswith(SEPARATOR) or b"\r" in data:
+            self.pending.append(data)
             if not (SEPARATOR in data or b"\r" in data or data[:1] == b"\n"):
                 return []
-            received = b"".join(self._parts)
+            received = b"".join(self.pending)
             if b"\r" in received:
                 received = received.replace(b"\r\n", b"\n")
             end = received.rfind(SEPARATOR) + len(SEPARATOR)
             if end < len(SEPARATOR):
                 end = 0
             rest = received[end:]
-            self._parts = [rest] if rest else []
+            self.pending = [rest] if rest else []
             data = received[:end]
         start = len(PREFIX)
         return [event[start:] for event in data.split(SEPARATOR) if event.startswith(PREFIX)]
-
-    @property
-    def pending(self) -> bytes:
-        """The bytes of an incomplete event."""
-        return b"".join(self._parts)
 
 
 def event(data: bytes) -> bytes:

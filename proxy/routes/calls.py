@@ -135,8 +135,11 @@ class SampleEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         services = self._services
-        query = query_of(scope)
-        headers = self._dialect.normalise_headers(dict(scope["headers"]), query)
+        headers = dict(scope["headers"])
+        query: dict[str, str] = {}
+        if self._dialect.reads_url:
+            query = query_of(scope)
+            headers = self._dialect.normalise_headers(headers, query)
         principal = await services.authenticator.authenticate(headers)
         principal.require("call")
         if named := scope.get("path_params", {}).get("session_id"):
@@ -295,13 +298,17 @@ class SampleEndpoint:
     async def _parse(self, body: Json, scope: Scope, query: dict[str, str], principal: Principal) -> Call:
         """Return the call that a decoded request asks for."""
         settings = self._services.settings
-        body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
+        if self._dialect.reads_url:
+            body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
         if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
             views = await self._read_turns(turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
-        call.drop_fields(self._services.pool.kind.own_fields)
+        own_fields = self._services.pool.kind.own_fields
+        if not own_fields.isdisjoint(call.body):
+            call.dropped_fields = sorted(own_fields.intersection(call.body))
+            call.body = {field: value for field, value in call.body.items() if field not in own_fields}
         return call
 
 

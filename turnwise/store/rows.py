@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import functools
 import json
 import operator
 import types
@@ -123,12 +124,8 @@ def logprobs_from_blob(blob: bytes) -> Logprobs:
     return np.frombuffer(blob, _FLOAT32)
 
 
-def _ids_to_blob(ids: TokenIds) -> bytes:
-    return ids.astype(_INT32, copy=False).tobytes()
-
-
-def _logprobs_to_blob(logprobs: Logprobs) -> bytes:
-    return logprobs.astype(_FLOAT32, copy=False).tobytes()
+def _to_blob(kind: np.dtype[Any], values: TokenIds | Logprobs) -> bytes:
+    return values.astype(kind, copy=False).tobytes()
 
 
 def _storable(text: str) -> str:
@@ -147,9 +144,9 @@ def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
     if isinstance(kind, types.UnionType):
         (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
     if kind == TokenIds:
-        return _ids_to_blob, ids_from_blob
+        return functools.partial(_to_blob, _INT32), ids_from_blob
     if kind == Logprobs:
-        return _logprobs_to_blob, logprobs_from_blob
+        return functools.partial(_to_blob, _FLOAT32), logprobs_from_blob
     if typing.get_origin(kind) in (dict, list):
         return dump, json.loads
     if issubclass(kind, datetime.datetime):

@@ -29,6 +29,7 @@ class Shouted(ChatCompletions):
     error_prefixes = ("/shout",)
     error_schema: ClassVar = {"type": "object", "required": ["OOPS"]}
     id_prefix = "shout-"
+    reads_url = True
 
     def merge_url(self, body, route, params, query):
         return {**body, "model": params["model"], "stop": query.get("stop")}

@@ -142,7 +142,6 @@ async def test_the_plan_of_a_call_that_extends_no_turn_has_its_reason():
     wanted = call([USER, said("edited"), NEXT])
     plan = await plan_call(wanted, conversation_of(wanted), forest, None, None, None, keep_thinking=False)
     assert (plan.parent, plan.reason) == (None, "edited_history")
-    assert plan.new_messages(wanted.messages) == wanted.messages
 
 
 class Canned:
@@ -177,7 +176,7 @@ async def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens(
     assert plan.prompt.decoded().tolist() == [0, 1, 2, 8, 9]
     assert plan.between.tolist() == [8, 9]
     assert plan.reason is None
-    assert plan.new_messages([USER, said("A"), NEXT]) == [NEXT]
+    assert plan.parent.num_messages == len([USER, said("A")])
     messages, replied, reply = template.seen[0]
     assert replied == 1
     assert messages[1]["reasoning"] == "hm"
