@@ -72,8 +72,11 @@ def examine(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
     yield from _database(database_url)
 
 
-def examine_running(engine_urls: list[str], database_url: str, tenant: str) -> Iterator[Finding]:
-    """Yield the findings about a running proxy: its interpreter, its engines, its database and a tenant's trainers."""
+def examine_running(engine_urls: list[str], database_url: str, tenant: str | None) -> Iterator[Finding]:
+    """Yield the findings about a running proxy: its interpreter, its engines, its database and its trainers.
+
+    With a tenant, those of other tenants' policies are left out.
+    """
     yield _python()
     for url in engine_urls:
         yield from engine_findings(url)

@@ -143,11 +143,13 @@ async def summarise_updates(
 async def examine(services: Here, principal: Caller) -> Response:
     """Examine engines and database as `turnwise doctor` does; each engine gets a few calls of one token.
 
-    Of the trainers it names those of the tenant's own policies and of the default one.
+    Of the trainers it names those of the tenant's own policies and of the default one; to keys of the tenant that owns
+    the model it names all.
     """
     settings = services.settings
+    tenant = None if await is_operator(services, principal) else principal.tenant
     engines, database = [engine.url for engine in services.pool.engines], settings.database.get_secret_value()
-    found = await asyncio.to_thread(lambda: list(installation.examine_running(engines, database, principal.tenant)))
+    found = await asyncio.to_thread(lambda: list(installation.examine_running(engines, database, tenant)))
     return answer(page([dataclasses.asdict(each) for each in found], has_more=False))
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
-from proxy.auth import Principal
+from proxy.auth import DEFAULT_TENANT, Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.reload.version_files import PATIENCE_SECONDS
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
@@ -33,7 +33,7 @@ from proxy.routes.serialise import (
 )
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
-from turnwise.store import keys, named_policies, pages, policies
+from turnwise.store import named_policies, pages, policies
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
@@ -49,11 +49,19 @@ class PolicyRoute(CheckedRoute):
 
         Raises:
             Unauthorized: no key, or one that is unknown, expired or revoked.
-            Forbidden: the key's role does not allow it, or the default policy belongs to another tenant.
+            Forbidden: the key's role does not allow it, or the version is of the default policy, or unknown, and the
+                model belongs to another tenant. The route finds no version of another tenant's policy.
         """
-        principal = await caller(request)
-        if version := request.path_params.get("version"):
-            await _check_may_serve(services_of(request), principal, str(version))
+        principal, services = await caller(request), services_of(request)
+        version: str | None = request.path_params.get("version")
+        if version is None:
+            return
+        policy_id = DEFAULT_POLICY
+        if re.fullmatch(r"[0-9]{1,9}", version):
+            with contextlib.suppress(NotFound):
+                policy_id = (await services.database.fetch(policies.get_policy, int(version))).policy_id
+        if policy_id == DEFAULT_POLICY:
+            await _check_owner(services, principal)
 
 
 router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["policies"])
@@ -166,9 +174,9 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     """Publish a directory of weights as the next version of a policy; engines load it once it has been checked.
 
     With `name`, create a policy of the caller's tenant; with `path` too, it starts from this adapter. All tenants share
-    the default policy, so only keys of its owner may publish its versions: the tenant `policy_tenant`, or the only
-    tenant with keys. A directory may hold the weights of any tenant, so keys of other tenants get 403 for a `path`,
-    also for their own policies; without `policy_tenant` the keys of tenant `default` may give one.
+    the default policy, so only keys of its owner may publish its versions: the tenant `policy_tenant`, by default
+    `default`, or the only tenant with keys or policies. A directory may hold the weights of any tenant, so keys of
+    other tenants get 403 for a `path`, also for their own policies.
     """
     limit, name = services.settings.tenant_max_policies, wanted.name
     if name is not None and wanted.path is None:
@@ -280,31 +288,15 @@ async def archive_policy(
     return answer(record_json(archived))
 
 
-async def _check_may_serve(services: Services, principal: Principal, version: str) -> None:
-    """Check that the caller's tenant may serve this version; the route finds none of another tenant's policy.
-
-    Raises:
-        Forbidden: it is of the default policy, or unknown, and the model belongs to another tenant.
-    """
-    found = None
-    if re.fullmatch(r"[0-9]{1,9}", version):
-        with contextlib.suppress(NotFound):
-            found = await services.database.fetch(policies.get_policy, int(version))
-    if found is None or found.policy_id == DEFAULT_POLICY:
-        await _check_owner(services, principal)
-
-
 async def _check_owner(services: Services, principal: Principal) -> None:
-    """Check that the caller's tenant owns the model, which all tenants share.
+    """Check that the caller's tenant owns the model.
 
     Raises:
-        Forbidden: another tenant owns it, or several have keys and no setting says which of them does.
+        Forbidden: another tenant owns it.
     """
-    owner = services.settings.policy_tenant
-    if owner is None:
-        if len(await services.database.fetch(keys.tenants_with_keys)) > 1:
-            raise Forbidden(
-                "Several tenants have keys and share this model. Set `policy_tenant` to the one that may change it."
-            )
-    elif owner != principal.tenant:
-        raise Forbidden(f"The model belongs to tenant {owner!r}, not {principal.tenant!r}. Use one of its keys.")
+    if not await is_operator(services, principal):
+        owner = services.settings.policy_tenant or DEFAULT_TENANT
+        raise Forbidden(
+            f"The model belongs to tenant {owner!r}, not {principal.tenant!r}. Use one of its keys, or set the proxy's "
+            "`policy_tenant`."
+        )

@@ -81,10 +81,11 @@ async def caller(request: Request) -> Principal:
 
 
 async def is_operator(services: Services, principal: Principal) -> bool:
-    """Return whether the caller may name files of the proxy's machine, and read what names other tenants' policies.
+    """Return whether the caller's tenant owns the model, which all tenants share.
 
-    The tenant in `policy_tenant` may, and without this setting `default`, or a tenant beside which no other has keys
-    or policies.
+    It may change the model, name files of the proxy's machine, and read what names other tenants' policies. The owner
+    is the tenant in `policy_tenant`, and without this setting `default`, or a tenant beside which no other has keys or
+    policies.
     """
     if (owner := services.settings.policy_tenant) is not None:
         return owner == principal.tenant

@@ -266,21 +266,29 @@ def test_another_tenants_policy_does_not_exist(world: World) -> None:
 
 
 def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world: World) -> None:
-    """The trainer of a policy has its number in its id. Its state alone is public, as that of each trainer."""
+    """The trainer of a policy has its number in its id. Its state alone is public, as that of each trainer.
+
+    To the tenant that owns the model, `a`, the doctor names every trainer.
+    """
     world.add_policy("a", "support")
+    world.add_policy("b", "own")
     with world.database.write() as conn:
-        number = named_policies.policy_named(conn, "a", "support").policy_id
-        for name, text in (("trainer", "2 of 8"), (f"trainer/{number}", "policy 'support': 3 of 8")):
+        number, other = (
+            named_policies.policy_named(conn, *each).policy_id for each in (("a", "support"), ("b", "own"))
+        )
+        said = {"trainer": "2 of 8", f"trainer/{number}": "policy 'support': 3 of 8", f"trainer/{other}": "own"}
+        for name, text in said.items():
             trainer_status.report_status(conn, TrainerStatus(trainer_id=name, text=text, reported_at=utc_now()))
         for update, policy_id in ((1, number), (2, 0)):
             record = update_record(update, policy_id=policy_id)
             conn.execute(sa.insert(tables.updates).values(**rows.UPDATES.row(record)))
-    seen = {"admin-a": ({"trainer", f"trainer/{number}"}, 2), "admin-b": ({"trainer"}, 1)}
+    seen = {"admin-a": ({"trainer", f"trainer/{number}"}, 2), "admin-b": ({"trainer", f"trainer/{other}"}, 1)}
     for key, (trainers, num_updates) in seen.items():
         counts = world.get(key, "/v1/counts")
         assert ({each["trainer_id"] for each in counts["trainers"]}, counts["num_updates"]) == (trainers, num_updates)
         checks = {each["check"] for each in world.get(key, "/v1/doctor")["data"]}
-        assert {each for each in checks if each.startswith("trainer")} == {f"trainer {each}" for each in trainers}
+        examined = set(said) if key == "admin-a" else trainers
+        assert {each for each in checks if each.startswith("trainer")} == {f"trainer {each}" for each in examined}
         texts = {each["trainer_id"]: each["text"] for each in world.get(key, "/readyz")["trainers"]}
         assert {each for each, text in texts.items() if text is not None} == trainers
 

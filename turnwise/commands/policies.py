@@ -70,7 +70,7 @@ def policies(
             }
             for policy in stored.list_policies(conn, limit=limit, policy_ids=named)[0]
         ]
-    print_stored(listed, "policy versions", place, as_json=as_json, columns=_COLUMNS)
+    print_stored(listed, "policy versions", place, as_json=as_json, columns=("tenant", *_COLUMNS))
 
 
 @policies.command("list")
