@@ -110,7 +110,7 @@ PAGES = {
     ),
     "claimable groups": Page(claims.num_claimable),
     "idle sessions to expire": Page(lambda c: ledger.expire_idle_sessions(c, START - HOUR)),
-    "stalled groups to train": Page(lambda c: groups.close_stalled_groups(c, utc_now() - HOUR)),
+    "stalled groups to train": Page(lambda c: groups.stalled(utc_now() - HOUR).is_due(c)),
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
     "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, limit=50)),
     "no more sessions to archive": Page(lambda c: retention.over_since(c, START - HOUR, limit=50)),

@@ -259,8 +259,8 @@ class LedgerSource:
 
     def _read_pin(self, conn: Connection) -> int | None:
         """Return the pinned version; None for one that is served until the next version."""
-        is_undo = bool(policies.undone_versions(conn, self.policy_id))
-        return None if is_undo else policies.pinned_version(conn, self.policy_id)
+        pin = policies.read_pin(conn, self.policy_id)
+        return pin.version if pin.until is None else None
 
     def _found(self, query: Callable[[Connection], Found]) -> Found:
         """Return what a query finds, also after an outage of the database."""
@@ -279,7 +279,7 @@ class LedgerSource:
 
         def write() -> None:
             with self._db.write() as conn:
-                undone = policies.undone_versions(conn, self.policy_id)
+                undone = policies.read_pin(conn, self.policy_id).undone
                 error = policies.UNDONE if any(version in undone for version in came_from) else None
                 policies.publish_policy(conn, dataclasses.replace(policy, error=policy.error or error))
 
@@ -475,66 +475,86 @@ class LedgerSource:
         try:
             with self._db.read() as conn:
                 now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
-            self._close_stalled(now)
-            self._close_unrewarded(now)
-            undone = self._drop_undone()
-            since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
-            with self._db.read() as conn:
-                of = self.policy_id
-                num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
-                look = Look(
-                    num_ready=num_ready,
-                    num_singles=num_singles,
-                    pinned=policies.pinned_version(conn, of) if at.is_paced else None,
-                    oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if at.is_paced else None,
-                    failed=policies.failed_versions(conn, at.recent_versions),
-                    undone=undone,
-                    refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
-                )
-            return dataclasses.replace(look, alarm=self._read_sentinels(look), quota=self._read_quota(look, now))
+                due = [change for change in self._changes(conn, now) if change.is_due(conn)]
+                look = self._read_look(conn, at, now)
+            if due:
+                with self._db.write() as conn:
+                    for change in due:
+                        change.make(conn)
+                    look = self._read_look(conn, at, now)
+            return self._watch(look) if look.num_filled(self._rule) >= self._rule.smallest_batch else look
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
 
-    def _read_sentinels(self, look: Look) -> str | None:
-        """Return the served version's alarm if there is a batch that it stops; the sentinels are read now and then."""
+    def _read_look(self, conn: Connection, at: Position, now: datetime) -> Look:
+        """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
+        of = self.policy_id
+        num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
+        since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
+        look = Look(
+            num_ready=num_ready,
+            num_singles=num_singles,
+            pinned=policies.pinned_version(conn, of) if at.is_paced else None,
+            oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if at.is_paced else None,
+            failed=policies.failed_versions(conn, at.recent_versions),
+            undone=policies.read_pin(conn, of).undone,
+            refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
+        )
         if look.num_filled(self._rule) < self._rule.smallest_batch:
-            return None
-        is_due = time.monotonic() - self._checked_at >= SENTINEL_SECONDS
+            return look
+        active = policies.active_policy(conn, of)
+        alarm = None if active is None else active.alarm
+        return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
+
+    def _changes(self, conn: Connection, now: datetime) -> list[groups.Change]:
+        """Return the changes of groups by time, and the drop of what versions sampled that a person undid.
+
+        After an alarm any older version that is served undoes the others, since their rewards may be wrong.
+        """
+        rule, changes = self._rule, []
+        # After a jump of the clock a running session looks stalled until its next call.
+        if rule.stalled_seconds is not None and self._clock.seconds_since_jump(now) >= rule.stalled_seconds:
+            changes.append(groups.stalled(now - timedelta(seconds=rule.stalled_seconds), rule.stalled_policy, now))
+        if rule.unrewarded_seconds is not None:
+            changes.append(groups.unrewarded(now - timedelta(seconds=rule.unrewarded_seconds), now))
+        undone = {policies.read_pin(conn, self.policy_id).undone, policies.alarmed_versions(conn, self.policy_id)}
+        return changes + [claims.undone(conn, versions, self.policy_id) for versions in undone if versions]
+
+    def _watch(self, look: Look) -> Look:
+        """Return the look with the alarm of the sentinels, which are read and stored now and then."""
+        if time.monotonic() - self._checked_at < SENTINEL_SECONDS:
+            return look
         with self._db.read() as conn:
             active = policies.active_policy(conn, self.policy_id)
-            alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id) if is_due else None
+            alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id)
         if active is None:
-            return None
-        if not is_due:
-            return active.alarm
+            return look
         self._checked_at = time.monotonic()
         if alarm != active.alarm:
             with self._db.write() as conn:
                 policies.note_alarm(conn, active.version, alarm)
-        return alarm
+        return dataclasses.replace(look, alarm=alarm)
 
-    def _read_quota(self, look: Look, now: datetime) -> str | None:
-        """Return the quota of the policy's tenant that is used up; read once there is a batch that it could stop."""
+    def _read_quota(self, conn: Connection, now: datetime) -> str | None:
+        """Return the quota of the policy's tenant that is used up."""
         rule, policy = self._rule, self._policy
-        if policy is None or look.num_filled(rule) < rule.smallest_batch:
+        if policy is None:
             return None
         whose = f"the policies of tenant {policy.tenant!r}"
         today = now.replace(hour=0, minute=0, second=0, microsecond=0)
         if (most_tokens := rule.tenant_trained_tokens_per_day) is not None:
-            with self._db.read() as conn:
-                num_tokens = named_policies.trained_tokens_since(conn, policy.tenant, today)
+            num_tokens = named_policies.trained_tokens_since(conn, policy.tenant, today)
             if num_tokens >= most_tokens:
                 return (
                     f"{whose} have trained {num_tokens} tokens today, of {most_tokens} a day "
                     "(tenant_trained_tokens_per_day): training waits until 00:00 UTC"
                 )
         if (most_bytes := rule.tenant_policy_bytes) is not None:
-            with self._db.read() as conn:
-                own = [one.policy_id for one in named_policies.list_named_policies(conn) if one.tenant == policy.tenant]
-                found, _ = policies.list_policies(conn, limit=policies.MAX_MEASURED, policy_ids=own)
+            own = [one.policy_id for one in named_policies.list_named_policies(conn) if one.tenant == policy.tenant]
+            found, _ = policies.list_policies(conn, limit=policies.MAX_MEASURED, policy_ids=own)
             num_bytes = policies.num_bytes_on_disk(found)
             if num_bytes is not None and num_bytes >= most_bytes:
                 return (
@@ -542,46 +562,3 @@ class LedgerSource:
                     "until the quota is raised, or directories of versions that are not needed are deleted"
                 )
         return None
-
-    def _drop_undone(self) -> range:
-        """Drop what the versions sampled that a person undid; return those that were undone without a pin.
-
-        After an alarm any older version that is served undoes the others, since their rewards may be wrong.
-        """
-        with self._db.read() as conn:
-            undone = policies.undone_versions(conn, self.policy_id)
-            alarmed = policies.alarmed_versions(conn, self.policy_id)
-        for versions in filter(None, {undone, alarmed}):
-            if dropped := claims.drop_undone(self._db, versions, "undone", self.policy_id):
-                log.warning("dropped %d groups of versions that were undone", dropped)
-        return undone
-
-    def _close_unrewarded(self, now: datetime) -> None:
-        if self._rule.unrewarded_seconds is None:
-            return
-        with self._db.write() as conn:
-            closed = groups.close_unrewarded_groups(conn, now - timedelta(seconds=self._rule.unrewarded_seconds), now)
-        if closed:
-            log.warning(
-                "%d groups are trained without sessions that ended without a reward: %s",
-                len(closed),
-                ", ".join(closed[: claims.NAMED_GROUPS]),
-            )
-
-    def _close_stalled(self, now: datetime) -> None:
-        if self._rule.stalled_seconds is None:
-            return
-        if self._clock.seconds_since_jump(now) < self._rule.stalled_seconds:
-            return  # a running session looks stalled until its next call
-        since = now - timedelta(seconds=self._rule.stalled_seconds)
-        with self._db.write() as conn:
-            closed = groups.close_stalled_groups(conn, since, self._rule.stalled_policy, now)
-        if closed:
-            done = "trained without their missing sessions" if self._rule.stalled_policy == "train" else "dropped"
-            log.warning(
-                "%d groups had no activity for %g s and are %s: %s",
-                len(closed),
-                self._rule.stalled_seconds,
-                done,
-                ", ".join(closed[: claims.NAMED_GROUPS]),
-            )

@@ -163,7 +163,7 @@ def _pins(conn: sa.Connection) -> None:
     policies.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
     policies.choose_policy(conn, 1, pin=False)
     policies.pinned_version(conn)
-    policies.undone_versions(conn)
+    policies.read_pin(conn)
     policies.note_alarm(conn, 1, "an alarm")
     policies.choose_policy(conn, 1, pin=True)
     policies.choose_policy(conn, 2, pin=False)
@@ -227,6 +227,11 @@ def _feedback(conn: sa.Connection, text: str) -> None:
         session=session, turn_id="t-s-t2", reward=1.0, written=text, token_ids=np.array([1], np.int32)
     )
     feedback.add(conn, edit, group=[written])
+
+
+def changed(conn: sa.Connection, change: groups.Change) -> list[str]:
+    """Make a change of groups if it is due."""
+    return change.make(conn) if change.is_due(conn) else []
 
 
 def _session(session_id: str, **fields: Any) -> Session:
@@ -344,7 +349,7 @@ OF_ALL: dict[str, Ask] = {
     "claimable groups": lambda c: (claims.num_claimable(c), claims.num_claimable(c, with_imported=True)),
     "a claim": lambda c: claim(c, min_policy_version=-1),
     "a claim with imports": lambda c: claim(c, with_imported=True),
-    "a drop of undone versions": lambda c: claims.drop_undone(opened(c), range(1, 2), "undone"),
+    "a drop of undone versions": lambda c: changed(c, claims.undone(c, range(1, 2))),
     "a renewed claim": lambda c: claims.renew(opened(c), claim(c), 60),
     "a released claim": lambda c: claims.release(opened(c), claim(c)),
     "a dead trainer's claim": lambda c: claims.take_back(opened(c), "trainer"),
@@ -380,9 +385,9 @@ OF_ALL: dict[str, Ask] = {
     ),
     "all keys": lambda c: (keys.any_keys(c), keys.tenants_with_keys(c), keys.list_keys(c), keys.server_secret(c)),
     "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),
-    "stalled groups": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "train"),
-    "stalled groups to drop": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "drop"),
-    "groups without rewards": lambda c: groups.close_unrewarded_groups(c, NOW + WEEK),
+    "stalled groups": lambda c: changed(c, groups.stalled(NOW + WEEK, "train")),
+    "stalled groups to drop": lambda c: changed(c, groups.stalled(NOW + WEEK, "drop")),
+    "groups without rewards": lambda c: changed(c, groups.unrewarded(NOW + WEEK)),
     "old answers": lambda c: idempotency.forget_answers(c, NOW - WEEK),
     "old sessions": lambda c: retention.prune(c, NOW + WEEK),
     "no more sessions to archive": lambda c: retention.over_since(c, LONG_AGO),

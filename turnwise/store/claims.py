@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
+from turnwise.store.groups import Change, drop
 from turnwise.store.policies import publish_policy
 from turnwise.store.rows import from_micros, to_micros
 from turnwise.store.statements import unindexed
@@ -36,10 +36,6 @@ from turnwise.types import (
     UpdateRecord,
 )
 
-log = logging.getLogger(__name__)
-
-NAMED_GROUPS = 20
-"""Maximum number of group ids in a log line."""
 _IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
 """The SQL condition for a group that is one sampled session."""
 LONGEST_LEASE_SECONDS = 3600.0
@@ -122,7 +118,8 @@ def claim(
     """
     with db.write() as conn:
         instant = clock(conn, now)
-        num_stale = _drop_stale(conn, instant, policy_id, min_policy_version)
+        stale = None if min_policy_version is None else _stale(instant, policy_id, min_policy_version)
+        num_stale = 0 if stale is None else len(stale.make(conn))
         leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
             sa.select(
@@ -164,19 +161,19 @@ def claim(
     return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
 
 
-def drop_undone(db: Database, versions: range, reason: str, policy_id: int = DEFAULT_POLICY) -> int:
-    """Drop the groups of a policy that could be claimed and that these versions sampled; return their number."""
-    with db.write() as conn:
-        first = groups.c.policy_version_first
-        is_undone = sa.and_(first >= versions.start, first < versions.stop)
-        return len(_drop(conn, sa.and_(_is_claimable(clock(conn, None), policy_id), is_undone), reason))
+def undone(conn: sa.Connection, versions: range, policy_id: int = DEFAULT_POLICY) -> Change:
+    """Drop the groups of a policy that could be claimed and that these versions sampled."""
+    first = groups.c.policy_version_first
+    is_undone = sa.and_(first >= versions.start, first < versions.stop)
+    wanted = sa.and_(_is_claimable(clock(conn), policy_id), is_undone)
+    return drop(wanted, "undone", "dropped %d groups of versions that were undone")
 
 
 def num_claimable(
     conn: sa.Connection, *, with_imported: bool = False, policy_id: int = DEFAULT_POLICY
 ) -> tuple[int, int]:
     """Count a policy's groups and single sessions that could be claimed now, or whose lease has expired."""
-    claimable = _is_claimable(clock(conn, None), policy_id, with_imported=with_imported)
+    claimable = _is_claimable(clock(conn), policy_id, with_imported=with_imported)
     singles = sa.func.coalesce(sa.func.sum(sa.case((_IS_SINGLE, 1), else_=0)), 0)
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
@@ -309,26 +306,11 @@ def _lease_micros(lease_seconds: float) -> int:
     return int(min(lease_seconds, LONGEST_LEASE_SECONDS) * 1e6)
 
 
-def _drop_stale(conn: sa.Connection, instant: int, policy_id: int, min_policy_version: int | None) -> int:
-    if min_policy_version is None:
-        return 0
-    is_old = groups.c.policy_version_first < min_policy_version
-    group_ids = _drop(conn, sa.and_(_is_claimable(instant, policy_id), is_old), "stale")
-    if group_ids:
-        log.warning(
-            "dropped %d groups with a turn older than policy version %d (max_staleness): %s",
-            len(group_ids),
-            min_policy_version,
-            ", ".join(group_ids[:NAMED_GROUPS]) + (" …" if len(group_ids) > NAMED_GROUPS else ""),
-        )
-    return len(group_ids)
-
-
-def _drop(conn: sa.Connection, condition: sa.ColumnElement[bool], reason: str) -> list[str]:
-    """Drop groups; return their ids."""
-    dropped = sa.update(groups).where(condition)
-    dropped = dropped.values(status=GroupStatus.DROPPED.value, leased_until=None, reason=reason)
-    return list(conn.execute(dropped.returning(groups.c.group_id)).scalars())
+def _stale(instant: int, policy_id: int, min_policy_version: int) -> Change:
+    """Drop the groups that could be claimed and have an older turn."""
+    wanted = sa.and_(_is_claimable(instant, policy_id), groups.c.policy_version_first < min_policy_version)
+    done = f"dropped %d groups with a turn older than policy version {min_policy_version} (max_staleness)"
+    return drop(wanted, "stale", done)
 
 
 def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:

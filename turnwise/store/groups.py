@@ -7,8 +7,10 @@ that completes it. Turns do not change groups, because turns are the hot path.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime
-from collections.abc import Collection, Iterable, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import sqlalchemy as sa
@@ -20,6 +22,10 @@ from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, 
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now
 
+log = logging.getLogger(__name__)
+
+NAMED_GROUPS = 20
+"""Maximum number of group ids in a log line."""
 SINGLE = {
     GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
     GroupStatus.READY: "It is a single session and waits for the trainer, which takes several at once",
@@ -31,58 +37,74 @@ SINGLE = {
 COMPARED = "Its reward is compared with those of other single sessions of the same agent."
 
 
-def close_stalled_groups(
-    conn: sa.Connection,
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """A change of all groups that fulfil a condition. A wait repeats it, so it is read first and seldom written."""
+
+    wanted: sa.ColumnElement[bool]
+    values: Mapping[str, Any]
+    done: str
+    """What is logged: what is done to how many groups."""
+
+    def is_due(self, conn: sa.Connection) -> bool:
+        """Return whether there is such a group."""
+        return bool(conn.execute(sa.select(groups.c.group_pk).where(self.wanted)).all())
+
+    def make(self, conn: sa.Connection) -> list[str]:
+        """Change the groups, with a line in the log; return their ids."""
+        change = sa.update(groups).where(self.wanted).values(**self.values)
+        changed = list(conn.execute(change.returning(groups.c.group_id)).scalars())
+        if changed:
+            named = ", ".join(changed[:NAMED_GROUPS]) + (" …" if len(changed) > NAMED_GROUPS else "")
+            log.warning("%s: %s", self.done % len(changed), named)
+        return changed
+
+
+def stalled(
     inactive_since: datetime.datetime,
     policy: Literal["train", "drop"] = "train",
     now: datetime.datetime | None = None,
-) -> list[str]:
+) -> Change:
     """Close the open groups without activity since then: make them ready with their finished sessions, or drop them.
 
     With `train`, a group without a finished session stays open, because its rewards may still arrive.
-
-    Returns:
-        The ids of the groups that were closed.
     """
     since = to_micros(inactive_since)
     active = sa.exists().where(sessions.c.group_pk == groups.c.group_pk, sessions.c.last_active_at >= since)
     is_open = groups.c.status == GroupStatus.OPEN.value
-    if policy == "train":
-        # Groups that agents gave up stay open without a finished session, and most open groups may be such ones. With
-        # the sum the databases search by `num_finished`, not by `last_active_at`, and pass over them.
-        change = (
-            sa.update(groups)
-            .where(is_open, groups.c.num_finished > 0, groups.c.last_active_at + 0 < since, ~active)
-            .values(status=GroupStatus.READY.value, ready_at=to_micros(now or utc_now()), reason="stalled")
-        )
-    else:
-        stalled = sa.and_(is_open, groups.c.last_active_at < since, ~active)
-        change = sa.update(groups).where(stalled).values(status=GroupStatus.DROPPED.value, reason="stalled")
-    return list(conn.execute(change.returning(groups.c.group_id)).scalars())
+    if policy == "drop":
+        wanted = sa.and_(is_open, groups.c.last_active_at < since, ~active)
+        return drop(wanted, "stalled", "dropped %d groups without activity for `stalled_seconds`")
+    # Groups that agents gave up stay open without a finished session, and most open groups may be such ones. With
+    # the sum the databases search by `num_finished`, not by `last_active_at`, and pass over them.
+    wanted = sa.and_(is_open, groups.c.num_finished > 0, groups.c.last_active_at + 0 < since, ~active)
+    done = "%d groups without activity for `stalled_seconds` are trained without their missing sessions"
+    return Change(wanted, _ready("stalled", now), done)
 
 
-def close_unrewarded_groups(
-    conn: sa.Connection, ended_before: datetime.datetime, now: datetime.datetime | None = None
-) -> list[str]:
-    """Make the open groups ready whose sessions all ended before then, one with a reward and others without.
-
-    Returns:
-        The ids of the groups that were closed.
-    """
+def unrewarded(ended_before: datetime.datetime, now: datetime.datetime | None = None) -> Change:
+    """Make the open groups ready whose sessions all ended before then, one with a reward and others without."""
     is_awaited = sa.or_(sessions.c.status == SessionStatus.OPEN.value, sessions.c.ended_at >= to_micros(ended_before))
     # A count is taken group by group; NOT EXISTS would become a join that reads all sessions.
     num_awaited = sa.select(sa.func.count()).where(sessions.c.group_pk == groups.c.group_pk, is_awaited)
-    change = (
-        sa.update(groups)
-        .where(
-            groups.c.status == GroupStatus.OPEN.value,
-            groups.c.num_finished > 0,
-            groups.c.num_sessions >= groups.c.group_size,
-            num_awaited.scalar_subquery() == 0,
-        )
-        .values(status=GroupStatus.READY.value, ready_at=to_micros(now or utc_now()), reason="unrewarded")
+    wanted = sa.and_(
+        groups.c.status == GroupStatus.OPEN.value,
+        groups.c.num_finished > 0,
+        groups.c.num_sessions >= groups.c.group_size,
+        num_awaited.scalar_subquery() == 0,
     )
-    return list(conn.execute(change.returning(groups.c.group_id)).scalars())
+    done = "%d groups are trained without sessions that ended without a reward"
+    return Change(wanted, _ready("unrewarded", now), done)
+
+
+def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
+    """Drop groups."""
+    return Change(wanted, {"status": GroupStatus.DROPPED.value, "leased_until": None, "reason": reason}, done)
+
+
+def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
+    """Return the values of a group that becomes ready."""
+    return {"status": GroupStatus.READY.value, "ready_at": to_micros(now or utc_now()), "reason": reason}
 
 
 def imported_groups(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> list[int]:
@@ -197,7 +219,7 @@ def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
         .where(
             is_among(dialect, groups.c.group_pk, "group_pks"), unindexed(groups.c.status) == GroupStatus.TRAINED.value
         )
-        .values(status=GroupStatus.READY.value, ready_at=to_micros(utc_now()), reason="revised"),
+        .values(**_ready("revised")),
         {"group_pks": members(dialect, group_pks)},
     )
 

@@ -521,19 +521,27 @@ def newest_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> Polic
     return None if row is None else rows.POLICIES.record(row)
 
 
+class Pin(NamedTuple):
+    """The version that a person chose last for a policy."""
+
+    version: int | None = None
+    """None follows the newest version."""
+    until: int | None = None
+    """The newest version of that time, if it was chosen without a pin; None if it was pinned."""
+
+    @property
+    def undone(self) -> range:
+        """The versions that a person undid, by a choice of the version before them without a pin.
+
+        They stay undone until another version of the policy is chosen, also after a newer one was published.
+        """
+        return range(0) if self.version is None or self.until is None else range(self.version + 1, self.until + 1)
+
+
 def pinned_version(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int | None:
     """Return the version that a policy is pinned to; None if there is no pin."""
-    version, until = _pin(conn, policy_id)
+    version, until = read_pin(conn, policy_id)
     return _pin_in_force(version, until, None if until is None else newest_policy(conn, policy_id))
-
-
-def undone_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> range:
-    """Return the versions that a person undid, by a choice of the version before them without a pin.
-
-    They stay undone until another version of the policy is chosen, also after a newer one was published.
-    """
-    version, until = _pin(conn, policy_id)
-    return range(0) if version is None or until is None else range(version + 1, until + 1)
 
 
 def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
@@ -551,11 +559,11 @@ def alarmed_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> ra
     return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
 
 
-def _pin(conn: sa.Connection, policy_id: int) -> tuple[int | None, int | None]:
-    """Return the version that was chosen last, and the newest one of that time if it was chosen without a pin."""
+def read_pin(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> Pin:
+    """Return the version that was chosen last for a policy."""
     pinned = sa.select(policies.c.pinned_version, policies.c.pinned_until).where(policies.c.policy_id == policy_id)
     row = conn.execute(pinned).one_or_none()
-    return (None, None) if row is None else (row.pinned_version, row.pinned_until)
+    return Pin() if row is None else Pin(*row)
 
 
 def _pin_in_force(pinned: int | None, until: int | None, newest: PolicyVersion | None) -> int | None:

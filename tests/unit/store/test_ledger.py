@@ -357,12 +357,12 @@ def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(databa
     finish(database, "a")
     finish(database, "d")
     with database.write() as connection:
-        assert groups.close_stalled_groups(connection, utc_now() - HOUR, "train") == []
-        closed = groups.close_stalled_groups(connection, utc_now() + HOUR, "train")
+        assert groups.stalled(utc_now() - HOUR, "train").make(connection) == []
+        closed = groups.stalled(utc_now() + HOUR, "train").make(connection)
     assert sorted(closed) == ["some", "unsized"]
     assert group_status(database) == {"ready": 2, "open": 1}
     with database.write() as connection:
-        assert groups.close_stalled_groups(connection, utc_now() + HOUR, "drop") == ["none"]
+        assert groups.stalled(utc_now() + HOUR, "drop").make(connection) == ["none"]
     assert group_status(database) == {"ready": 2, "dropped": 1}
 
 
@@ -372,7 +372,7 @@ def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> No
     add_session(database, turns=0, group_id="g", created_at=long_ago)
     with database.write() as connection:
         ledger.append_turns(connection, [make_turn("t1")])
-        assert groups.close_stalled_groups(connection, utc_now() - HOUR, "drop") == []
+        assert groups.stalled(utc_now() - HOUR, "drop").make(connection) == []
 
 
 def test_policies_are_published_once_activated_retired_and_pinned(database: Database) -> None:

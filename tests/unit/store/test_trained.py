@@ -80,9 +80,9 @@ def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(databa
         assert policies.pinned_version(connection) == 0
         policies.publish_policy(connection, PolicyVersion(version=3, path=str(tmp_path)))
         assert policies.pinned_version(connection) is None
-        assert policies.undone_versions(connection) == range(1, 3), "also after a newer one was published"
+        assert policies.read_pin(connection).undone == range(1, 3), "also after a newer one was published"
         policies.choose_policy(connection, 1, pin=True)
-        assert not policies.undone_versions(connection)
+        assert not policies.read_pin(connection).undone
         policies.publish_policy(connection, PolicyVersion(version=4, path=str(tmp_path)))
         assert policies.pinned_version(connection) == 1
         policies.choose_policy(connection, 4, pin=False)  # the newest: follow it

@@ -161,6 +161,9 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     batch = source.next_batch(Position())
     assert isinstance(batch, ClaimedBatch)
     assert [one.session_id for one in batch.experiences] == ["s0"]
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "write", None)
+        assert source._look(Position()).num_singles == 0, "a poll without anything to drop only reads"
     with database.write() as conn:
         assert sum(claims.num_claimable(conn)) == 0
         policies.activate_policy(conn, 1)
