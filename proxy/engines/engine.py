@@ -69,8 +69,8 @@ class Engine(EngineKind):
         """Where it loaded that model from."""
         self.problem: str | None = None
         """Why it gets no calls, as the last check found; None while it serves, and before the first check."""
-        self.same_models: dict[tuple[str, str], bool] = {}
-        """Whether a version's path names the same model as `model_path`, for each pair that was compared."""
+        self.same_models: dict[str, bool] = {}
+        """Whether a path names the same model as `model_path`, for each path that was compared since it came up."""
         self.base_lane = Lane(self)
         """Samples with its base weights."""
         self.loaded_version: int | None = UNLABELLED

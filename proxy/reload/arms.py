@@ -139,14 +139,10 @@ class Arms:
                 await self.end_holdout(holdout)
                 return
             self.stop_draining()
-        arms = await asyncio.to_thread(self._held_out_arms, holdout)
+        arms = await self._database.fetch(held_out_arms, holdout)
         await self._record(arms, active, holdout)
         if lift(*arms).get("reward", {"low": 0.0})["low"] > 0:
             await self.end_holdout(holdout)
-
-    def _held_out_arms(self, holdout: PolicyVersion) -> tuple[Arm, Arm]:
-        with self._database.read() as connection:
-            return held_out_arms(connection, holdout)
 
     def is_wanted(self, target: PolicyVersion, active: PolicyVersion) -> bool:
         """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""
@@ -234,7 +230,9 @@ class Arms:
             if not self.attempts.schedule(policy.version, error):
                 await self._withdraw(policy, active, str(error))
             return False
-        arms = await asyncio.to_thread(self._arms, policy, active)
+        assert policy.activated_at is not None, "the trial has started"
+        versions = policy.version, active.version
+        arms = await self._database.fetch(arms_since, policy.activated_at, versions, self._policy_id)
         await self._record(arms, policy, active)
         verdict = judge(*arms, self._settings)
         if verdict is None:
@@ -252,11 +250,6 @@ class Arms:
         await self._lease.write(policies.reconsider_policy, policy.version)
         await self._end()
         self._metrics.canaries.labels("called_off").inc()
-
-    def _arms(self, policy: PolicyVersion, active: PolicyVersion) -> tuple[Arm, Arm]:
-        assert policy.activated_at is not None, "the trial has started"
-        with self._database.read() as connection:
-            return arms_since(connection, policy.activated_at, (policy.version, active.version), self._policy_id)
 
     async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
         """Store what the version is judged by, if it has changed."""

@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable
 from proxy.metrics import Metrics
 from proxy.reload.arms import Arms
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.load_attempts import record_failure, why_not_loaded
 from proxy.reload.served_versions import ServedVersions
 from proxy.settings import ProxySettings
-from turnwise.errors import BadCheckpoint, EngineError
+from turnwise.errors import BadCheckpoint, EngineError, ReloadFailed, TurnwiseError
 from turnwise.store import policies
 from turnwise.store.policies import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, utc_now
@@ -41,7 +40,7 @@ class Follower:
         is_served: IsServed,
         roll_out: RollOut,
     ) -> None:
-        self._policy_id = policy_id
+        self.policy_id = policy_id
         self.arms = arms
         self._lease = lease
         self._served = served
@@ -118,26 +117,33 @@ class Follower:
             if active is not None and active.version == target.version:
                 raise
             if not self.arms.attempts.schedule(target.version, error):
-                self.problem = why_not_loaded(target, error)
-                await record_failure(self._lease, self._metrics, target, error)
+                await self._fail(target, error)
             return
         await self._succeed(target, seconds)
+
+    async def _fail(self, target: PolicyVersion, error: TurnwiseError) -> None:
+        """Record that the target was not loaded; the last good version stays served."""
+        self.problem = f"version {target.version} was not loaded: {error}"
+        self._metrics.reloads.labels("failed").inc()
+        log.error("%s; the last good version is served", self.problem)
+        evidence = error.evidence if isinstance(error, ReloadFailed) else None
+        await self._lease.write(policies.fail_policy, target.version, self.problem, evidence)
 
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
         self.arms.stop_draining()
         self.problem = None
         self.arms.attempts.forget(target.version)
         self._metrics.reloads.labels("done").inc()
-        if self._policy_id == DEFAULT_POLICY:
+        if self.policy_id == DEFAULT_POLICY:
             self._metrics.policy_version.set(target.version)
             self._metrics.reload_seconds.observe(seconds)
         log.info(
             "policy version %d of policy %d is served; engines paused for %.0f ms at most",
             target.version,
-            self._policy_id,
+            self.policy_id,
             seconds * 1000,
         )
-        known = self._served.state(self._policy_id)
+        known = self._served.state(self.policy_id)
         is_held = self.arms.holdout_after(target, known.active, known.holdout) is not None
         share = self._settings.share_held_out(target.kind) if is_held else 0.0
         await self._lease.write(policies.activate_policy, target.version, seconds, utc_now(), share)

@@ -6,10 +6,7 @@ import logging
 import time
 
 from proxy.metrics import Metrics
-from proxy.reload.driver_lease import DriverLease
 from turnwise.errors import ReloadFailed, TurnwiseError
-from turnwise.store import policies
-from turnwise.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +56,3 @@ class LoadAttempts:
             error,
         )
         return True
-
-
-def why_not_loaded(target: PolicyVersion, error: TurnwiseError) -> str:
-    """Return the reason that a version which engines did not load is stored with."""
-    return f"version {target.version} was not loaded: {error}"
-
-
-async def record_failure(lease: DriverLease, metrics: Metrics, target: PolicyVersion, error: TurnwiseError) -> None:
-    """Record that a version was not loaded; its policy's last good version stays served."""
-    reason = why_not_loaded(target, error)
-    metrics.reloads.labels("failed").inc()
-    log.error("%s; the last good version is served", reason)
-    evidence = error.evidence if isinstance(error, ReloadFailed) else None
-    await lease.write(policies.fail_policy, target.version, reason, evidence)

@@ -2,7 +2,8 @@
 
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
-after a crash loads a version again. Adapters need no pause: each has its own name. Whole weights come from the
+after a crash loads a version again. Adapters need no pause: each has its own name. An engine that lacks the adapter of
+a named policy, because it was restarted, loads it at the first call that needs it. Whole weights come from the
 trainer's memory if the engine can receive them, while it serves calls as before; otherwise the engine reads the
 version's directory.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
@@ -20,12 +20,15 @@ from pathlib import Path
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
+from proxy.metrics import Metrics
 from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
 from proxy.reload.probe_check import Gap, gap_to, mismatch
 from proxy.reload.transfer import Offer, Transfers
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed
+from turnwise.store import policies
+from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 from turnwise.version_directory import ENGINE_ANSWER, Probe, read_probe
 
@@ -33,8 +36,6 @@ log = logging.getLogger(__name__)
 
 NUM_PROBED = 16
 """Tokens of a checkpoint's probe whose logprobs the engine is asked for."""
-COMPARE_SECONDS = 5.0
-"""How often it is read whether version 0 is an engine's own model; the directories of both hardly ever change."""
 
 
 class Loader:
@@ -42,59 +43,43 @@ class Loader:
 
     def __init__(
         self,
+        database: Database,
         settings: ProxySettings,
+        metrics: Metrics,
         faults: FaultPoints,
         transfers: Transfers,
         announce: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
+        self._database = database
         self._settings = settings
+        self._metrics = metrics
         self._announce = announce
         """Tells the proxy's other workers what an engine has loaded, before it samples with it."""
         self._faults = faults
         self._transfers = transfers
         self.files = VersionFiles()
-        self._compared_at: dict[tuple[str, str], float] = {}
-        """When a version's path and an engine's own were last compared, or could not be, on the monotonic clock."""
+        self._loading: dict[tuple[str, int], asyncio.Task[Lane]] = {}
+        """Loads that calls wait for, by engine and version."""
         self._at_base: dict[str, Gap] = {}
         """How far each engine was from the trainer at version 0, by URL."""
 
-    async def compare_with_own_models(
-        self, versions: list[PolicyVersion], engines: list[Engine], *, is_needed: bool
-    ) -> None:
-        """Read which of these versions are the models that the engines were started with, for `is_own_model`.
+    async def compare_with_own_model(self, policy: PolicyVersion, engines: list[Engine]) -> None:
+        """Read once whether a version is the model that engines were started with, for `is_own_model`.
 
-        Args:
-            versions: Only version 0 can be one.
-            engines: Those that may load it or have loaded it.
-            is_needed: Whether an engine without version 0 is to load it next: then the answer must be known.
+        Only version 0 can be one. An engine that has loaded it is not asked for.
 
         Raises:
-            FilesNotRead: a needed answer is being read, and there is no earlier one; call again.
-            ReloadFailed: a needed answer could not be read, which may pass, and there is no earlier one.
+            FilesNotRead: its directory is being read; call again.
+            ReloadFailed: its directory could not be read, which may pass.
         """
-        base = [policy for policy in versions if policy.version == 0 and policy.kind is PolicyKind.FULL]
-        pairs = [
-            (policy, engine) for policy in base for engine in engines if engine.model_path not in ("", policy.path)
-        ]
-        await asyncio.gather(
-            *(self._compare(policy.path, each, is_needed and not has_loaded(each, policy)) for policy, each in pairs)
-        )
-
-    async def _compare(self, path: str, engine: Engine, is_needed: bool) -> None:
-        own = engine.model_path
-        must_know = is_needed and (path, own) not in engine.same_models
-        is_recent = time.monotonic() - self._compared_at.get((path, own), -math.inf) < COMPARE_SECONDS
-        if is_recent and not must_know:
+        if policy.version != 0 or policy.kind is not PolicyKind.FULL:
             return
-        read = functools.partial(_is_same_model, path, own)
-        try:
-            same = await self.files.read(("own model", path, own), path, read, seconds=PATIENCE_SECONDS)
-            engine.same_models[path, own] = same
-        except (FilesNotRead, ReloadFailed) as error:
-            if must_know:
-                raise
-            log.debug("%r was not compared with the model of the engine at %s: %s", path, engine.url, error)
-        self._compared_at[path, own] = time.monotonic()
+        for engine in engines:
+            path, own = policy.path, engine.model_path
+            if path != own and path not in engine.same_models and not has_loaded(engine, policy):
+                read = functools.partial(_is_same_model, path, own)
+                same = await self.files.read(("own model", path, own), path, read, seconds=PATIENCE_SECONDS)
+                engine.same_models[path] = same
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
@@ -302,6 +287,28 @@ class Loader:
         except (BadCheckpoint, EngineError, FilesNotRead) as error:
             self.take_out(engine, error)
 
+    async def load_at_call(self, engine: Engine, version: int) -> Lane:
+        """Return the lane of an adapter; load it if the engine lacks it. Calls at the same time share one load.
+
+        Raises:
+            ReloadFailed: the engine did not load it.
+            EngineUnavailable: it does not answer.
+        """
+        key = engine.url, version
+        task = self._loading.get(key)
+        if task is None:
+            task = self._loading[key] = asyncio.create_task(self._load_missing(engine, version))
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def _load_missing(self, engine: Engine, version: int) -> Lane:
+        await engine.find_adapter(version)
+        if version in engine.adapters:  # another process has loaded it
+            return engine.adapters[version]
+        policy = await self._database.fetch(policies.get_policy, version)
+        self._metrics.adapter_loads.inc()
+        return await engine.load_adapter(version, policy.path, seconds=self._settings.reload_timeout_seconds)
+
     async def retire(self, engine: Engine, keep: set[int], *, num_spared: int = 1, ended: Collection[int] = ()) -> None:
         """Unload adapters without calls, except the latest ones: another process may still call them.
 
@@ -329,10 +336,10 @@ def own_model(engine: Engine) -> PolicyVersion:
 
 
 def is_own_model(policy: PolicyVersion, engine: Engine) -> bool:
-    """Return whether a version is the model that the engine was started with, as last read from the file system."""
+    """Return whether a version is the model that the engine was started with, as far as that was compared."""
     if policy.version != 0 or policy.kind is not PolicyKind.FULL:
         return False
-    return policy.path == engine.model_path or engine.same_models.get((policy.path, engine.model_path), False)
+    return policy.path == engine.model_path or engine.same_models.get(policy.path, False)
 
 
 def _is_same_model(path: str, own: str) -> bool:

@@ -23,10 +23,9 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.arms import Arms
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.follower import Follower, IsServed, RollOut
+from proxy.reload.follower import Follower
 from proxy.reload.loader import Loader, own_model, serves
-from proxy.reload.named_adapters import NamedAdapters
-from proxy.reload.served_versions import ServedVersions, Wanted
+from proxy.reload.served_versions import ServedVersions
 from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
@@ -50,6 +49,8 @@ from turnwise.version_directory import MANIFEST, base_version
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
+MAX_EXPORTED = 100
+"""Named policies whose served version is a metric, the oldest ones: each has a label of its own."""
 LOST_SECONDS = 60.0
 """How long a restarted engine waits for the active version while it is not on disk and no trainer hands it out."""
 
@@ -78,40 +79,41 @@ class Reloader:
         self.lease = DriverLease(database, writer)
         transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
-        self._loader = Loader(settings, faults or FaultPoints(), transfers, announce)
+        self._loader = Loader(database, settings, metrics, faults or FaultPoints(), transfers, announce)
         self._served = ServedVersions(database, pool)
         pool.read_served = self._served.refresh
+        pool.load_adapter = self._loader.load_at_call
 
-        def follower_of(policy_id: int, is_served: IsServed, roll_out: RollOut) -> Follower:
+        def follower_of(policy_id: int) -> Follower:
             arms = Arms(
                 policy_id, database, self.lease, pool, self._loader, self._served, settings, metrics, reserve=reserve
             )
+            is_default = policy_id == DEFAULT_POLICY
             return Follower(
-                policy_id, arms, self.lease, self._served, settings, metrics, is_served=is_served, roll_out=roll_out
+                policy_id,
+                arms,
+                self.lease,
+                self._served,
+                settings,
+                metrics,
+                is_served=self._is_served if is_default else _is_served_at_calls,
+                roll_out=self._roll_out if is_default else self._roll_out_beside,
             )
 
-        self._default = follower_of(DEFAULT_POLICY, self._is_served, self._roll_out)
-        self._named = NamedAdapters(
-            database,
-            self.lease,
-            pool,
-            self._loader,
-            self._served,
-            metrics,
-            follower_of=follower_of,
-            load_seconds=settings.reload_timeout_seconds,
-        )
+        self._follower_of = follower_of
+        self._default = follower_of(DEFAULT_POLICY)
+        self._followers = {DEFAULT_POLICY: self._default}
+        """What follows the store: for the default policy, and for each other one that has versions and is in use."""
         self._check_lock = asyncio.Lock()
         self._adopted: set[str] = set()
         """Paths of engines' own models that the database belongs to."""
-        self._last_error: str | None = None
         self._missed: tuple[int, float] | None = None
         """A version that a restarted engine cannot get, and since when, on the monotonic clock."""
 
     @property
     def problem(self) -> str | None:
-        """What a trial or a reload waits for, or why the last reload failed; None if neither."""
-        return self._default.arms.problem or self._default.problem or self._last_error or self._loader.files.problem
+        """What the default policy's trial or reload waits for, or why its last one failed; None if neither."""
+        return self._default.arms.problem or self._default.problem or self._loader.files.problem
 
     async def read_served(self) -> None:
         """Read which policies and versions there are, after this process has changed them."""
@@ -129,63 +131,78 @@ class Reloader:
         """Check the store and the engines until cancelled."""
         checked_at = 0.0
         while True:
-            began = time.monotonic()
-            try:
-                if time.monotonic() - checked_at >= HEALTH_SECONDS:
-                    checked_at = time.monotonic()
-                    await self._check_engines(self._pool.engines)
-                else:
-                    await self._check_engines([engine for engine in self._pool.engines if not engine.is_serving])
-                await self._follow()
-            except TurnwiseError as error:
-                self._metrics.background_errors.labels("reload").inc()
-                log.warning("the reloader could not finish a round: %s", error)
-            except Exception:  # the task's outermost edge: an unexpected error must not end it
-                self._metrics.background_errors.labels("reload").inc()
-                log.exception("a round of the reloader failed unexpectedly")
-            await self._follow_named(began)
+            is_due = time.monotonic() - checked_at >= HEALTH_SECONDS
+            checked_at = time.monotonic() if is_due else checked_at
+            engines = [engine for engine in self._pool.engines if is_due or not engine.is_serving]
+            await self._try(self._check_engines(engines))
+            await self._try(self._follow())
             await asyncio.sleep(self._settings.policies_poll_seconds)
 
-    async def _follow_named(self, since: float) -> None:
-        """Bring the named policies to their versions, whatever has become of the default one."""
+    async def _try(self, part: Awaitable[None]) -> None:
+        """Finish a part of a round, or count and log why it failed; the next round does it again."""
         try:
-            await self._named.follow(since)
+            await part
         except TurnwiseError as error:
             self._metrics.background_errors.labels("reload").inc()
-            log.warning("the named policies could not be brought up to date: %s", error)
+            log.warning("the reloader could not finish a round: %s", error)
+        except Exception:  # the task's outermost edge: an unexpected error must not end it
+            self._metrics.background_errors.labels("reload").inc()
+            log.exception("a round of the reloader failed unexpectedly")
 
     async def _follow(self) -> None:
-        """Bring every serving engine to the wanted version, or advance the canary."""
-        with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
-            await self._follow_once(await self._wanted())
-
-    async def _follow_once(self, wanted: Wanted) -> None:
-        state = wanted.state(DEFAULT_POLICY)
+        """Bring every policy to the version that the store wants, or advance its trial."""
+        await self._served.refresh()
+        self._export()
+        state = self._served.state(DEFAULT_POLICY)
         self._default.arms.note_engines(state.canary)
         if state.canary is None or state.canary.activated_at is not None:
-            self._pool.stop_draining(before=wanted.read_at)
+            self._pool.stop_draining(before=self._served.read_at)
         if self._settings.engine_sleep and await self._sleeper.follow(state.active):
             return
-        if self._pool.serving and not self._default.is_settled(state):
-            await self._drive(state)
+        if self._pool.serving and self._unsettled():
+            with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
+                await self._drive()
 
-    async def _wanted(self) -> Wanted:
-        """Read which version the engines are to serve, and compare it with the models that they were started with."""
-        wanted = await self._served.wanted()
-        state = wanted.state(DEFAULT_POLICY)
-        versions = [policy for policy in (state.target, state.active) if policy is not None]
-        await self._loader.compare_with_own_models(versions, self._pool.engines, is_needed=False)
-        return wanted
+    def _unsettled(self) -> list[tuple[Follower, ServingState]]:
+        """Return the policies for which there is something to do, with their versions; the default one first."""
+        known = self._followers
+        numbers = sorted({DEFAULT_POLICY, *self._pool.served})
+        self._followers = {number: known.get(number) or self._follower_of(number) for number in numbers}
+        pairs = [(follower, self._served.state(number)) for number, follower in self._followers.items()]
+        return [(follower, state) for follower, state in pairs if not follower.is_settled(state)]
 
-    async def _drive(self, state: ServingState) -> None:
+    async def _drive(self) -> None:
+        """Do the next step of each policy, unless another process drives.
+
+        Raises:
+            FilesNotRead: a version's files are being read; the others had their step.
+        """
+        unread: FilesNotRead | None = None
         async with self.lease.held() as is_driver:
-            if not is_driver:
-                await self._read_served_versions(state.active)
-                return
-            # Another process may have driven while the lease was awaited.
-            state = (await self._wanted()).state(DEFAULT_POLICY)
-            await self._read_served_versions(state.active)
-            await self._default.step(state)
+            if is_driver:  # another process may have driven while the lease was awaited
+                await self._served.refresh()
+            if not self._default.is_settled(self._served.state(DEFAULT_POLICY)):
+                await self._read_served_versions(self._served.state(DEFAULT_POLICY).active)
+            for follower, state in self._unsettled() if is_driver else ():
+                if not self._pool.serving:  # the step before has taken the last engine out
+                    break
+                try:
+                    await follower.step(state)
+                except FilesNotRead as error:
+                    unread = error
+                except (BadCheckpoint, EngineError) as error:
+                    self._metrics.background_errors.labels("reload").inc()
+                    log.warning("policy %d could not be brought up to date: %s", follower.policy_id, error)
+            if unread is not None:
+                raise unread
+
+    def _export(self) -> None:
+        """Set the metric of the named policies' served versions."""
+        named = [policy for policy in self._pool.policies.values() if policy.policy_id != DEFAULT_POLICY]
+        for policy in named[:MAX_EXPORTED]:
+            active = self._served.state(policy.policy_id).active
+            version = 0 if active is None else active.version
+            self._metrics.named_policy_version.labels(policy.tenant, policy.name).set(version)
 
     def _is_served(self, target: PolicyVersion, state: ServingState) -> bool:
         """Return whether all engines serve the target, save one that keeps the hold-out's whole weights."""
@@ -212,11 +229,11 @@ class Reloader:
         arms = self._default.arms
         holdout = arms.holdout_after(target, active, self._served.state(DEFAULT_POLICY).holdout)
         others = arms.without_held_out(holdout, target)
+        await self._loader.compare_with_own_model(target, others)
         behind = [engine for engine in others if not serves(engine, target)]
         is_proven = len(behind) < len(others) or (active is not None and active.version == target.version)
         seconds = 0.0
         if behind:
-            await self._loader.compare_with_own_models([target], behind, is_needed=True)
             await self._loader.check(target, behind[0])
         if behind and not is_proven:
             first = behind.pop(0)
@@ -233,6 +250,22 @@ class Reloader:
                 seconds = max(seconds, outcome)
         return seconds
 
+    async def _roll_out_beside(self, target: PolicyVersion, _active: PolicyVersion | None) -> float:
+        """Load a named policy's version into one engine and check it, then into the others; no engine is paused.
+
+        Raises:
+            BadCheckpoint, EngineError: the first engine did not load it; the others load it at its first call.
+            FilesNotRead: its files are being read; call again.
+        """
+        first, *others = self._pool.serving
+        await self._loader.check(target, first)
+        await self._loader.load_beside(first, target)
+        loads = (self._loader.load_beside(engine, target) for engine in others)
+        for outcome in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                log.warning("version %d will be loaded at its first call: %s", target.version, outcome)
+        return 0.0
+
     async def _check_engines(self, engines: list[Engine]) -> None:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""
         outcomes = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
@@ -241,8 +274,6 @@ class Reloader:
                 engine.status.change(EngineState.UNSUITABLE)
             elif isinstance(outcome, EngineError) and engine.is_serving:
                 self._loader.take_out(engine, outcome)
-            elif isinstance(outcome, BadCheckpoint):
-                self._last_error = f"the engine at {engine.url} cannot be brought up to date: {outcome}"
             _note_problem(engine, outcome)
         for outcome in outcomes:
             is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead | None)
@@ -278,15 +309,17 @@ class Reloader:
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
         engine.takes_no_weights = False  # it may have been restarted with other flags
+        engine.same_models.clear()
         await engine.fetch_models()
         await engine.read_label()
         await self._adopt(engine)
-        state = (await self._wanted()).state(DEFAULT_POLICY)
+        await self._served.refresh()
+        state = self._served.state(DEFAULT_POLICY)
         active = state.active
         engine.active_lane = engine.base_lane
         served = [policy for policy in (active, state.canary, state.holdout) if policy is not None]
         if active is not None and not any(serves(engine, policy) for policy in served):
-            await self._loader.compare_with_own_models([active], [engine], is_needed=True)
+            await self._loader.compare_with_own_model(active, [engine])
         if self._settings.engine_sleep:
             if not await self._sleeper.bring_awake(engine, active):
                 return
@@ -342,6 +375,11 @@ class Reloader:
         if self._missed is None or self._missed[0] != active.version:
             self._missed = active.version, time.monotonic()
         return time.monotonic() - self._missed[1] >= LOST_SECONDS
+
+
+def _is_served_at_calls(_target: PolicyVersion, _state: ServingState) -> bool:
+    """Return that a named policy's active adapter is where calls need it: an engine that lacks it loads it then."""
+    return True
 
 
 async def _has_version(engine: Engine) -> bool:

@@ -1,4 +1,4 @@
-"""Which versions of each policy the store says are served: read, and applied to the pool in the order of the readings.
+"""Which versions of each policy the store says are served: read, and applied to the pool, one reading after the other.
 
 The background task reads them at an interval. During a trial each call reads them too, because a session that has left
 a trial must not enter it again at a process that has not noticed the end. Calls that arrive during a reading share the
@@ -8,40 +8,19 @@ next one.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import logging
-import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from turnwise.errors import EngineError
 from turnwise.store import named_policies, policies
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.store.policies import NO_VERSIONS, ServingState
 from turnwise.types import DEFAULT_POLICY, Policy, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the store wants to be served, as one reading found it."""
-
-    number: int
-    """Order of the readings of this process, by their start."""
-    read_at: float
-    """When it started, on the monotonic clock."""
-    states: Mapping[int, ServingState]
-    """The versions of each policy that has any, by the policy's number."""
-    named: Mapping[tuple[str, str], Policy]
-    """All policies by tenant and name."""
-
-    def state(self, policy_id: int) -> ServingState:
-        """Return the versions of a policy."""
-        return self.states.get(policy_id, NO_VERSIONS)
 
 
 def versions_in_use(states: Iterable[ServingState]) -> set[int]:
@@ -56,30 +35,19 @@ class ServedVersions:
     def __init__(self, database: Database, pool: EnginePool) -> None:
         self._database = database
         self._pool = pool
-        self._numbers = itertools.count(1)
-        self._applied = 0
-        """Number of the newest reading that was applied."""
+        self.read_at = 0.0
+        """When the newest reading that was applied started, on the monotonic clock."""
         self.in_use: set[int] = set()
         """The versions that sessions of any policy may sample with, by that reading."""
         self.ended: set[int] = set()
         """The versions that sessions of policies sampled with which were then archived or deleted."""
-        self._newest: Wanted | None = None
-        """That reading."""
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
-        """A reading for calls that has not started yet."""
+        """A reading that has not started yet."""
 
     def state(self, policy_id: int) -> ServingState:
         """Return the versions of a policy, as the newest reading found them."""
         return self._pool.served.get(policy_id, NO_VERSIONS)
-
-    async def wanted(self, since: float = math.inf) -> Wanted:
-        """Read and apply what the store wants, unless a reading since this monotonic instant has done so."""
-        if self._newest is not None and self._newest.read_at >= since:
-            return self._newest
-        wanted = await self._read()
-        self._apply(wanted)
-        return wanted
 
     async def refresh(self) -> None:
         """Read and apply the versions once; the reading starts after this call.
@@ -95,27 +63,14 @@ class ServedVersions:
         if running is not None and not running.done():
             await asyncio.wait({running})
         self._running, self._next = self._next, None
-        wanted = await self._read()
-        await self._find_adapters(wanted)
-        self._apply(wanted)
+        read_at = time.monotonic()
+        states, named = await self._database.fetch(_read)
+        await self._find_adapters(states.get(DEFAULT_POLICY, NO_VERSIONS))
+        self._apply(states, named)
+        self.read_at = read_at
 
-    async def _read(self) -> Wanted:
-        number, read_at = next(self._numbers), time.monotonic()
-        states, named = await asyncio.to_thread(self._read_states)
-        return Wanted(
-            number=number,
-            read_at=read_at,
-            states=states,
-            named={(policy.tenant, policy.name): policy for policy in named},
-        )
-
-    def _read_states(self) -> tuple[dict[int, ServingState], list[Policy]]:
-        with self._database.read() as connection:
-            return policies.serving_states(connection), named_policies.list_named_policies(connection)
-
-    async def _find_adapters(self, wanted: Wanted) -> None:
+    async def _find_adapters(self, state: ServingState) -> None:
         """Ask the engines for adapters of the default policy that another process has loaded into them."""
-        state = wanted.state(DEFAULT_POLICY)
         missing = [
             (engine, policy.version)
             for policy in (state.active, state.canary, state.holdout)
@@ -125,21 +80,19 @@ class ServedVersions:
         ]
         await asyncio.gather(*(_find_adapter(engine, version) for engine, version in missing))
 
-    def _apply(self, wanted: Wanted) -> None:
+    def _apply(self, states: Mapping[int, ServingState], named: Sequence[Policy]) -> None:
         """Set the versions of each policy; let calls sample with another adapter if another version is wanted."""
-        if wanted.number < self._applied:
-            return
         before = self.state(DEFAULT_POLICY).active
-        self._applied, self._newest = wanted.number, wanted
-        self._pool.policies = wanted.named
-        self._pool.policy_names = {policy.policy_id: policy.name for policy in wanted.named.values()}
-        self._pool.archived = {each.policy_id for each in wanted.named.values() if each.archived_at is not None}
-        live = self._pool.policy_names.keys() - self._pool.archived
-        self.ended |= versions_in_use(state for number, state in self._pool.served.items() if number not in live)
-        self._pool.served = wanted.states
-        self.in_use = versions_in_use(wanted.states.values())
+        pool = self._pool
+        pool.policies = {(policy.tenant, policy.name): policy for policy in named}
+        pool.policy_names = {policy.policy_id: policy.name for policy in named}
+        pool.archived = {each.policy_id for each in named if each.archived_at is not None}
+        live = pool.policy_names.keys() - pool.archived
+        self.ended |= versions_in_use(state for number, state in pool.served.items() if number not in live)
+        pool.served = states
+        self.in_use = versions_in_use(states.values())
         if _version(before) != _version(self.state(DEFAULT_POLICY).active):
-            for engine in self._pool.serving:
+            for engine in pool.serving:
                 self.choose_adapter(engine)
 
     def choose_adapter(self, engine: Engine) -> None:
@@ -147,6 +100,10 @@ class ServedVersions:
         active = self.state(DEFAULT_POLICY).active
         if active is not None and active.kind is PolicyKind.LORA:
             engine.active_lane = engine.adapters.get(active.version, engine.active_lane)
+
+
+def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]]:
+    return policies.serving_states(connection), named_policies.list_named_policies(connection)
 
 
 def _version(policy: PolicyVersion | None) -> int | None:

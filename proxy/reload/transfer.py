@@ -159,12 +159,8 @@ class Transfers:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def _urls(self) -> list[str]:
-        def read() -> list[str]:
-            with self._database.read() as connection:
-                return weight_servers.weight_urls(connection)
-
         try:
-            return await asyncio.to_thread(read)
+            return await self._database.fetch(weight_servers.weight_urls)
         except StoreError as error:
             log.warning("the addresses of weights could not be read: %s", error)
             return []
