@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_if_new, is_among, last_assigned, members
+from turnwise.store.statements import insert_if_new, is_among, last_assigned
 from turnwise.store.tables import feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.types import SessionStatus
 
@@ -38,8 +38,7 @@ def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]
     wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
     order = [key, *([_ORDER[table_name]] if table_name in _ORDER else [])]
     rows = conn.execution_options(yield_per=ROWS_AT_ONCE).execute(
-        sa.select(table).where(is_among(conn.dialect.name, key, "wanted")).order_by(*order),
-        {"wanted": members(conn.dialect.name, wanted)},
+        sa.select(table).where(is_among(conn.dialect, key, wanted)).order_by(*order),
     )
     for row in rows:
         yield dict(row._mapping)  # noqa: SLF001  SQLAlchemy's public name

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from turnwise import credit
 from turnwise.store import lineage
 from turnwise.store.rows import to_micros
-from turnwise.store.statements import is_among, members
+from turnwise.store.statements import is_among
 from turnwise.store.tables import DELETED, policy_versions, sessions, turns
 from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, Credit, Json, Outcome, PolicyVersion, SessionStatus, Split
 
@@ -141,7 +141,6 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
     if not finished:
         return []
     session_of = {row.session_pk: row for row in finished}
-    dialect = conn.dialect.name
     played = conn.execute(
         sa.select(
             turns.c.session_pk,
@@ -149,9 +148,8 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
             sa.func.count().label("num_turns"),
             sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
         )
-        .where(is_among(dialect, turns.c.session_pk, "session_pks"), is_sampled)
-        .group_by(turns.c.session_pk),
-        {"session_pks": members(dialect, session_of)},
+        .where(is_among(conn.dialect, turns.c.session_pk, session_of), is_sampled)
+        .group_by(turns.c.session_pk)
     ).all()
     lines = lineage.rewards_of(conn, [row.session_pk for row in played])
     found = []

@@ -24,7 +24,7 @@ from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.errors import InvalidRequest
 from turnwise.experience import EID, HINTS, Experience
 from turnwise.store import lineage, named_policies, rows, trained
-from turnwise.store.statements import is_among, members
+from turnwise.store.statements import is_among
 from turnwise.store.tables import DELETED, feedback, session_labels, sessions
 from turnwise.types import (
     IMPORT,
@@ -225,13 +225,10 @@ def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: Sha
 
 def _hints(conn: sa.Connection, session_pks: Sequence[int]) -> defaultdict[int, dict[str, Json]]:
     """Return the corrections of people as they are put into prompts, by session and by turn; the last one of a turn."""
-    is_own = is_among(conn.dialect.name, feedback.c.session_pk, "session_pks")
-    found = conn.execute(
-        sa.select(feedback.c.session_pk, feedback.c.content).where(is_own).order_by(feedback.c.created_at),
-        {"session_pks": members(conn.dialect.name, session_pks)},
-    ).all()
+    is_own = is_among(conn.dialect, feedback.c.session_pk, session_pks)
+    found = sa.select(feedback.c.session_pk, feedback.c.content).where(is_own).order_by(feedback.c.created_at)
     hints: defaultdict[int, dict[str, Json]] = defaultdict(dict)
-    for row in found:
+    for row in conn.execute(found):
         hint = json.loads(row.content).get("hint")
         if hint is not None:
             hints[row.session_pk][hint["turn_id"]] = hint

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store.rows import StoredRow, to_micros
-from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, members, unindexed
+from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, unindexed
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now
 
@@ -212,16 +212,10 @@ def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
 
 def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
     """Make trained groups ready again after a revision of their rewards."""
-    dialect = conn.dialect.name
-    conn.execute(
-        sa.update(groups)
-        # SQLite must search by the keys, not by the status, which most groups have.
-        .where(
-            is_among(dialect, groups.c.group_pk, "group_pks"), unindexed(groups.c.status) == GroupStatus.TRAINED.value
-        )
-        .values(**_ready("revised")),
-        {"group_pks": members(dialect, group_pks)},
-    )
+    # SQLite must search by the keys, not by the status, which most groups have.
+    is_trained = unindexed(groups.c.status) == GroupStatus.TRAINED.value
+    revised = sa.update(groups).where(is_among(conn.dialect, groups.c.group_pk, group_pks), is_trained)
+    conn.execute(revised.values(**_ready("revised")))
 
 
 class Member(Protocol):
@@ -310,15 +304,13 @@ def _awaited(conn: sa.Connection, group: StoredRow) -> str:
 
 def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, int]:
     """Return the oldest policy version among the trainable turns of these sessions, by group."""
-    dialect = conn.dialect.name
     found = conn.execute(
-        sa.select(sessions.c.group_pk, sa.func.min(turns.c.policy_version_first))
+        sa.select(sessions.c.group_pk, sa.func.min(turns.c.policy_version_first).label("version"))
         .join_from(turns, sessions)
         .where(
-            is_among(dialect, turns.c.session_pk, "session_pks"),
+            is_among(conn.dialect, turns.c.session_pk, session_pks),
             turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
         )
-        .group_by(sessions.c.group_pk),
-        {"session_pks": members(dialect, session_pks)},
+        .group_by(sessions.c.group_pk)
     )
-    return {group_pk: version for group_pk, version in found}  # noqa: C416  a Row is a tuple, but not to the type checker
+    return {row.group_pk: row.version for row in found}

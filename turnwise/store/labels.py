@@ -8,19 +8,17 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from turnwise.store import rows
-from turnwise.store.statements import is_among, members
+from turnwise.store.statements import is_among
 from turnwise.store.tables import session_labels
 from turnwise.types import Label
 
 
 def labels_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, tuple[Label, ...]]:
     """Return the labels of these sessions in alphabetical order, by session."""
-    dialect = conn.dialect.name
     found = conn.execute(
         sa.select(session_labels)
-        .where(is_among(dialect, session_labels.c.session_pk, "session_pks"))
-        .order_by(session_labels.c.session_pk, session_labels.c.label),
-        {"session_pks": members(dialect, session_pks)},
+        .where(is_among(conn.dialect, session_labels.c.session_pk, session_pks))
+        .order_by(session_labels.c.session_pk, session_labels.c.label)
     )
     by_session: dict[int, list[Label]] = defaultdict(list)
     for row in found:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, idempotency, new_turns, queries, rows, trials
 from turnwise.store.rows import to_micros
 from turnwise.store.session_locks import LockedSession, lock_sessions, no_session
-from turnwise.store.statements import fetch_at_once, insert_ignoring, insert_rows, is_among, members
+from turnwise.store.statements import insert_ignoring, insert_rows, is_among
 from turnwise.store.tables import rewards, sessions, turns
 from turnwise.types import MAX_REWARD, Outcome, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
 
@@ -144,12 +143,10 @@ def expire_idle_sessions(
         .with_for_update(skip_locked=True)
     ).all()
     if idle:
-        dialect = conn.dialect.name
         conn.execute(
             sa.update(sessions)
-            .where(is_among(dialect, sessions.c.session_pk, "idle"))
-            .values(status=SessionStatus.EXPIRED.value, ended_at=to_micros(now or utc_now())),
-            {"idle": members(dialect, [row.session_pk for row in idle])},
+            .where(is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in idle]))
+            .values(status=SessionStatus.EXPIRED.value, ended_at=to_micros(now or utc_now()))
         )
         groups.finish(conn, [row for row in idle if row.num_rewards > 0])
     return [(row.tenant, row.session_id) for row in idle]
@@ -239,10 +236,12 @@ def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[Loc
     steps = {line.step for line in lines if line.step is not None}
     turns_in: dict[tuple[int, int], int] = {}
     if pks:
-        dialect = conn.dialect.name
-        names = {"session_pks": members(dialect, pks), "steps": members(dialect, steps)}
-        counted = fetch_at_once(conn, _count_steps(dialect), names)
-        turns_in = {(session_pk, step): number for session_pk, step, number in counted}
+        counted = conn.execute(
+            sa.select(turns.c.session_pk, turns.c.step, sa.func.count().label("number"))
+            .where(is_among(conn.dialect, turns.c.session_pk, pks), is_among(conn.dialect, turns.c.step, steps))
+            .group_by(turns.c.session_pk, turns.c.step)
+        )
+        turns_in = {(row.session_pk, row.step): row.number for row in counted}
     reached = []
     for line, row in zip(lines, targets, strict=True):
         if line.step is None:
@@ -252,15 +251,6 @@ def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[Loc
             raise NotFound(f"session {line.session_id!r} has no turn in step {line.step!r}", param="step")
         reached.append(turns_in[row.session_pk, line.step])
     return reached
-
-
-@functools.cache
-def _count_steps(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return (
-        sa.select(turns.c.session_pk, turns.c.step, sa.func.count().label("number"))
-        .where(is_among(dialect, turns.c.session_pk, "session_pks"), is_among(dialect, turns.c.step, "steps"))
-        .group_by(turns.c.session_pk, turns.c.step)
-    )
 
 
 def _count_rewards(

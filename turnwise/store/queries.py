@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -21,7 +19,7 @@ from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.rows import to_micros
-from turnwise.store.statements import fetch_at_once, is_among, members, unindexed
+from turnwise.store.statements import is_among, unindexed
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Session, Turn, UpdateRecord, utc_now
 
@@ -206,22 +204,16 @@ def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str
     """Return the session id of each of these turns that this tenant has."""
     if not turn_ids:
         return {}
-    dialect = conn.dialect.name
-    names = {"turn_ids": members(dialect, turn_ids), "tenant": tenant}
-    return dict(fetch_at_once(conn, _select_sessions_of_turns(dialect), names))
-
-
-@functools.cache
-def _select_sessions_of_turns(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return (
+    found = conn.execute(
         sa.select(tables.turns.c.turn_id, tables.sessions.c.session_id)
         .join_from(tables.turns, tables.sessions)
         .where(
-            is_among(dialect, tables.turns.c.turn_id, "turn_ids"),
+            is_among(conn.dialect, tables.turns.c.turn_id, turn_ids),
             # SQLite must search by the ids, not through all turns of the tenant.
-            unindexed(tables.sessions.c.tenant) == sa.bindparam("tenant"),
+            unindexed(tables.sessions.c.tenant) == tenant,
         )
     )
+    return {row.turn_id: row.session_id for row in found}
 
 
 def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:

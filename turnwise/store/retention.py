@@ -20,7 +20,7 @@ from turnwise.store import lineage, named_policies, queries
 from turnwise.store.database import Database
 from turnwise.store.idempotency import forget_sessions
 from turnwise.store.rows import StoredRow, to_micros
-from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, members
+from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among
 from turnwise.store.tables import (
     DELETED,
     NO_TENANT,
@@ -200,11 +200,8 @@ def _with_few_turns(found: Sequence[StoredRow]) -> list[StoredRow]:
 
 def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
     """Delete the sessions whose rows are as they were read; call it while it has more."""
-    named = {"session_pks": members(conn.dialect.name, [row.session_pk for row in read])}
-    present = conn.execute(
-        sa.select(sessions).where(is_among(conn.dialect.name, sessions.c.session_pk, "session_pks")).with_for_update(),
-        named,
-    ).all()
+    is_read = is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in read])
+    present = conn.execute(sa.select(sessions).where(is_read).with_for_update()).all()
     before = {row.session_pk: tuple(row) for row in read}
     return _delete(conn, [row for row in present if tuple(row) == before[row.session_pk]])
 
@@ -233,21 +230,19 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         return Deleted()
     if forget_sessions(conn, names) == ROWS_AT_ONCE:
         return Deleted(has_more=True)
-    dialect = conn.dialect.name
-    named = {"session_pks": members(dialect, [row.session_pk for row in found])}
+    pks = [row.session_pk for row in found]
     versions = conn.execute(
         sa.select(trained_sessions.c.policy_version)
-        .where(is_among(dialect, trained_sessions.c.session_pk, "session_pks"))
-        .distinct(),
-        named,
+        .where(is_among(conn.dialect, trained_sessions.c.session_pk, pks))
+        .distinct()
     ).scalars()
     trained_on = tuple(sorted(versions))
     for table in (session_labels, feedback, trained_sessions):
-        conn.execute(sa.delete(table).where(is_among(dialect, table.c.session_pk, "session_pks")), named)
+        conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
     nothing = dict.fromkeys(("group_pk", "group_id", "group_size", "task_id", "user_id", "termination_reason"))
     conn.execute(
         sa.update(sessions)
-        .where(is_among(dialect, sessions.c.session_pk, "session_pks"))
+        .where(is_among(conn.dialect, sessions.c.session_pk, pks))
         .values(
             **nothing,
             tenant=NO_TENANT,
@@ -258,8 +253,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
             sampling="{}",
             num_turns=0,
             num_rewards=0,
-        ),
-        named,
+        )
     )
     _leave_groups(conn, found)
     return Deleted(sessions=names, num_turns=sum(row.num_turns for row in found), policy_versions=trained_on)
@@ -302,6 +296,5 @@ def _leave_groups(conn: sa.Connection, deleted: Sequence[StoredRow]) -> None:
             for pk, count in sorted(num_left.items())
         ],
     )
-    dialect = conn.dialect.name
-    empty = sa.and_(is_among(dialect, groups.c.group_pk, "group_pks"), groups.c.num_sessions <= 0)
-    conn.execute(sa.delete(groups).where(empty), {"group_pks": members(dialect, num_left)})
+    empty = sa.and_(is_among(conn.dialect, groups.c.group_pk, num_left), groups.c.num_sessions <= 0)
+    conn.execute(sa.delete(groups).where(empty))

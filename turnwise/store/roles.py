@@ -7,20 +7,15 @@ from collections.abc import Collection
 import sqlalchemy as sa
 
 from turnwise.errors import NotFound
-from turnwise.store.statements import is_among, members
+from turnwise.store.statements import is_among
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Role
 
 
 def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason: str) -> None:
     """Set the role of these turns."""
-    dialect = conn.dialect.name
-    conn.execute(
-        sa.update(turns)
-        .where(is_among(dialect, turns.c.turn_id, "turn_ids"))
-        .values(role=role.value, role_reason=reason),
-        {"turn_ids": members(dialect, turn_ids)},
-    )
+    changed = sa.update(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
+    conn.execute(changed.values(role=role.value, role_reason=reason))
 
 
 def set_chain_role(conn: sa.Connection, tenant: str, turn_id: str, role: Role) -> tuple[str, list[str]]:

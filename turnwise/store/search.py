@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from turnwise.store import pages, queries, rows
 from turnwise.store.experiences import SessionFilter
-from turnwise.store.statements import is_among, members
+from turnwise.store.statements import is_among
 from turnwise.store.tables import turns
 from turnwise.types import Outcome, Session
 
@@ -151,12 +151,8 @@ def _matching_pks(conn: sa.Connection, window: list[rows.StoredRow], contents: C
     of_turn = contents.of_turn(conn.dialect.name)
     if not of_turn or not pks:
         return pks
-    dialect = conn.dialect.name
-    found = conn.execute(
-        sa.select(turns.c.session_pk).where(is_among(dialect, turns.c.session_pk, "session_pks"), *of_turn).distinct(),
-        {"session_pks": members(dialect, pks)},
-    )
-    return set(found.scalars())
+    found = sa.select(turns.c.session_pk).where(is_among(conn.dialect, turns.c.session_pk, pks), *of_turn)
+    return set(conn.execute(found.distinct()).scalars())
 
 
 def _has_text(text: str, dialect: str) -> sa.ColumnElement[bool]:

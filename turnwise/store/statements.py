@@ -155,26 +155,6 @@ def _rows_sql_postgresql(table: sa.Table, columns: tuple[str, ...], keys: tuple[
     return f"SELECT {', '.join(columns)} FROM {table.name} WHERE {condition}{locking}"  # noqa: S608  names are ours
 
 
-def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], parameters: Mapping[str, Any]) -> list[Any]:
-    """Return a query's rows of numbers and texts as sequences; SQLite returns them as one row of JSON.
-
-    This is the hot path: the driver releases the interpreter's lock before every row and waits to reacquire it.
-    """
-    if conn.dialect.name == "postgresql":
-        return list(conn.execute(query, parameters))
-    sql, names = _json_sql(query)
-    found: list[Any] = json.loads(fetch(conn, sql, tuple(parameters[name] for name in names))[0][0])
-    return found
-
-
-@functools.lru_cache
-def _json_sql(query: sa.Select[*tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
-    """Return the statement that returns a query's rows as JSON, and the names of its parameters in order."""
-    rows = query.subquery()
-    compiled = sa.select(sa.func.json_group_array(sa.func.json_array(*rows.c))).compile(dialect=sqlite.dialect())
-    return str(compiled), tuple(compiled.positiontup or ())
-
-
 def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows whose values the driver accepts without conversion: no enum, no datetime.
 
@@ -260,11 +240,11 @@ def _count_sql(num_rows: int, dialect_name: str) -> str:
     )
 
 
-def is_among(dialect_name: str, column: sa.Column[Any], parameter: str) -> sa.ColumnElement[bool]:
-    """Return the condition that the column is one of a list of values; its SQL does not depend on their number."""
-    if dialect_name == "postgresql":
-        return column == sa.any_(sa.bindparam(parameter, type_=postgresql.ARRAY(column.type)))
-    return column.in_(sa.select(sa.func.json_each(sa.bindparam(parameter)).table_valued("value").c.value))
+def is_among(dialect: sa.Dialect, column: sa.Column[Any], values: Collection[Any]) -> sa.ColumnElement[bool]:
+    """Return the condition that the column is one of these values; its SQL does not depend on their number."""
+    if dialect.name == "postgresql":
+        return column == sa.any_(sa.literal(list(values), postgresql.ARRAY(column.type)))
+    return column.in_(sa.select(sa.func.json_each(json.dumps(list(values))).table_valued("value").c.value))
 
 
 def unindexed(column: sa.Column[str]) -> sa.ColumnElement[str]:
@@ -273,8 +253,3 @@ def unindexed(column: sa.Column[str]) -> sa.ColumnElement[str]:
     No index applies to the expression, while its value is that of the column.
     """
     return column.concat(sa.literal_column("''"))
-
-
-def members(dialect_name: str, values: Collection[Any]) -> Any:
-    """Return the list as the parameter of `is_among`."""
-    return list(values) if dialect_name == "postgresql" else json.dumps(list(values))

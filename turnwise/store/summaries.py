@@ -14,7 +14,7 @@ import orjson
 import sqlalchemy as sa
 
 from turnwise.store.pages import size_of
-from turnwise.store.statements import is_among, members
+from turnwise.store.statements import is_among
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Json, Session
 
@@ -46,8 +46,8 @@ def summaries(conn: sa.Connection, found: Sequence[Session]) -> list[Summary]:
     if not found:
         return []
     dialect, held = conn.dialect.name, turns.c
-    ids = members(dialect, [session.session_id for session in found])
-    of_sessions = [sessions.c.tenant == found[0].tenant, is_among(dialect, sessions.c.session_id, "ids")]
+    is_found = is_among(conn.dialect, sessions.c.session_id, [session.session_id for session in found])
+    of_sessions = [sessions.c.tenant == found[0].tenant, is_found]
     joined = sa.select(sessions.c.session_id, held.seq).join_from(turns, sessions).where(*of_sessions)
     begins = joined.add_columns(_short(dialect, held.messages)).where(held.seq == 0)
     ends = joined.add_columns(_short(dialect, held.response), held.outcome).where(held.seq == sessions.c.num_turns - 1)
@@ -57,9 +57,9 @@ def summaries(conn: sa.Connection, found: Sequence[Session]) -> list[Summary]:
         .where(*of_sessions, sessions.c.num_turns <= MAX_TURNS)
         .group_by(sessions.c.session_id)
     )
-    first = {row.session_id: row[2] for row in conn.execute(begins, {"ids": ids})}
-    last = {row.session_id: row for row in conn.execute(ends, {"ids": ids})}
-    num_bytes = {row[0]: row[1] for row in conn.execute(count, {"ids": ids})}
+    first = {row.session_id: row[2] for row in conn.execute(begins)}
+    last = {row.session_id: row for row in conn.execute(ends)}
+    num_bytes = {row[0]: row[1] for row in conn.execute(count)}
     return [
         Summary(
             first_message=_first_message(first.get(session.session_id)),

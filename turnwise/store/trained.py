@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import sqlalchemy as sa
 
 from turnwise.store import digests, named_policies, pages, rows
-from turnwise.store.statements import insert_rows, is_among, members
+from turnwise.store.statements import insert_rows, is_among
 from turnwise.store.tables import groups, sessions, trained_sessions, turns, updates
 from turnwise.types import GroupStatus, SessionKey, TrainedIn, UpdateRecord
 
@@ -54,16 +54,11 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
     """Store the turns that an update trained, with their advantages; return their digest, None without turns."""
     if not trained:
         return None
-    dialect = conn.dialect.name
-    names = {
-        "tenants": members(dialect, {tenant for tenant, _ in trained}),
-        "session_ids": members(dialect, {session_id for _, session_id in trained}),
-    }
     found = conn.execute(
         sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
-            is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids")
-        ),
-        names,
+            is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in trained}),
+            is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in trained}),
+        )
     )
     pks = {(row.tenant, row.session_id): row.session_pk for row in found}
     of_turns = _turn_digests(conn, {turn_id for advantages in trained.values() for turn_id in advantages})
@@ -120,22 +115,18 @@ def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, Tra
 
 
 def _turn_digests(conn: sa.Connection, turn_ids: set[str]) -> dict[str, bytes | None]:
-    dialect = conn.dialect.name
     found = conn.execute(
-        sa.select(turns.c.turn_id, turns.c.digest).where(is_among(dialect, turns.c.turn_id, "turn_ids")),
-        {"turn_ids": members(dialect, turn_ids)},
+        sa.select(turns.c.turn_id, turns.c.digest).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
     )
     return {row.turn_id: row.digest for row in found}
 
 
 def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[tuple[TrainedIn, Advantages]]]:
     """Return the updates that trained these sessions, oldest first, with the advantages of their turns."""
-    dialect = conn.dialect.name
     found = conn.execute(
         sa.select(trained_sessions)
-        .where(is_among(dialect, trained_sessions.c.session_pk, "session_pks"))
-        .order_by(trained_sessions.c.session_pk, trained_sessions.c.update_id),
-        {"session_pks": members(dialect, session_pks)},
+        .where(is_among(conn.dialect, trained_sessions.c.session_pk, session_pks))
+        .order_by(trained_sessions.c.session_pk, trained_sessions.c.update_id)
     )
     by_session: dict[int, list[tuple[TrainedIn, Advantages]]] = defaultdict(list)
     for row in found:
@@ -147,13 +138,11 @@ def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, lis
 
 def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -> dict[str, int]:
     """Return the last update that trained each of these sessions, by session id; untrained sessions are omitted."""
-    dialect = conn.dialect.name
     found = conn.execute(
         sa.select(sessions.c.session_id, sa.func.max(trained_sessions.c.update_id))
         .join_from(sessions, trained_sessions)
-        .where(sessions.c.tenant == tenant, is_among(dialect, sessions.c.session_id, "session_ids"))
-        .group_by(sessions.c.session_id),
-        {"session_ids": members(dialect, set(session_ids))},
+        .where(sessions.c.tenant == tenant, is_among(conn.dialect, sessions.c.session_id, set(session_ids)))
+        .group_by(sessions.c.session_id)
     )
     return {session_id: update_id for session_id, update_id in found}  # noqa: C416  a Row is a tuple, but not to mypy
 
