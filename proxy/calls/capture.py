@@ -1,23 +1,35 @@
-"""Build the turns of a call from the engine's reply, each with its one outcome."""
+"""One call while it runs: its state, the engine's reply as it is captured, and the turns that it becomes.
+
+A whole reply is one part, and a stream many. Parts that arrived together are handled together, and no part waits for a
+later one. Each turn has one outcome.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import time
 from array import array
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+import orjson
 
+from proxy.calls.replays import Attempt
 from proxy.continuation.digests import has_media
 from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
 from proxy.continuation.forest import NO_ROOT, KnownTurn, Root
+from proxy.continuation.memory import Placement
 from proxy.continuation.plan import NO_IDS, Plan
-from proxy.continuation.roles import Found, read_root
+from proxy.continuation.roles import find_role, read_root
+from proxy.dialects import sse
 from proxy.dialects.base import Call
 from proxy.dialects.captured import SENT, Captured, Choice
+from proxy.engines.engine import Lane
 from proxy.writer.process import NewTurn
-from turnwise.types import Json, Outcome, Role, Session, TokenIds
+from turnwise.errors import EngineUnavailable
+from turnwise.types import Outcome, Role, Session, TokenIds, utc_now
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
@@ -26,31 +38,111 @@ CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 NO_LOGPROBS = np.empty(0, np.float32)
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
+CHOICES = b'"choices"'
+"""Present in every chunk of a completion; an event without it is an error."""
+NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError)
+"""What decoding a reply raises that is not a completion."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Timing:
-    """Times, policy versions and sampling of a call."""
+@dataclasses.dataclass(slots=True)
+class Running:
+    """A call with its session, its prompt and what the engine has answered so far."""
 
-    created_at: datetime.datetime
-    ttft_seconds: float | None
-    duration_seconds: float
-    policy_version_first: int
-    policy_version_last: int
-    sampling: Json
-    """How the engine sampled the call."""
-    weights: str = ""
-    """The model or adapter that the engine was asked to sample with; empty if it was not asked."""
+    call: Call
+    placement: Placement
+    plan: Plan
+    attempt: Attempt
+    """What a retry of the call refers to."""
+    has_waited: bool = False
+    """Whether the call has waited in vain for the proxy's first engine."""
+    session: Session = dataclasses.field(init=False)
+    turn_id: str = dataclasses.field(init=False)
+    """The completion's id, as the engine derives it from the request id."""
+    lane: Lane | None = None
+    """The engine and weights that serve the call; None until the call is admitted."""
+    captured: Captured = dataclasses.field(default_factory=Captured)
+    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    num_prompt_tokens: int = 0
+    """Prompt tokens that the engine has echoed; counted when the turns are built, because a long prompt takes time."""
+    first_token_at: float | None = None
+    has_sent: bool = False
+    """Whether events of a stream were sent to the client."""
+    version_first: int = 0
+    version_last: int = 0
+    root: Root | None = None
+    """What a call without a parent shows about its chain; None until its turns are built."""
+
+    def __post_init__(self) -> None:
+        """Set what follows from the other fields."""
+        self.session = self.placement.live.session
+        self.turn_id = f"{self.call.dialect.id_prefix}{self.attempt.call_id}"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has a finish reason."""
+        choices = self.captured.choices.values()
+        return len(choices) >= self.call.num_choices and all(each.finish_reason is not None for each in choices)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and sampled tokens so far."""
+        return self.num_prompt_tokens + sum(len(choice.token_ids) for choice in self.captured.choices.values())
 
 
-def failed_turn(
-    call: Call, timing: Timing, reason: str, *, turn_id: str, session: Session, inferred_by: str | None = None
-) -> NewTurn:
+def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
+    """Capture the events of a stream that arrived together; return the events for the client.
+
+    An engine reports an error in an event without choices.
+
+    Raises:
+        EngineUnavailable: one is not a chunk of a completion.
+    """
+    encoder = running.call.encoder
+    is_over = events[-1:] == [sse.DONE]
+    chunks = events[:-1] if is_over else events
+    try:
+        encoded = encoder.chunks(take_parts(chunks, running, lane)) if chunks else b""
+    except EngineUnavailable:
+        if all(CHOICES in chunk for chunk in chunks):
+            raise
+        encoded = b"".join(
+            encoder.chunks(take_parts([chunk], running, lane)) if CHOICES in chunk else encoder.error(chunk)
+            for chunk in chunks
+        )
+    if running.first_token_at is None and any(choice.token_ids for choice in running.captured.choices.values()):
+        running.first_token_at = time.perf_counter()
+        running.version_first = lane.version
+    return encoded + encoder.done() if is_over else encoded
+
+
+def take_parts(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
+    """Capture a whole reply, or chunks of a stream; return them without the fields that the client did not ask for.
+
+    Raises:
+        EngineUnavailable: one is not of a completion.
+    """
+    call = running.call
+    inside, requested = lane.model, call.model or lane.engine.model
+    try:
+        shown = lane.engine.read_reply(parts, running.captured, call, running.plan)
+    except NOT_A_COMPLETION as error:
+        raise EngineUnavailable(
+            f"the engine at {lane.engine.url} answered something that is no completion ({error}); retry"
+        ) from error
+    if inside != requested:
+        old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
+        shown = [part.replace(old, new, 1) for part in shown]
+    return shown
+
+
+def failed_turn(running: Running, reason: str) -> NewTurn:
     """Return the turn of a call without a completion: it stores the request and no tokens."""
+    call = running.call
     return NewTurn(
-        **_common(call, timing, session, inferred_by),
-        turn_id=turn_id,
-        chain_id=turn_id,
+        **_common(running),
+        turn_id=running.turn_id,
+        chain_id=running.turn_id,
         model=call.model,
         messages=call.messages,
         tools=call.tools,
@@ -59,38 +151,20 @@ def failed_turn(
     )
 
 
-def build_turns(
-    call: Call,
-    plan: Plan,
-    captured: Captured,
-    timing: Timing,
-    *,
-    turn_id: str,
-    session: Session,
-    request_digest: bytes | None = None,
-    inferred_by: str | None = None,
-    found: Found | None = None,
-    aborted: str | None = None,
-) -> list[NewTurn]:
-    """Return one turn per choice; the ids of later choices end in `#1`, `#2`.
+def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn]:
+    """Return one turn per choice, with the call's role; the ids of later choices end in `#1`, `#2`.
 
     Args:
-        call: the request.
-        plan: its prompt.
-        captured: the engine's reply.
-        timing: its times and policy versions.
-        turn_id: the completion's id.
-        session: the session that it belongs to.
-        request_digest: the digest of the request, stored under its idempotency key.
-        inferred_by: the API key that identified the session; None if the call names its session.
-        found: its role.
+        running: the call.
         aborted: what cut the reply off; None for a complete reply.
     """
+    call, plan, captured, placement = running.call, running.plan, running.captured, running.placement
+    common = _common(running)
+    if plan.parent is None:
+        running.root = read_root(call.messages, call.tools, common["sampling"])
+    found = find_role(call, plan, placement.live.forest, running.root, is_named=placement.inferred_by is None)
     echo = _echoed_prompt(captured.prompt_ids, plan)
-    unsampled = unsampled_reason(call)
-    if timing.weights and not captured.models <= {timing.weights}:
-        unsampled = "another_model"
-    common = _common(call, timing, session, inferred_by)
+    unsampled = _unsampled_reason(running)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
@@ -99,7 +173,7 @@ def build_turns(
         unplanned = None if index < call.num_choices else "unplanned_choice"
         outcome, reason = _outcome(prompt, choice, plan, unplanned or unsampled, aborted=aborted)
         digests = plan.history.extended(choice.message)
-        own_id = turn_id if index == 0 else f"{turn_id}#{index}"
+        own_id = running.turn_id if index == 0 else f"{running.turn_id}#{index}"
         key = call.idempotency_key if aborted is None else None  # a retry of a reply that was cut off samples again
         turn = NewTurn(
             **common,
@@ -116,13 +190,13 @@ def build_turns(
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
-            role=found and found.role,
-            role_reason=found and found.reason,
+            role=found.role,
+            role_reason=found.reason,
             history_digest=digests.full,
             messages_digest=digests.messages,
             dialogue_digest=digests.dialogue,
             request_key=None if key is None else request_key(key, index),
-            request_digest=None if key is None else request_digest,
+            request_digest=None if key is None else running.attempt.identity.digest,
             encoded_logprobs=choice.logprobs,
             encoded_prompt=prompt.echo,
             encoded_routing=_routing(choice, prompt),
@@ -131,21 +205,22 @@ def build_turns(
     return turns
 
 
-def _common(call: Call, timing: Timing, session: Session, inferred_by: str | None) -> dict[str, Any]:
-    """Return the fields that all turns of a call have in common: of the request, the session and the timing."""
+def _common(running: Running) -> dict[str, Any]:
+    """Return the fields that all turns of a call have in common: of the request, the session, and times so far."""
+    call, lane, session, first = running.call, running.lane, running.session, running.first_token_at
     return {
         "session_id": session.session_id,
         "tenant": session.tenant,
         "step": call.step,
         "dialect": call.dialect.name,
-        "sampling": timing.sampling,
+        "sampling": call.sampling if lane is None else lane.engine.effective_sampling(call),
         "logprobs": NO_LOGPROBS,
-        "policy_version_first": timing.policy_version_first,
-        "policy_version_last": timing.policy_version_last,
-        "inferred_by": inferred_by,
-        "created_at": timing.created_at,
-        "ttft_seconds": timing.ttft_seconds,
-        "duration_seconds": timing.duration_seconds,
+        "policy_version_first": running.version_first,
+        "policy_version_last": running.version_last,
+        "inferred_by": running.placement.inferred_by,
+        "created_at": running.created_at,
+        "ttft_seconds": None if first is None else first - running.started,
+        "duration_seconds": time.perf_counter() - running.started,
     }
 
 
@@ -183,8 +258,11 @@ def request_key(idempotency_key: str, index: int) -> str:
     return f"{idempotency_key}#{index}"
 
 
-def unsampled_reason(call: Call) -> str | None:
+def _unsampled_reason(running: Running) -> str | None:
     """Return why no reply to the call can be trained; None if one can."""
+    call, asked = running.call, "" if running.lane is None else running.lane.model
+    if asked and not running.captured.models <= {asked}:
+        return "another_model"
     if call.body.get("use_beam_search"):
         return "beam_search"
     return "media" if has_media(call.messages) else None
@@ -210,24 +288,11 @@ def _outcome(
     return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
 
 
-def root_of(call: Call, timing: Timing) -> Root:
-    """Return what a call without a parent shows about its chain: what is read from its stored turn after a restart."""
-    return read_root(call.messages, call.tools, timing.sampling)
-
-
-def known_turn(turn: NewTurn, plan: Plan, chain_id: str, root: Root | None = None) -> KnownTurn:
-    """Return what a session in memory needs to extend a turn that was just stored.
-
-    Args:
-        turn: the turn.
-        plan: its prompt.
-        chain_id: its chain.
-        root: `root_of` its call, if it has been read.
-    """
-    if turn.parent_turn_id is not None:
-        root = NO_ROOT
-    elif root is None:
-        root = read_root(turn.messages, turn.tools, turn.sampling)
+def known_turn(turn: NewTurn, running: Running, chain_id: str) -> KnownTurn:
+    """Return what a session in memory needs to extend a turn of a call that was just stored in a chain."""
+    plan, root = running.plan, NO_ROOT
+    if turn.parent_turn_id is None:
+        root = running.root or read_root(turn.messages, turn.tools, turn.sampling)
     return KnownTurn.of(
         turn,
         root,

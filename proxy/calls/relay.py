@@ -7,26 +7,18 @@ events that tell the client that it is complete, from the finishing chunk on, ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 from proxy.auth import Principal
 from proxy.calls import capture
-from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
-from proxy.calls.running import (
-    ClientLeft,
-    Running,
-    broken_stream,
-    cancelled_when_client_leaves,
-    stored_reason,
-    take_events,
-    take_whole,
-    too_long,
-)
+from proxy.calls.capture import Running, take_events, take_parts
+from proxy.calls.replays import Attempt, check_same_request, rebuilt_answer
 from proxy.continuation.forest import Forest
-from proxy.continuation.roles import Correction, corrections, find_role
+from proxy.continuation.roles import Correction, corrections
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
@@ -37,16 +29,55 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
 from proxy.writer.process import Ending, NewTurn
-from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, NotFound, ProxyUnavailable, StoreError
+from turnwise.errors import (
+    Conflict,
+    EngineRefused,
+    EngineReplyTooLong,
+    EngineUnavailable,
+    NotFound,
+    ProxyUnavailable,
+    StoreError,
+)
 from turnwise.store import queries
 from turnwise.store.database import Connection, Database
 from turnwise.store.new_turns import SESSION_ENDED
 from turnwise.store.roles import set_roles
 from turnwise.types import Turn
 
-T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before it had the whole reply."""
+
+
+@contextlib.contextmanager
+def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
+    """Cancel the block when the client closes its connection.
+
+    Raises:
+        ClientLeft: in place of the cancellation.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "the block runs in a task"
+
+    def cancel(_: asyncio.Future[None]) -> None:
+        if is_inside:
+            task.cancel()
+
+    is_inside = True
+    left.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not left.done():
+            raise
+        task.uncancel()
+        raise ClientLeft from None
+    finally:
+        is_inside = False
+        left.remove_done_callback(cancel)
 
 
 async def _send_nothing(_: bytes) -> None:
@@ -78,8 +109,8 @@ class Relay:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def begin(self, call: Call, principal: Principal, identity: RequestIdentity, call_id: str) -> Running:
-        """Find the call's session and plan its prompt; the turn that it extends is reserved until `end`.
+    async def begin(self, call: Call, principal: Principal, attempt: Attempt) -> Running:
+        """Find the call's session and plan its prompt; the caller gives the placement to `Sessions.release` once.
 
         Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         """
@@ -94,11 +125,7 @@ class Relay:
         except BaseException:
             self._sessions.release(placement)
             raise
-        return Running(call, placement, plan, identity, call_id, has_waited=has_waited)
-
-    def end(self, running: Running) -> None:
-        """Release the turn that the call has reserved."""
-        self._sessions.release(running.placement)
+        return Running(call, placement, plan, attempt, has_waited)
 
     async def stored_turns(self, running: Running) -> list[Turn]:
         """Return the turns, one per choice, that an earlier call with the same `Idempotency-Key` stored.
@@ -117,87 +144,119 @@ class Relay:
 
         turns = await self._database.fetch(read)
         for turn in turns:
-            check_same_request(running.identity, turn.request_digest)
+            check_same_request(running.attempt.identity, turn.request_digest)
         return turns if len(turns) == call.num_choices else []
 
-    async def reply(self, running: Running, left: asyncio.Future[None], send: Send = _send_nothing) -> bytes:
+    async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
 
         Args:
             running: the call.
-            left: done when the client has closed its connection.
             send: gets the earlier events of a stream as they arrive.
 
         Raises:
             ClientLeft: the client closed its connection; what was sampled until then is stored.
             Conflict: another process has stored its reply under the same `Idempotency-Key` while events were sent.
-            EngineError, StoreError, Overloaded, ProxyUnavailable: no reply, a reply that broke off, or one that could
-                not be stored; events may have been sent by then.
+            EngineError, StoreError, Overloaded: no reply, a reply that broke off, or one that could not be stored;
+                events may have been sent by then.
+            ProxyUnavailable: the server cancelled the call because it stops.
         """
         call = running.call
-        held = await self._recorded(running, self._sample(running, send, left))
-        if held is None:
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            held = await self._sample(running, send)
+            is_first = await self._commit(running)
+        except (ClientLeft, asyncio.CancelledError, EngineRefused, EngineUnavailable, StoreError) as error:
+            await self._record_failure(running, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise ProxyUnavailable(STOPPING) from error
+            raise
+        finally:
+            if running.lane is not None:
+                self._pool.release(running.lane)
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+            mode = "stream" if call.stream else "whole"
+            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
+        if not is_first:
             return await self._stored_reply(running)
         return held if call.stream else call.dialect.encode_reply(held, call)
 
-    async def _sample(self, running: Running, send: Send, left: asyncio.Future[None]) -> bytes | None:
-        """Read the reply, then store its turns.
+    async def _record_failure(self, running: Running, error: BaseException) -> None:
+        """Record a failed or aborted call exactly once."""
+        match error:
+            case ClientLeft():
+                await self._commit(running, aborted="client_left")
+            case asyncio.CancelledError():  # only the server cancels a call, when it stops and its drain time is over
+                await self._commit(running, aborted="proxy_stopped")
+            case EngineRefused():
+                await self._commit_error(running, f"engine_{error.status}")
+            case EngineUnavailable():
+                too_long = "engine_reply_too_long" if isinstance(error, EngineReplyTooLong) else None
+                if running.captured.choices:
+                    await self._commit(running, aborted=too_long or "engine_broke_off")
+                else:
+                    await self._commit_error(running, too_long or "engine_unavailable")
+            case _:
+                self._metrics.turns_of("error", "not_stored").inc()
 
-        Returns:
-            The whole reply in the engine's format, or a stream's finishing events; None if another process has stored
-            a reply under the same key.
-        """
-        with cancelled_when_client_leaves(left):
+    async def _sample(self, running: Running, send: Send) -> bytes:
+        """Return the whole reply in the engine's format, or a stream's finishing events."""
+        call = running.call
+        with cancelled_when_client_leaves(running.attempt.left):
             lane = running.lane = await self._pool.admit(
-                running.session, running.call.policy_version, has_waited=running.has_waited
+                running.session, call.policy_version, has_waited=running.has_waited
             )
             running.version_first = lane.version
             self._faults.point("before_engine")
-            headers = {"content-type": "application/json", "x-request-id": running.call_id}
+            headers = {"content-type": "application/json", "x-request-id": running.attempt.call_id}
             try:
-                sent = await lane.engine.sample(running.call, running.plan, lane.model, headers)
+                sent = await lane.engine.sample(call, running.plan, lane.model, headers)
             except EngineRefused as refused:
                 if lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
                     raise
                 await self._pool.load_again(lane)
-                sent = await lane.engine.sample(running.call, running.plan, lane.model, headers)
+                sent = await lane.engine.sample(call, running.plan, lane.model, headers)
             with sent as answer:
-                if running.call.stream:
-                    held = await self._relay_events(answer, running, lane, send)
-                else:
-                    held = await self._read_whole(answer, running, lane)
-        return held if await self._commit(running) else None
-
-    async def _read_whole(self, answer: Answer, running: Running, lane: Lane) -> bytes:
-        try:
-            raw = await answer.read(self._max_reply_bytes)
-        except AnswerTooLong as error:
-            raise too_long(lane, error) from error
-        except Disconnected as error:
-            raise EngineUnavailable(
-                f"the engine at {lane.engine.url} closed the connection before its reply was complete; retry"
-            ) from error
-        running.version_last = lane.version
-        return take_whole(raw, running, lane)
+                try:
+                    if call.stream:
+                        return await self._relay_events(answer, running, lane, send)
+                    raw = await answer.read(self._max_reply_bytes)
+                except AnswerTooLong as error:
+                    raise EngineReplyTooLong(
+                        f"the engine at {lane.engine.url} was cut off: {error}; ask for fewer tokens or a smaller "
+                        "`top_logprobs`, or raise `max_reply_bytes`"
+                    ) from error
+                except Disconnected as error:
+                    problem = "ended its stream early; what was sampled until then is stored"
+                    if not call.stream:
+                        problem = "closed the connection before its reply was complete"
+                    raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
+            running.version_last = lane.version
+            (shown,) = take_parts([raw], running, lane)
+            return shown
 
     async def _relay_events(self, answer: Answer, running: Running, lane: Lane, send: Send) -> bytes:
-        """Send the events of a stream up to the finishing ones; return these."""
+        """Send the events of a stream up to the finishing ones; return these.
+
+        Raises:
+            Disconnected: the stream has no end.
+        """
         held, num_bytes, buffer = b"", 0, sse.EventBuffer()
-        try:
-            while data := await answer.next_part():
-                running.version_last = lane.version
-                num_bytes += len(data)
-                if num_bytes > self._max_reply_bytes:
-                    raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
-                held += take_events(buffer.feed(data), running, lane)
-                if held and not running.is_finished:
-                    running.has_sent, encoded, held = True, held, b""
-                    await send(encoded)
-                    self._faults.point("mid_stream")
-        except Disconnected as error:
-            raise broken_stream(lane) from error
+        while data := await answer.next_part():
+            running.version_last = lane.version
+            num_bytes += len(data)
+            if num_bytes > self._max_reply_bytes:
+                raise AnswerTooLong(self._max_reply_bytes)
+            held += take_events(buffer.feed(data), running, lane)
+            if held and not running.is_finished:
+                running.has_sent, encoded, held = True, held, b""
+                await send(encoded)
+                self._faults.point("mid_stream")
         if buffer.pending or not running.is_finished:
-            raise broken_stream(lane)
+            raise Disconnected
         return held
 
     async def _stored_reply(self, running: Running) -> bytes:
@@ -223,44 +282,6 @@ class Relay:
         texts = template.token_texts(ids) if template is not None else {}
         return rebuilt_answer(call, stored, prompt, texts)
 
-    async def _recorded(self, running: Running, sampling: Coroutine[Any, Any, T]) -> T:
-        """Sample a reply and return its result. Record a failed or aborted call exactly once.
-
-        Raises:
-            ProxyUnavailable: the server cancelled the call because it stops.
-        """
-        self._num_running += 1
-        self._idle.clear()
-        try:
-            return await sampling
-        except ClientLeft:
-            await self._commit(running, aborted="client_left")
-            raise
-        except asyncio.CancelledError as cancelled:
-            # Only the server cancels a call, when it stops and its drain time is over.
-            await self._commit(running, aborted="proxy_stopped")
-            raise ProxyUnavailable(STOPPING) from cancelled
-        except EngineRefused as refused:
-            await self._commit_error(running, f"engine_{refused.status}")
-            raise
-        except EngineUnavailable as error:
-            if running.captured.choices:
-                await self._commit(running, aborted=stored_reason(error, "engine_broke_off"))
-            else:
-                await self._commit_error(running, stored_reason(error, "engine_unavailable"))
-            raise
-        except StoreError:
-            self._metrics.turns_of("error", "not_stored").inc()
-            raise
-        finally:
-            if running.lane is not None:
-                self._pool.release(running.lane)
-            self._num_running -= 1
-            if not self._num_running:
-                self._idle.set()
-            mode = "stream" if running.call.stream else "whole"
-            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
-
     async def wait_idle(self) -> None:
         """Wait until no call runs."""
         await self._idle.wait()
@@ -271,23 +292,8 @@ class Relay:
         Returns:
             Whether they are stored; not if another process has stored a reply under the same key.
         """
-        forest = running.placement.live.forest
-        call, plan = running.call, running.plan
-        timing = running.timing()
-        root = capture.root_of(call, timing) if plan.parent is None else None
-        found = find_role(call, plan, forest, root, is_named=running.placement.inferred_by is None)
-        turns = capture.build_turns(
-            call,
-            plan,
-            running.captured,
-            timing,
-            turn_id=running.turn_id,
-            session=running.session,
-            request_digest=running.identity.digest,
-            inferred_by=running.placement.inferred_by,
-            found=found,
-            aborted=aborted,
-        )
+        placement, forest = running.placement, running.placement.live.forest
+        turns = capture.build_turns(running, aborted=aborted)
         running.num_prompt_tokens = turns[0].prompt_length
         self._faults.point("before_commit")
         endings = await self._append(running, turns)
@@ -296,18 +302,12 @@ class Relay:
             self._metrics.coalesced.inc()
             return False
         known = [
-            capture.known_turn(turn, plan, ending.chain_id, root)
+            capture.known_turn(turn, running, ending.chain_id)
             for turn, ending in zip(turns, endings, strict=True)
             if len(turn.token_ids)
         ]
-        self._sessions.remember(
-            running.placement.live,
-            known,
-            inferred_for=running.placement.inferred_by,
-            continued=running.placement.parent,
-        )
-        self._count(running, endings)
-        self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
+        self._sessions.remember(placement.live, known, inferred_for=placement.inferred_by, continued=placement.parent)
+        self._count(running, turns, endings)
         for first in known[:1]:
             for correction in corrections(first, forest):
                 await self._correct(correction, forest)
@@ -331,11 +331,12 @@ class Relay:
         for turn_id in correction.turn_ids:
             forest.by_id[turn_id].role = correction.found.role
 
-    def _count(self, running: Running, endings: list[Ending]) -> None:
+    def _count(self, running: Running, turns: list[NewTurn], endings: list[Ending]) -> None:
         metrics = self._metrics
-        for ending in endings:
+        for turn, ending in zip(turns, endings, strict=True):
             metrics.turns_of(ending.outcome, ending.reason or "").inc()
-        metrics.tokens_of("sampled").inc(sum(len(each.token_ids) for each in running.captured.choices.values()))
+            metrics.turns_by_role_of(turn.role).inc()
+            metrics.tokens_of("sampled").inc(len(turn.token_ids))
         metrics.tokens_of("prompt").inc(running.num_prompt_tokens)
         if running.plan.reason is not None:
             metrics.breaks_of(running.plan.reason).inc()
@@ -346,13 +347,5 @@ class Relay:
         """Store the turn of a call that has no completion."""
         if running.lane is not None:
             running.version_first = running.version_last = running.lane.version
-        turn = capture.failed_turn(
-            running.call,
-            running.timing(),
-            reason,
-            turn_id=running.turn_id,
-            session=running.session,
-            inferred_by=running.placement.inferred_by,
-        )
-        await self._append(running, [turn])
+        await self._append(running, [capture.failed_turn(running, reason)])
         self._metrics.turns_of("error", reason).inc()

@@ -10,7 +10,6 @@ number of bytes; an answer under an `Idempotency-Key` that is no longer in memor
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import random
 import time
@@ -35,23 +34,15 @@ FORM_FIELDS = frozenset({"stream", "stream_options"})
 class RequestIdentity(NamedTuple):
     """What a retry and its first call have in common."""
 
-    tenant: str
-    key_id: str
-    session_id: str
-    """The session that the request names; empty without one."""
+    caller: tuple[str, str, str]
+    """Tenant, key, and the session that the request names; empty without one."""
     idempotency_key: str | None
     digest: bytes
     """Digest of the request; under an `Idempotency-Key` without the fields that decide the answer's form."""
     form: tuple[str, bool]
     """Dialect, and whether the answer is streamed."""
-
-    @property
-    def lookup_key(self) -> tuple[object, ...]:
-        """The part of the identity that an attempt is found by."""
-        caller = self[:3]
-        return (
-            (*caller, self.idempotency_key) if self.idempotency_key is not None else (*caller, self.digest, self.form)
-        )
+    lookup_key: tuple[object, ...]
+    """The part of the identity that an attempt is found by."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -59,8 +50,6 @@ class Attempt:
     """One call that a retry may refer to."""
 
     identity: RequestIdentity
-    lookup_key: tuple[object, ...]
-    """`identity.lookup_key`; stored because the attempt is also removed by it."""
     call_id: str
     left: asyncio.Future[None]
     """Done once the client has closed its connection."""
@@ -78,7 +67,8 @@ class Replays:
         self._num_bytes = 0
         self._settled = asyncio.Event()
         self._settled.set()
-        self._attempts: collections.OrderedDict[Attempt, None] = collections.OrderedDict()
+        self._attempts: dict[Attempt, None] = {}
+        """The oldest first."""
         self._by_key: dict[tuple[object, ...], list[Attempt]] = {}
 
     async def find(self, identity: RequestIdentity, *, is_retry: bool) -> bytes | None:
@@ -96,8 +86,7 @@ class Replays:
     def has_undelivered(self, tenant: str, key_id: str) -> bool:
         """Return whether a client of an API key has left before it got its answer, which a retry may get."""
         return any(
-            attempt.left.done() and (attempt.identity.tenant, attempt.identity.key_id) == (tenant, key_id)
-            for attempt in self._attempts
+            attempt.left.done() and attempt.identity.caller[:2] == (tenant, key_id) for attempt in self._attempts
         )
 
     def begin(self, identity: RequestIdentity, left: asyncio.Future[None]) -> Attempt:
@@ -106,14 +95,13 @@ class Replays:
         The id is the milliseconds since 1970, and 80 random bits: a database writes the index of such ids at its end
         only. Random ids change another page of the index for each row.
         """
-        key = identity.lookup_key
         call_id = f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(80):020x}"
-        attempt = Attempt(identity, key, call_id, left)
+        attempt = Attempt(identity, call_id, left)
         if identity.idempotency_key is not None:
-            for earlier in self._by_key.get(key, [])[:]:
+            for earlier in self._by_key.get(identity.lookup_key, [])[:]:
                 self._remove(earlier)
         self._attempts[attempt] = None
-        self._by_key.setdefault(key, []).append(attempt)
+        self._by_key.setdefault(identity.lookup_key, []).append(attempt)
         self._num_bytes += ATTEMPT_BYTES
         return attempt
 
@@ -159,10 +147,10 @@ class Replays:
         if attempt not in self._attempts:
             return
         del self._attempts[attempt]
-        same = self._by_key[attempt.lookup_key]
+        same = self._by_key[attempt.identity.lookup_key]
         same.remove(attempt)
         if not same:
-            del self._by_key[attempt.lookup_key]
+            del self._by_key[attempt.identity.lookup_key]
         self._num_bytes -= ATTEMPT_BYTES + len(attempt.answer or b"")
 
 
@@ -188,14 +176,10 @@ def identify_request(call: Call, principal: Principal, digest: bytes | None) -> 
         principal: its caller.
         digest: of the request; None for that of the call as it is now, which has an `Idempotency-Key`.
     """
-    return RequestIdentity(
-        principal.tenant,
-        principal.key_id,
-        principal.session_id or call.session_id or "",
-        call.idempotency_key,
-        keyed_digest(call) if digest is None else digest,
-        (call.dialect.name, call.stream),
-    )
+    caller = principal.tenant, principal.key_id, principal.session_id or call.session_id or ""
+    key, form = call.idempotency_key, (call.dialect.name, call.stream)
+    digest = keyed_digest(call) if digest is None else digest
+    return RequestIdentity(caller, key, digest, form, (*caller, digest, form) if key is None else (*caller, key))
 
 
 def keyed_digest(call: Call) -> bytes:

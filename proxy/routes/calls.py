@@ -18,8 +18,9 @@ from urllib.parse import parse_qsl
 from blake3 import blake3
 
 from proxy.auth import Principal
+from proxy.calls.capture import Running
+from proxy.calls.relay import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import DIGEST_BYTES, RequestIdentity, identify_request, keyed_digest
-from proxy.calls.running import ClientLeft, Running, cancelled_when_client_leaves
 from proxy.continuation.which_session import name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
@@ -32,7 +33,6 @@ from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
 from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
-from turnwise.types import Json
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -145,16 +145,17 @@ class SampleEndpoint:
         if named := scope.get("path_params", {}).get("session_id"):
             principal.require_session(named)
         place = Place(services, principal, scope["extensions"][LEFT])
+        is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
         try:
             may_be_answered = b"idempotency-key" in headers or (
-                is_retry(headers) and services.replays.has_undelivered(principal.tenant, principal.key_id)
+                is_marked and services.replays.has_undelivered(principal.tenant, principal.key_id)
             )
             if not may_be_answered:  # the answer of a retry may be known, and needs no place
                 await place.take()
             if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
                 await place.reserve_body(headers)
             call, digest = await self._read(scope, receive, headers, query, principal)
-            reply.call = call
+            reply.call, call.is_retry = call, is_marked
             await services.model_names.name_policy(call, principal)
             if call.dropped_fields or call.dropped_tools:
                 self._report_dropped(call, reply)
@@ -191,27 +192,21 @@ class SampleEndpoint:
         attempt = services.replays.begin(identity, place.left)
         answer = None
         try:
-            answer = await self._sample(call, place, identity, attempt.call_id, reply)
+            if place.limited is None:
+                await place.take()
+            if place.body is not None:
+                place.body.release()
+            running = await services.relay.begin(call, principal, attempt)
+            reply.headers[SESSION] = running.session.session_id
+            try:
+                answer = await self._reply_to(running, reply)
+            finally:
+                services.sessions.release(running.placement)
+                place.num_tokens = running.num_tokens
         finally:
             services.replays.settle(attempt, answer)
 
-    async def _sample(
-        self, call: Call, place: Place, identity: RequestIdentity, call_id: str, reply: ReplySender
-    ) -> bytes:
-        services = self._services
-        if place.limited is None:
-            await place.take()
-        if place.body is not None:
-            place.body.release()
-        running = await services.relay.begin(call, place.principal, identity, call_id)
-        reply.headers[SESSION] = running.session.session_id
-        try:
-            return await self._reply_to(running, reply, place.left)
-        finally:
-            services.relay.end(running)
-            place.num_tokens = running.num_tokens
-
-    async def _reply_to(self, running: Running, reply: ReplySender, left: asyncio.Future[None]) -> bytes:
+    async def _reply_to(self, running: Running, reply: ReplySender) -> bytes:
         call, relay = running.call, self._services.relay
         stored = [] if call.idempotency_key is None else await relay.stored_turns(running)
         if stored:
@@ -221,10 +216,10 @@ class SampleEndpoint:
             return answer
         if call.stream:
             with reply.kept_alive(self._services.settings.stream_keep_alive_seconds):
-                held = await relay.reply(running, left, reply.part)
+                held = await relay.reply(running, reply.part)
             await reply.end(held)
             return b"".join(reply.parts)
-        answer = await relay.reply(running, left)
+        answer = await relay.reply(running)
         reply.headers[POLICY_VERSION] = str(running.version_first)
         await reply.whole(answer)
         return answer
@@ -287,17 +282,6 @@ class SampleEndpoint:
         settings = self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         body = await parse_object(raw, **settings.json_limits)
-        call = await self._parse(body, scope, query, principal)
-        call.dialect = self._dialect
-        identify(call, scope, headers, settings.ignored_ids)
-        if call.idempotency_key is None:
-            return call, blake3(raw).digest(DIGEST_BYTES)
-        is_whole = call.previous_turn_id is None and not self._dialect.referenced_turns(body)
-        return call, keyed_digest(call) if is_whole else None
-
-    async def _parse(self, body: Json, scope: Scope, query: dict[str, str], principal: Principal) -> Call:
-        """Return the call that a decoded request asks for."""
-        settings = self._services.settings
         if self._dialect.reads_url:
             body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
         if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
@@ -309,7 +293,11 @@ class SampleEndpoint:
         if not own_fields.isdisjoint(call.body):
             call.dropped_fields = sorted(own_fields.intersection(call.body))
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}
-        return call
+        call.dialect = self._dialect
+        identify(call, scope, headers, settings.ignored_ids)
+        if call.idempotency_key is None:
+            return call, blake3(raw).digest(DIGEST_BYTES)
+        return call, keyed_digest(call) if call.previous_turn_id is None and not turn_ids else None
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:
@@ -321,15 +309,10 @@ def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids:
     metadata = call.body.get("metadata") or {}
     name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
     given = _metadata_step(metadata["step"]) if "step" in metadata else None
-    call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or given)
+    if b"x-step" in headers or given is not None:
+        call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or given)
     if key := headers.get(b"idempotency-key"):
         call.idempotency_key = _idempotency_key(key)
-    call.is_retry = is_retry(headers)
-
-
-def is_retry(headers: dict[bytes, bytes]) -> bool:
-    """Return whether an SDK marks the request as a retry."""
-    return headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")
 
 
 def _metadata_step(given: object) -> object:

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 from support.conversations import history_of
 
-from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn, root_of
+from proxy.calls.capture import Running, build_turns, failed_turn, known_turn
+from proxy.calls.replays import Attempt, RequestIdentity
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import known_turns
+from proxy.continuation.memory import LiveSession, Placement, known_turns
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import SENT, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
+from proxy.engines.engine import Lane
 from proxy.engines.vllm.engine import Vllm, request
 from proxy.writer.client import row_of
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
-from turnwise.types import Json, Outcome, Role, Session, utc_now
+from turnwise.types import Json, Outcome, Role, Session
 
 SESSION = Session(session_id="s", tenant="team")
-TIMING = Timing(
-    created_at=utc_now(),
-    ttft_seconds=0.5,
-    duration_seconds=1.5,
-    policy_version_first=3,
-    policy_version_last=4,
-    sampling={"temperature": 0.5},
-)
 USER: Json = {"role": "user", "content": "Hello."}
 REPLY: Json = {"role": "assistant", "content": "Hi."}
 PROMPT = [1, 2, 3]
@@ -83,10 +78,17 @@ def stored(turn: NewTurn) -> NewTurn:
     )
 
 
-def built(call: Call, plan: Plan, captured: Captured, **fields: Any) -> list[NewTurn]:
+def running(call: Call, plan: Plan, captured: Captured, **fields: Any) -> Running:
+    """Return a call with what the engine has answered: the first token came after half a second."""
+    identity = RequestIdentity(("team", "key", "s"), None, b"digest", ("chat", False), ())
+    attempt = Attempt(identity, "1", Future())
+    given = {"started": 100.0, "first_token_at": 100.5, "version_first": 3, "version_last": 4, **fields}
+    return Running(call, Placement(LiveSession(SESSION)), plan, attempt, captured=captured, **given)
+
+
+def built(call: Call, plan: Plan, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
     """Return the turns as they are stored."""
-    turns = build_turns(call, plan, captured, TIMING, turn_id="chatcmpl-1", session=SESSION, **fields)
-    return list(map(stored, turns))
+    return list(map(stored, build_turns(running(call, plan, captured), aborted=aborted)))
 
 
 def only(turns: list[NewTurn]) -> NewTurn:
@@ -96,7 +98,7 @@ def only(turns: list[NewTurn]) -> NewTurn:
 
 def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
-    call = call_of(USER, tools=[{"type": "function"}])
+    call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
     captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, {"served"})
     captured.choices[0].message |= {"unheard_of": 1, "refusal": None}
     turn = only(built(call, plan_of(call), captured))
@@ -141,10 +143,11 @@ def test_an_extension_stores_the_messages_after_its_parent():
     """[1, 2, 3] belongs to the parent; [4] and the new message belong to this turn. The store assigns its chain."""
     call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
     plan = extending(call)
-    turn = only(built(call, plan, Captured(b"1,2,3,4", {0: choice(7)})))
+    sampled = running(call, plan, Captured(b"1,2,3,4", {0: choice(7)}))
+    turn = stored(only(build_turns(sampled)))
     assert (turn.parent_turn_id, turn.outcome) == ("parent", Outcome.EXACT)
     assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.messages, turn.tools) == ([4], 4, [USER], None)
-    known = known_turn(turn, plan, "root")
+    known = known_turn(turn, sampled, "root")
     assert known.tokens.decoded().tolist() == [1, 2, 3, 4, 7]
     assert (known.num_messages, known.history_digest, known.chain_id) == (4, turn.history_digest, "root")
 
@@ -153,11 +156,12 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
     """The echoed prompt is stored as the turn's own, and the parent is dropped."""
     call = call_of(USER, REPLY, USER)
     plan = extending(call)
-    turn = only(built(call, plan, Captured(b"1,2,9,4", {0: choice(7)})))
+    sampled = running(call, plan, Captured(b"1,2,9,4", {0: choice(7)}))
+    turn = stored(only(build_turns(sampled)))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
     assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
     assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
-    assert known_turn(turn, plan, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
+    assert known_turn(turn, sampled, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
 
 
 @pytest.mark.parametrize(("limit", "task"), [(None, "probe"), (2, "probe"), (50, "asks_for_title")])
@@ -166,11 +170,9 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
     engine = Vllm("http://127.0.0.1:1", timeout_seconds=1.0)
     engine.defaults, engine.has_tool_grammar = {"max_tokens": 2}, False
-    sampling = engine.effective_sampling(call)
-    plan, timing = plan_of(call), dataclasses.replace(TIMING, sampling=sampling)
-    captured = Captured(PROMPT_TEXT, {0: choice(7)})
-    (built_turn,) = build_turns(call, plan, captured, timing, turn_id="chatcmpl-1", session=SESSION)
-    in_memory = known_turn(built_turn, plan, "chatcmpl-1", root_of(call, timing))
+    sampled = running(call, plan_of(call), Captured(PROMPT_TEXT, {0: choice(7)}), lane=Lane(engine))
+    (built_turn,) = build_turns(sampled)
+    in_memory = known_turn(built_turn, sampled, "chatcmpl-1")
     turn = stored(built_turn)
     (read,) = known_turns([turn], {}, frozenset())
     assert (in_memory.side_task, in_memory.system_digest) == (task, read.system_digest)
@@ -204,7 +206,9 @@ def test_only_a_complete_reply_is_found_by_its_key():
 
 def test_a_call_without_a_reply_stores_its_request():
     call = call_of(USER, key="k")
-    turn = failed_turn(call, TIMING, "engine_500", turn_id="chatcmpl-1", session=SESSION, inferred_by="key")
+    failed = running(call, plan_of(call), Captured())
+    failed.placement.inferred_by = "key"
+    turn = failed_turn(failed, "engine_500")
     assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)
     assert (turn.messages, turn.inferred_by, turn.token_ids.size) == ([USER], "key", 0)
 
@@ -220,6 +224,7 @@ def test_the_turns_after_a_side_call_have_the_role_of_their_chain():
     plan = extending(call)
     assert plan.parent is not None
     plan.parent.role = Role.SUB_AGENT
-    turn = only(build_turns(call, plan, Captured(b"1,2,3,4", {0: choice(7)}), TIMING, turn_id="t", session=SESSION))
+    sampled = running(call, plan, Captured(b"1,2,3,4", {0: choice(7)}))
+    turn = only(build_turns(sampled))
     turn.role = Role.SIDE
-    assert known_turn(turn, plan, "root").role is Role.SUB_AGENT
+    assert known_turn(turn, sampled, "root").role is Role.SUB_AGENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.conversations import history_of
 
-from proxy.calls.replays import RequestIdentity
-from proxy.calls.running import Running, take_events
+from proxy.calls.capture import Running, take_events
+from proxy.calls.replays import Attempt, RequestIdentity
 from proxy.continuation.memory import LiveSession, Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects import sse
@@ -107,7 +108,8 @@ def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     call = dialect.parse(body, max_choices=4, max_messages=10)
     plan = Plan(history=history_of(call))
     placement = Placement(LiveSession(Session(session_id="s", tenant="team")))
-    state = Running(call, placement, plan, RequestIdentity("team", "", "s", None, b"", ("", True)), "call")
+    identity = RequestIdentity(("team", "", "s"), None, b"", ("", True), ())
+    state = Running(call, placement, plan, Attempt(identity, "call", Future()))
     engine = Vllm("http://127.0.0.1:9", timeout_seconds=1.0)
     engine.model = MODEL
     return state, Lane(engine)
