@@ -2,23 +2,22 @@
 
 An agent repeats its whole conversation with every call. The messages of every dialect have one canonical text: the JSON
 array that the engine gets. An earlier call is recognised by the length of its text and a hash of that many bytes, so no
-message is kept, and a call digests and outlines only the messages that are new to it.
+message is kept, and a call digests only the messages that are new to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import operator
 import time
 from collections.abc import Sequence
 
+import cachetools
 import orjson
 from blake3 import blake3
 
 from proxy.continuation.digests import NO_FIELDS, History, context_digest, tool_call_ids
-from proxy.continuation.outline import Outlines
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import with_readable_arguments
 from turnwise.types import Json
@@ -26,7 +25,7 @@ from turnwise.types import Json
 DIGEST_BYTES = 16
 PREFIX_BYTES = 1_200
 """Memory of a prefix without messages, roughly."""
-MESSAGE_BYTES = 170
+MESSAGE_BYTES = 210
 """Memory of the digests and the kind of one message, roughly."""
 TAIL_BYTES = 48
 """Bytes at the end of a prefix that are compared before the text is hashed."""
@@ -49,7 +48,8 @@ class Prefix:
     """Of these bytes."""
     tail: bytes
     history: History
-    outlines: Outlines = dataclasses.field(default_factory=Outlines)
+    kinds: list[int] = dataclasses.field(default_factory=list)
+    """`Outliner.kind` of the first messages: of those that were there when a turn was extended."""
 
 
 def prefix_of(text: bytes, history: History) -> Prefix:
@@ -62,25 +62,18 @@ def _digest(text: bytes, num_bytes: int) -> bytes:
     return blake3(memoryview(text)[:num_bytes]).digest(DIGEST_BYTES)
 
 
-class Prefixes:
+class Prefixes(cachetools.LRUCache[Prefix, tuple[Owner, int]]):
     """The last prefix of each conversation, up to an amount of memory; the least recently used ones are dropped."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-        """Memory of all prefixes, roughly."""
+        super().__init__(max_bytes, operator.itemgetter(1))
         self._by_owner: dict[Owner, dict[Prefix, None]] = {}
-        self._order: collections.OrderedDict[Prefix, tuple[Owner, int]] = collections.OrderedDict()
-        """The owner and the counted memory of each prefix, the least recently used one first."""
 
     def find(self, owner: Owner, text: bytes) -> Prefix | None:
         """Return the owner's longest prefix that a JSON array of messages begins with."""
-        known = self._by_owner.get(owner)
-        if known is None:
-            return None
         alike = [
             prefix
-            for prefix in list(known)[-MAX_COMPARED:]
+            for prefix in list(self._by_owner.get(owner, ()))[-MAX_COMPARED:]
             if text.endswith(prefix.tail, 0, prefix.num_bytes) and text.startswith((b",", b"]"), prefix.num_bytes)
         ]
         alike.sort(key=operator.attrgetter("num_bytes"), reverse=True)
@@ -89,31 +82,19 @@ class Prefixes:
     def keep(self, owner: Owner, prefix: Prefix, replaced: Prefix | None) -> None:
         """Add a prefix, in the place of the one that it extends; drop others above the limit."""
         if replaced is not None:
-            self._drop(replaced)
-        self._drop(prefix)
-        num_bytes = PREFIX_BYTES + len(prefix.history.full) * MESSAGE_BYTES + prefix.outlines.num_bytes
-        if num_bytes > self._max_bytes:
-            return
-        self._by_owner.setdefault(owner, {})[prefix] = None
-        self._order[prefix] = owner, num_bytes
-        self.num_bytes += num_bytes
-        while self.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._order)))
+            self.pop(replaced, None)
+        self.pop(prefix, None)
+        num_bytes = PREFIX_BYTES + len(prefix.history.full) * MESSAGE_BYTES
+        if num_bytes <= self.maxsize:
+            self[prefix] = owner, num_bytes
+            self._by_owner.setdefault(owner, {})[prefix] = None
 
-    def clear(self) -> None:
-        """Drop all of them."""
-        self._by_owner.clear()
-        self._order.clear()
-        self.num_bytes = 0
-
-    def _drop(self, prefix: Prefix) -> None:
-        owner, num_bytes = self._order.pop(prefix, (None, 0))
-        if owner is None:
-            return
-        self.num_bytes -= num_bytes
-        known = self._by_owner[owner]
-        del known[prefix]
-        if not known:
+    def __delitem__(self, prefix: Prefix) -> None:
+        """Drop a prefix."""
+        owner, _ = self[prefix]
+        super().__delitem__(prefix)
+        del self._by_owner[owner][prefix]
+        if not self._by_owner[owner]:
             del self._by_owner[owner]
 
 
@@ -195,7 +176,7 @@ async def read_conversation(
         await pauses.pause()
     prefix = prefix_of(call.messages_json, history)
     if earlier is not None:
-        prefix.outlines = earlier.outlines
+        prefix.kinds = earlier.kinds
     return Conversation(call.messages, history, prefix, owner, earlier)
 
 

@@ -1,7 +1,6 @@
 """The turns of a session in memory: a forest in which a turn extends its parent.
 
-A turn takes about 800 bytes, so a session that many turns made is the largest part of what a proxy remembers of it.
-Equal digests and ids of a turn and its parent are the same objects, and an index has no list for a single turn.
+A turn takes about a thousand bytes, so the turns are the largest part of what a proxy remembers of a long session.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from proxy.continuation.digests import argument_digests, reply_digest, tool_call
 from proxy.continuation.encoded_ids import EncodedIds
 from turnwise.types import Json, Outcome, Role, Turn
 
-TURN_BYTES = 480
+TURN_BYTES = 660
 """Memory of a turn without its id and texts: the object, its digests and times, and its index entries."""
 FOREST_BYTES = 1_000
 """Memory of a forest without turns."""
@@ -132,34 +131,8 @@ class Reply:
     """The thinking that was sampled; empty without any."""
 
 
-class TurnIndex:
-    """Turns by a digest, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._found: dict[bytes, KnownTurn | list[KnownTurn]] = {}
-
-    def find(self, digest: bytes) -> Sequence[KnownTurn]:
-        """Return the turns with a digest."""
-        found = self._found.get(digest)
-        if found is None:
-            return ()
-        return found if isinstance(found, list) else (found,)
-
-    def add(self, digest: bytes, turn: KnownTurn) -> None:
-        """Add a turn."""
-        same = self._found.setdefault(digest, turn)
-        if isinstance(same, list):
-            same.append(turn)
-        elif same is not turn:
-            self._found[digest] = [same, turn]
-
-    def remove(self, digest: bytes, turn: KnownTurn) -> None:
-        """Remove a turn that was added with this digest."""
-        same = self._found[digest]
-        if isinstance(same, list):
-            same.remove(turn)
-        else:
-            del self._found[digest]
+TurnIndex = dict[bytes, tuple[KnownTurn, ...]]
+"""Turns by a digest, in the order in which they were added."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -167,13 +140,12 @@ class Forest:
     """The turns of one session, indexed by id and by conversation digest."""
 
     by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
-    by_history: TurnIndex = dataclasses.field(default_factory=TurnIndex)
+    by_history: TurnIndex = dataclasses.field(default_factory=dict)
     """Several turns have the same history where parallel agents got the same reply."""
-    by_dialogue: TurnIndex = dataclasses.field(default_factory=TurnIndex)
+    by_dialogue: TurnIndex = dataclasses.field(default_factory=dict)
     """The same without system messages, tools and template arguments."""
-    by_prompt: TurnIndex = dataclasses.field(default_factory=TurnIndex)
-    """By the digest of the prompt's messages, without the aborted turns."""
-    aborted_by_prompt: TurnIndex = dataclasses.field(default_factory=TurnIndex)
+    by_prompt: TurnIndex = dataclasses.field(default_factory=dict)
+    """By the digest of the prompt's messages."""
     agent_roots: dict[bytes, KnownTurn] = dataclasses.field(default_factory=dict)
     """The first root under each system message, of those that ask for an agent's own work."""
     side_roots: list[KnownTurn] = dataclasses.field(default_factory=list)
@@ -181,50 +153,35 @@ class Forest:
     num_bytes: int = FOREST_BYTES
     """Memory of all turns, roughly, without their tokens."""
 
-    def add(self, turn: KnownTurn) -> None:
-        """Add a turn; one that is added again, with its tokens, replaces itself."""
-        earlier = self.by_id.get(turn.turn_id)
-        if earlier is not None:
-            self._remove(earlier)
-            turn.has_child = earlier.has_child
-        parent = self.by_id.get(turn.parent_turn_id or "")
-        _share_values(turn, parent)
+    def add(self, turn: KnownTurn) -> KnownTurn:
+        """Add a turn and return it; a turn that was read from the store before only gets its tokens."""
+        known = self.by_id.get(turn.turn_id)
+        if known is not None:
+            known.tokens = known.tokens or turn.tokens
+            return known
         self.by_id[turn.turn_id] = turn
-        self.by_history.add(turn.history_digest, turn)
-        self.by_dialogue.add(turn.dialogue_digest, turn)
-        self._of_prompt(turn).add(turn.prompt_digest, turn)
+        for index, digest in (
+            (self.by_history, turn.history_digest),
+            (self.by_dialogue, turn.dialogue_digest),
+            (self.by_prompt, turn.prompt_digest),
+        ):
+            index[digest] = (*index.get(digest, ()), turn)
         self.num_bytes += turn.num_bytes()
-        if turn.parent_turn_id is None:
-            self._add_root(turn)
+        if turn.parent_turn_id is None and turn.side_task is None:
+            self.agent_roots.setdefault(turn.system_digest, turn)
+        elif turn.parent_turn_id is None:
+            self.side_roots.append(turn)
+        parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:
             parent.has_child = parent.has_child or not turn.is_aborted
+            turn.parent_turn_id = parent.turn_id
+            turn.chain_id = parent.chain_id if turn.chain_id == parent.chain_id else turn.chain_id
+        return turn
 
-    def _remove(self, turn: KnownTurn) -> None:
-        self.num_bytes -= turn.num_bytes()
-        self.by_history.remove(turn.history_digest, turn)
-        self.by_dialogue.remove(turn.dialogue_digest, turn)
-        self._of_prompt(turn).remove(turn.prompt_digest, turn)
-        self._remove_root(turn)
-
-    def _of_prompt(self, turn: KnownTurn) -> TurnIndex:
-        return self.aborted_by_prompt if turn.is_aborted else self.by_prompt
-
-    def _add_root(self, turn: KnownTurn) -> None:
-        if turn.side_task is None:
-            self.agent_roots.setdefault(turn.system_digest, turn)
-        else:
-            self.side_roots.append(turn)
-
-    def _remove_root(self, turn: KnownTurn) -> None:
-        if self.agent_roots.get(turn.system_digest) is turn:
-            del self.agent_roots[turn.system_digest]
-        elif turn in self.side_roots:
-            self.side_roots.remove(turn)
-
-    def siblings(self, turn: KnownTurn, *, aborted: bool) -> list[KnownTurn]:
-        """Return the other turns, aborted or not, that were sampled after the same prompt."""
-        same = (self.aborted_by_prompt if aborted else self.by_prompt).find(turn.prompt_digest)
-        return [other for other in same if other is not turn and other.parent_turn_id == turn.parent_turn_id]
+    def siblings(self, turn: KnownTurn) -> list[KnownTurn]:
+        """Return the other turns that were sampled after the same prompt."""
+        same = self.by_prompt[turn.prompt_digest]
+        return [each for each in same if each.turn_id != turn.turn_id and each.parent_turn_id == turn.parent_turn_id]
 
     def deepest(self, conversation: Conversation) -> KnownTurn | None:
         """Return the turn that covers most of the conversation's messages up to the last reply.
@@ -233,7 +190,7 @@ class Forest:
         replies to those that were cut off, then the newest: a client that repeats a call has seen the last reply.
         """
         for end in range(conversation.num_replied - 1, -1, -1):
-            turns = self.by_history.find(conversation.history.full[end])
+            turns = self.by_history.get(conversation.history.full[end], ())
             if len(turns) == 1:
                 return turns[0]
             if turns:
@@ -265,18 +222,6 @@ class Forest:
         while current is not None:
             yield current
             current = self.by_id.get(current.parent_turn_id or "")
-
-
-def _share_values(turn: KnownTurn, parent: KnownTurn | None) -> None:
-    """Save memory: let equal digests and ids of a turn and its parent be one object."""
-    if turn.dialogue_digest == turn.messages_digest:
-        turn.dialogue_digest = turn.messages_digest
-    if turn.chain_id == turn.turn_id:
-        turn.chain_id = turn.turn_id
-    if parent is not None:
-        turn.parent_turn_id = parent.turn_id
-        if turn.chain_id == parent.chain_id:
-            turn.chain_id = parent.chain_id
 
 
 def is_free(turn: KnownTurn, reserved: Container[str]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import orjson
 
@@ -35,6 +35,8 @@ class LiveSession:
     _document_bytes: int = dataclasses.field(init=False)
     num_read: int = 0
     """The `seq` up to which stored turns have been read, or were found to be known."""
+    token_bytes: int = 0
+    """Memory of the token ids of its turns."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,96 +60,97 @@ class Placement:
     """The turn that the call extends, while it is reserved for the call."""
 
 
-class TokenCache:
-    """Keeps the ids of whole sessions, because the turns of a session share them; evicts the least recently used."""
+class _Recent:
+    """Sessions with their counted memory; above the limits those that were used least recently are dropped.
 
-    def __init__(self, max_bytes: int) -> None:
+    A single session above the limit is kept until the next.
+    """
+
+    def __init__(self, max_bytes: int, max_sessions: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._cached: collections.OrderedDict[int, tuple[LiveSession, int]] = collections.OrderedDict()
-        """The sessions and the bytes of their ids, by the session's identity."""
-
-    def add(self, live: LiveSession, turn: KnownTurn) -> None:
-        """Count a new turn's ids, without those that it shares with its parent; evict sessions above the limit."""
-        parent = live.forest.by_id.get(turn.parent_turn_id or "")
-        shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
-        own = 0 if turn.tokens is None else turn.tokens.num_bytes - shared
-        _, size = self._cached.pop(id(live), (live, 0))
-        self._cached[id(live)] = (live, size + own)
-        self._num_bytes += own
-        while self._num_bytes > self._max_bytes:
-            self.drop(next(iter(self._cached.values()))[0])
-
-    def drop(self, live: LiveSession) -> None:
-        """Forget the ids of a session."""
-        entry = self._cached.pop(id(live), None)
-        if entry is not None:
-            self._num_bytes -= entry[1]
-            for turn in live.forest.by_id.values():
-                turn.tokens = None
-
-
-class LiveSessions:
-    """Keeps the sessions that were used last."""
-
-    def __init__(self, max_sessions: int, max_bytes: int, token_cache: TokenCache) -> None:
-        self.num_bytes = 0
-        """Memory of all sessions, roughly, without their tokens."""
         self._max_sessions = max_sessions
-        self._max_bytes = max_bytes
-        self._token_cache = token_cache
-        self._live: collections.OrderedDict[SessionKey, LiveSession] = collections.OrderedDict()
+        self.num_bytes = 0
+        self.sessions: collections.OrderedDict[SessionKey, tuple[LiveSession, int]] = collections.OrderedDict()
 
-    def __len__(self) -> int:
-        """Return the number of sessions."""
-        return len(self._live)
-
-    def find(self, key: SessionKey) -> LiveSession | None:
-        """Return a session, which counts as its use; None if it is not in memory."""
-        live = self._live.get(key)
-        if live is not None:
-            self._live.move_to_end(key)
-        return live
-
-    def put(self, live: LiveSession) -> None:
-        """Add a session; drop others above the limits."""
+    def count(self, live: LiveSession, num_bytes: int) -> list[LiveSession]:
+        """Add a session, or count its memory again; return the sessions that are dropped for it."""
         self.drop(live.key)
-        self._live[live.key] = live
-        self.num_bytes += live.num_bytes
-        self._evict()
-
-    def add_turns(self, live: LiveSession, turns: Sequence[KnownTurn]) -> None:
-        """Add turns to a session, which may have been dropped meanwhile; drop others above the limits."""
-        before = live.num_bytes
-        for turn in turns:
-            live.forest.add(turn)
-        if self._live.get(live.key) is live:
-            for turn in turns:
-                self._token_cache.add(live, turn)
-            self.num_bytes += live.num_bytes - before
-            self._evict()
-
-    def keep_tokens(self, live: LiveSession, turn: KnownTurn) -> None:
-        """Count the tokens of a turn, which may drop those of the sessions that were used least recently."""
-        if self._live.get(live.key) is live:
-            self._token_cache.add(live, turn)
+        self.sessions[live.key] = live, num_bytes
+        self.num_bytes += num_bytes
+        dropped = []
+        while len(self.sessions) > 1 and (len(self.sessions) > self._max_sessions or self.num_bytes > self._max_bytes):
+            oldest = next(iter(self.sessions.values()))[0]
+            self.drop(oldest.key)
+            dropped.append(oldest)
+        return dropped
 
     def drop(self, key: SessionKey) -> None:
         """Remove a session."""
-        live = self._live.pop(key, None)
+        self.num_bytes -= self.sessions.pop(key, (None, 0))[1]
+
+
+class LiveSessions:
+    """Keeps the sessions that were used last, and the token ids of those whose ids were used last."""
+
+    def __init__(self, max_sessions: int, max_bytes: int, max_token_bytes: int) -> None:
+        self._live = _Recent(max_bytes, max_sessions)
+        self._with_tokens = _Recent(max_token_bytes, max_sessions)
+
+    def __len__(self) -> int:
+        """Return the number of sessions."""
+        return len(self._live.sessions)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all sessions, roughly, without their tokens."""
+        return self._live.num_bytes
+
+    def find(self, key: SessionKey) -> LiveSession | None:
+        """Return a session, which counts as its use; None if it is not in memory."""
+        live, _ = self._live.sessions.get(key, (None, 0))
         if live is not None:
-            self.num_bytes -= live.num_bytes
-            self._token_cache.drop(live)
+            self._live.sessions.move_to_end(key)
+        return live
+
+    def put(self, live: LiveSession) -> None:
+        """Add a session, or count its memory again; drop others above the limits."""
+        for dropped in self._live.count(live, live.num_bytes):
+            self._drop_tokens(dropped)
+
+    def add_turns(self, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
+        """Add turns to a session, which may have been dropped meanwhile; drop others above the limits."""
+        for turn in turns:
+            self.keep_tokens(live, live.forest.add(turn))
+        if self.find(live.key) is live:
+            self.put(live)
+
+    def keep_tokens(self, live: LiveSession, turn: KnownTurn) -> None:
+        """Count the tokens of a turn, without those that it shares with its parent; drop those of other sessions."""
+        if turn.tokens is None or self.find(live.key) is not live:
+            return
+        parent = live.forest.by_id.get(turn.parent_turn_id or "")
+        shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
+        live.token_bytes += turn.tokens.num_bytes - shared
+        for dropped in self._with_tokens.count(live, live.token_bytes):
+            self._drop_tokens(dropped)
+
+    def drop(self, key: SessionKey) -> None:
+        """Remove a session."""
+        live = self.find(key)
+        if live is not None:
+            self._live.drop(key)
+            self._drop_tokens(live)
 
     def clear(self) -> None:
         """Remove all sessions."""
-        for key in list(self._live):
+        for key in list(self._live.sessions):
             self.drop(key)
 
-    def _evict(self) -> None:
-        """Drop the least recently used sessions; a single session above the limit is kept until the next."""
-        while len(self._live) > 1 and (len(self._live) > self._max_sessions or self.num_bytes > self._max_bytes):
-            self.drop(next(iter(self._live)))
+    def _drop_tokens(self, live: LiveSession) -> None:
+        self._with_tokens.drop(live.key)
+        live.token_bytes = 0
+        for turn in live.forest.by_id.values():
+            turn.tokens = None
 
 
 def known_turns(turns: Sequence[Turn], by_id: Mapping[str, KnownTurn], fields: frozenset[str]) -> list[KnownTurn]:

@@ -4,15 +4,14 @@ What a template renders after a reply depends on the reply, on the messages afte
 answer, and at most on the kinds of the other messages before it: whether there was thinking, a tool call, a later
 question. So a long conversation is replaced by one with the same kinds of messages in the same neighbourhoods: long
 texts lose their middle, and of a pattern that repeats, such as a call and its result, most repetitions are left out. A
-text that contains one of the template's own marks, such as `</think>`, is kept whole. `ChatTemplate` checks at its
-start that its template treats both alike, and replaces no conversation with a late result of an earlier call.
+message whose text has one of the template's own marks, such as `</think>`, is kept whole. `ChatTemplate` checks at its
+start that its template treats both alike, and replaces no conversation with a late result of an earlier call. The kinds
+of the messages of earlier calls are kept, so a call reads its new messages and the few old ones that stay.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -29,20 +28,12 @@ MIN_MESSAGES = 24
 """Shorter conversations are kept as they are."""
 MAX_TEXT = 256
 """Characters of a text that is kept whole."""
-FORGET_AFTER = 16
-"""New messages after which outlines that are no longer needed are forgotten."""
-NEAR = 8
-"""Messages before a needed one whose outlines are remembered: the next rendering may need them."""
-OUTLINE_BYTES = 70
-"""Memory of an outline beside its JSON, roughly."""
 KEPT_TEXT = 96
 """Characters of a longer text that are kept at each end."""
 MIN_MARK = 3
 RESULT_ROLES = ("tool", "function")
 """A tuple, not a set, because a client may send an unhashable value as a role."""
 NO_THINKING: Mapping[int, str] = {}
-MAX_KINDS = 4096
-"""Kinds that get a number; clients that invent roles make more, which are compared by their hash."""
 
 
 class Mark(NamedTuple):
@@ -65,45 +56,6 @@ class Kind(NamedTuple):
     """The template's marks in its text."""
 
 
-@dataclasses.dataclass(slots=True)
-class Outlines:
-    """The outlines of the first messages of a conversation: the kinds of all, and the messages that are still needed.
-
-    The messages at both ends and around each change of the kinds are rendered, a small part of a long conversation. The
-    others are forgotten, and made again from the conversation in the rare case that a rendering needs one.
-    """
-
-    kinds: list[int] = dataclasses.field(default_factory=list)
-    """The number of each outlined message's `Kind`, which the `Outliner` assigns: numbers are compared faster."""
-    messages: dict[int, bytes] = dataclasses.field(default_factory=dict)
-    """Outlined messages as JSON, by position."""
-    num_bytes: int = 0
-    """Memory of `messages`."""
-    num_at_last_forgetting: int = 0
-
-    def copy(self) -> Outlines:
-        """Return a copy; completing it does not change this one."""
-        return dataclasses.replace(self, kinds=self.kinds[:], messages=self.messages.copy())
-
-    def extend(self, outlined: Sequence[Json], kinds: Iterable[int]) -> None:
-        """Add the next messages, which are outlined."""
-        # Copies: the encoder's buffer is many times as long as its content.
-        encoded = [memoryview(orjson.dumps(message)).tobytes() for message in outlined]
-        self.messages.update(enumerate(encoded, len(self.kinds)))
-        self.kinds += kinds
-        self.num_bytes += sum(map(len, encoded)) + OUTLINE_BYTES * len(encoded)
-
-    def forget(self, needed: Iterable[int], others: Collection[int], replied: int) -> None:
-        """Forget outlines now and then, except those at or near the needed positions, at others, and after a reply."""
-        if len(self.kinds) - self.num_at_last_forgetting < FORGET_AFTER:
-            return
-        self.num_at_last_forgetting = len(self.kinds)
-        kept = {*others, *(at for position in needed for at in range(position - NEAR, position + 1))}
-        forgotten = [position for position in self.messages if position < replied and position not in kept]
-        freed = [self.messages.pop(position) for position in forgotten]
-        self.num_bytes -= sum(map(len, freed)) + OUTLINE_BYTES * len(freed)
-
-
 class Shortened(NamedTuple):
     """A conversation that is short before its reply."""
 
@@ -111,7 +63,7 @@ class Shortened(NamedTuple):
     replied: int
     """The reply's index."""
     kinds: tuple[int, ...]
-    """The kinds of all its messages."""
+    """The kinds of all its messages, as `Outliner.kind` has them."""
 
 
 def marks_of(source: str) -> tuple[str, ...] | None:
@@ -135,15 +87,12 @@ class Outliner:
         self._marks = marks
         self.shortens_tools = shortens_tools
         """Whether long lists of tools are shortened too."""
-        self._numbers: dict[Kind, int] = {}
-        self._next_number = itertools.count()
-        """Gives each number once, also where several threads number kinds."""
 
     def shortened(
         self,
         messages: Sequence[Json],
         replied: int,
-        known: Outlines | None = None,
+        known: list[int] | None = None,
         thinking: Mapping[int, str] = NO_THINKING,
     ) -> Shortened:
         """Return a conversation that is short before the reply at index `replied`.
@@ -151,32 +100,17 @@ class Outliner:
         Args:
             messages: the conversation.
             replied: the reply's index.
-            known: outlines of the first messages, used again and completed up to the last message.
+            known: kinds of the first messages, used again and completed up to the last message.
             thinking: what is put into replies that were sent without it, by position.
         """
-        known = Outlines() if known is None else known
-        outlined = list(map(self.outline, messages[len(known.kinds) :]))
-        known.extend(outlined, map(self._kind, outlined))
-        kinds, with_thinking = known.kinds[:replied], {}
-        for position, text in thinking.items():
-            if position < replied:
-                message = {**self._message(position, messages, known), "reasoning": self._shorten(text)}
-                kinds[position], with_thinking[position] = self._kind(message), message
-        positions = kept_positions(kinds) if replied >= MIN_MESSAGES else range(replied)
-        kept = [with_thinking.get(at) or self._message(at, messages, known) for at in positions]
-        rest = restored(messages[replied:], thinking, first=replied)
-        known.forget(positions, thinking.keys(), replied)
-        return Shortened(
-            [*kept, *rest],
-            len(kept),
-            (*(kinds[at] for at in positions), *map(self._kind, rest)),
-        )
-
-    def _message(self, position: int, messages: Sequence[Json], known: Outlines) -> Json:
-        """Return an outlined message; one that was forgotten is outlined again."""
-        known_json = known.messages.get(position)
-        outlined: Json = self.outline(messages[position]) if known_json is None else orjson.loads(known_json)
-        return outlined
+        known = [] if known is None else known
+        known += map(self.kind, messages[len(known) :])
+        messages, kinds = restored(messages, thinking), known[:]
+        for position in thinking:
+            kinds[position] = self.kind(messages[position])
+        positions = kept_positions(kinds[:replied]) if replied >= MIN_MESSAGES else range(replied)
+        kept = [outlined(messages[at], has_marks=kinds[at] < 0) for at in positions]
+        return Shortened([*kept, *messages[replied:]], len(kept), (*(kinds[at] for at in positions), *kinds[replied:]))
 
     def outline_tools(self, tools: Any) -> Any:
         """Return the first and the last tool, without their parameters; tools with a mark are kept as they are."""
@@ -189,24 +123,14 @@ class Outliner:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or any(self._found(orjson.dumps(tool).decode())):
             return tool
-        short = {field: self._shorten(value) for field, value in function.items()}
+        short = {field: _cut(value) for field, value in function.items()}
         parameters = function.get("parameters")
         if isinstance(parameters, dict) and parameters.get("type") == "object":
             short["parameters"] = {"type": "object", "properties": {}}
         return {**tool, "function": short}
 
-    def outline(self, message: Json) -> Json:
-        """Return a message whose long texts without marks have lost their middle."""
-        short = {field: self._shorten(value) for field, value in message.items()}
-        content = message.get("content")
-        if isinstance(content, list):
-            short["content"] = [self._outline_part(part) for part in content]
-        if isinstance(message.get("tool_calls"), list):
-            short["tool_calls"] = [_without_arguments(call) for call in message["tool_calls"]]
-        return short
-
-    def _kind(self, message: Json) -> int:
-        """Return the number of an outlined message's kind; the hash of a kind beyond `MAX_KINDS`."""
+    def kind(self, message: Json) -> int:
+        """Return the hash of a message's `Kind`, which is compared faster; negative for a text with marks."""
         calls, thinking = message.get("tool_calls"), message.get("reasoning", message.get("reasoning_content"))
         content = str(canonical_content(message.get("content")))
         found = self._found(content + str(thinking or ""))
@@ -218,20 +142,8 @@ class Outliner:
             is_empty=not content,
             marks=tuple(Mark(mark, bare.startswith(mark), bare.endswith(mark)) for mark in found),
         )
-        number = self._numbers.get(kind)
-        if number is None and len(self._numbers) < MAX_KINDS:
-            number = self._numbers.setdefault(kind, next(self._next_number))
-        return hash(kind) if number is None else number
-
-    def _outline_part(self, part: Any) -> Any:
-        if not isinstance(part, dict):
-            return self._shorten(part)
-        return {field: self._shorten(value) for field, value in part.items()}
-
-    def _shorten(self, value: Any) -> Any:
-        if not isinstance(value, str) or len(value) <= MAX_TEXT or any(self._found(value)):
-            return value
-        return f"{value[:KEPT_TEXT]} {value[-KEPT_TEXT:]}"
+        number = abs(hash(kind))
+        return -1 - number if kind.marks else number
 
     def _found(self, text: str) -> Iterable[str]:
         return (mark for mark in self._marks if mark in text)
@@ -252,12 +164,32 @@ def answers_earlier_call(messages: Sequence[Json]) -> bool:
     return False
 
 
-def restored(messages: Sequence[Json], thinking: Mapping[int, str], *, first: int = 0) -> list[Json]:
-    """Return messages with thinking in those that have some; `first` is the position of the first one."""
-    return [
-        {**message, "reasoning": thinking[position]} if position in thinking else message
-        for position, message in enumerate(messages, first)
-    ]
+def restored(messages: Sequence[Json], thinking: Mapping[int, str]) -> list[Json]:
+    """Return messages with thinking in those that have some."""
+    whole = list(messages)
+    for position, text in thinking.items():
+        whole[position] = {**messages[position], "reasoning": text}
+    return whole
+
+
+def outlined(message: Json, *, has_marks: bool) -> Json:
+    """Return a message without long arguments; where it has no marks, its long texts have lost their middle."""
+    short = message.copy() if has_marks else {field: _cut(value) for field, value in message.items()}
+    if isinstance(message.get("content"), list) and not has_marks:
+        short["content"] = [_outlined_part(part) for part in message["content"]]
+    if isinstance(message.get("tool_calls"), list):
+        short["tool_calls"] = [_without_arguments(call) for call in message["tool_calls"]]
+    return short
+
+
+def _outlined_part(part: Any) -> Any:
+    return {field: _cut(value) for field, value in part.items()} if isinstance(part, dict) else _cut(part)
+
+
+def _cut(value: Any) -> Any:
+    """Return a long text without its middle."""
+    is_long = isinstance(value, str) and len(value) > MAX_TEXT
+    return f"{value[:KEPT_TEXT]} {value[-KEPT_TEXT:]}" if is_long else value
 
 
 def _without_arguments(call: Any) -> Any:

@@ -100,7 +100,7 @@ async def _extended_prompt(
     messages, replied = call.messages, parent.num_messages - 1
     thinking = sampled_thinking(forest, parent)
     # A copy: another call that begins with the same messages may complete the list at the same time.
-    outlines = conversation.prefix.outlines.copy()
+    kinds = conversation.prefix.kinds[:]
     last_token = parent_tokens.last_id
     reply = Reply(last_token=last_token, ended=last_token in template.end_tokens, reasoning=parent.reasoning)
 
@@ -112,17 +112,17 @@ async def _extended_prompt(
             call.tools,
             template_arguments(call.body),
             keep_thinking=keep_thinking,
-            outlines=outlines,
+            kinds=kinds,
             thinking=thinking,
         )
         return between, encode_ids(between, parent_tokens) if len(between) else parent_tokens
 
-    num_outlined = min(len(outlines.kinds), replied)
-    if num_outlined and not template.renders_in_short(messages, replied):
-        num_outlined = 0
-    is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)
+    num_known = min(len(kinds), replied)
+    if num_known and not template.renders_in_short(messages, replied):
+        num_known = 0
+    is_long = has_more_text(messages[num_known:], RENDERED_HERE)
     extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
-    conversation.prefix.outlines = outlines
+    conversation.prefix.kinds = kinds
     return extended
 
 
@@ -195,7 +195,11 @@ def _drops_reply(conversation: Conversation, forest: Forest, parent: KnownTurn |
     """Return whether the conversation repeats the prompt of a turn after `parent`, and then leaves its reply out."""
     parent_id, first = (None, 0) if parent is None else (parent.turn_id, parent.num_messages)
     continued = conversation.history.messages[first:-1]
-    return any(turn.parent_turn_id == parent_id for digest in continued for turn in forest.by_prompt.find(digest))
+    return any(
+        turn.parent_turn_id == parent_id and not turn.is_aborted
+        for digest in continued
+        for turn in forest.by_prompt.get(digest, ())
+    )
 
 
 def sampled_thinking(forest: Forest, parent: KnownTurn) -> dict[int, str]:

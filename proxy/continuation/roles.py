@@ -8,6 +8,7 @@ chain as soon as the session has another chain.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -156,14 +157,15 @@ def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
             if root.role is Role.MAIN and root.side_task is not None:
                 chain = [each.turn_id for each in forest.by_id.values() if each.chain_id == root.chain_id]
                 found.append(Correction(chain, Found(Role.SIDE, root.side_task)))
-    siblings = forest.siblings(turn, aborted=True)
+    siblings = [other for other in forest.siblings(turn) if other.is_aborted]
     parent = forest.by_id.get(turn.parent_turn_id or "")
     if parent is not None and parent.role is Role.RETRY:
         marked = [each.turn_id for each in forest.ancestors(parent) if each.role is Role.RETRY]
         found.append(Correction(marked, Found(continued_role(parent, forest), "continued")))
     if parent is not None:
-        others = forest.siblings(parent, aborted=True) + forest.siblings(parent, aborted=False)
-        siblings += [other for other in others if not other.has_child and other.ended_at <= parent.started_at]
+        siblings += [
+            other for other in forest.siblings(parent) if not other.has_child and other.ended_at <= parent.started_at
+        ]
     discarded = [other.turn_id for other in siblings if other.role is not Role.RETRY]
     if discarded:
         found.append(Correction(discarded, Found(Role.RETRY, "sampled_again")))
@@ -178,7 +180,7 @@ def continued_role(turn: KnownTurn, forest: Forest) -> Role:
     for each in forest.ancestors(turn):
         if each.role is not Role.RETRY:
             return each.role
-        others = forest.siblings(each, aborted=False) + forest.siblings(each, aborted=True)
+        others = sorted(forest.siblings(each), key=operator.attrgetter("is_aborted"))
         if found := next((other.role for other in others if other.role is not Role.RETRY), None):
             return found
     return Role.MAIN

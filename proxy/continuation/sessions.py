@@ -14,14 +14,16 @@ import functools
 import itertools
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+
+import cachetools
 
 from proxy.auth import Principal, session_deleted
 from proxy.continuation.conversation import Conversation, Prefixes, read_conversation
 from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, LiveSessions, Placement, TokenCache, known_turns
+from proxy.continuation.memory import LiveSession, LiveSessions, Placement, known_turns
 from proxy.continuation.plan import Plan, break_reason, new_chain, plan_call
 from proxy.continuation.template import ChatTemplate
 from proxy.continuation.which_session import (
@@ -71,15 +73,13 @@ class Sessions:
         self._settings = settings
         self._metrics = metrics
         self._inferred = InferredSessions(settings.cache_sessions)
-        self._generations: collections.OrderedDict[SessionKey, int] = collections.OrderedDict()
+        self._generations: cachetools.LRUCache[SessionKey, int] = cachetools.LRUCache(settings.cache_sessions)
         """Number of the newest session that continues one which is over; of as many sessions as are in memory."""
         self._reserved: collections.Counter[str] = collections.Counter()
         """Ids of the turns that running calls extend."""
         self._is_shared = settings.workers > 1
         """Whether calls of a session may reach other processes in its course."""
-        self._live = LiveSessions(
-            settings.cache_sessions, settings.session_cache_bytes, TokenCache(settings.token_cache_bytes)
-        )
+        self._live = LiveSessions(settings.cache_sessions, settings.session_cache_bytes, settings.token_cache_bytes)
         self._prefixes = Prefixes(settings.request_cache_bytes)
         self.num_bytes_read = 0
         """Bytes of the messages of long calls so far."""
@@ -132,9 +132,6 @@ class Sessions:
             )
             if live.session.status is SessionStatus.OPEN:
                 self._generations[name] = number
-                self._generations.move_to_end(name)
-                while len(self._generations) > self._settings.cache_sessions:
-                    self._generations.popitem(last=False)
                 return live
             before = session_id
         raise AssertionError("an endless count has ended")
@@ -410,7 +407,7 @@ class Sessions:
         return choose_candidate(candidates, call_ids, self._reserved, is_complete=not is_handoff)
 
     async def _candidates(
-        self, session_ids: list[str], digest: bytes, caller: Caller, *, refresh: bool = False
+        self, session_ids: Iterable[str], digest: bytes, caller: Caller, *, refresh: bool = False
     ) -> list[Candidate]:
         """Return the open sessions of these that contain the conversation."""
         found = []
@@ -421,7 +418,7 @@ class Sessions:
             if refresh:
                 await self.refresh(live)
             forest = live.forest
-            turns = forest.by_history.find(digest) or forest.by_dialogue.find(digest)
+            turns = forest.by_history.get(digest) or forest.by_dialogue.get(digest, ())
             found += [Candidate(live, turn) for turn in turns]
         return found
 

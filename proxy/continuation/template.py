@@ -15,14 +15,15 @@ import os.path
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
+import cachetools
 import numpy as np
 import orjson
 
 from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.forest import Reply
-from proxy.continuation.outline import NO_THINKING, Outliner, Outlines, answers_earlier_call, marks_of, restored
+from proxy.continuation.outline import NO_THINKING, Outliner, answers_earlier_call, marks_of, restored
 from proxy.continuation.template_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES, LongProbe, long_probes
 from turnwise.tokenizer import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
@@ -44,15 +45,6 @@ class Unsafe(Exception):
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason: Reason = reason
-
-
-class Checked(NamedTuple):
-    """A continuation of the whole conversation."""
-
-    ids: TokenIds
-    """The tokens between the sampled reply and the next one."""
-    closing: str
-    """The text that closes the reply as the last message."""
 
 
 class ChatTokenizer(Protocol):
@@ -83,7 +75,7 @@ class ChatTemplate:
         self._renders_developer = "developer" in str(tokenizer.chat_template)
         self._outliner: Outliner | None = None
         self._lock = threading.Lock()
-        self._closings: dict[Hashable, str] = {}
+        self._closings: cachetools.FIFOCache[Hashable, str] = cachetools.FIFOCache(MAX_CLOSINGS)
         """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
 
     @functools.cached_property
@@ -184,7 +176,7 @@ class ChatTemplate:
         """Render long conversations in short from now on, and with `tools` long lists of tools too, unchecked."""
         marks = marks_of(self._tokenizer.chat_template) if isinstance(self._tokenizer.chat_template, str) else None
         self._outliner = None if marks is None else Outliner(marks, shortens_tools=tools)
-        self._closings = {}
+        self._closings.clear()
 
     @property
     def shortens_tools(self) -> bool | None:
@@ -230,7 +222,7 @@ class ChatTemplate:
         arguments: Json,
         *,
         keep_thinking: bool,
-        outlines: Outlines | None = None,
+        kinds: list[int] | None = None,
         thinking: Mapping[int, str] = NO_THINKING,
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
@@ -238,7 +230,7 @@ class ChatTemplate:
         A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
         Of conversations with the same kinds of messages, only the first is rendered and checked as a whole. Of the
         others only the text after the reply is rendered; they are checked as a whole if the reply does not close as
-        the first one's, for example where a call's id is printed. `outlines` are of the same messages; they are used
+        the first one's, for example where a call's id is printed. `kinds` are of the first messages; they are used
         again and completed. `thinking` is what is put into replies, by their positions.
 
         Raises:
@@ -247,36 +239,36 @@ class ChatTemplate:
         if self._outliner is None or not self.renders_in_short(messages, replied):
             messages = restored(messages, thinking)
             return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-        messages, replied, kinds = self._outliner.shortened(messages, replied, outlines, thinking)
+        messages, replied, all_kinds = self._outliner.shortened(messages, replied, kinds, thinking)
         tools = self._outliner.outline_tools(tools)
         if reply.reasoning:  # whether a template prints thinking may depend on its text
             return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
         end_token = reply.last_token if reply.ended else None
         given = orjson.dumps([tools, arguments], option=orjson.OPT_SORT_KEYS)
-        key = (kinds, replied, end_token, keep_thinking, blake2b(given, digest_size=GIVEN_BYTES).digest())
-        if keep_thinking:
-            messages = [_without_thinking(message) for message in messages]
+        key = (all_kinds, replied, end_token, keep_thinking, blake2b(given, digest_size=GIVEN_BYTES).digest())
         known = self._closings.get(key)
         if known is not None:
+            plain = [_without_thinking(message) for message in messages] if keep_thinking else messages
             has_calls = bool(messages[replied].get("tool_calls"))
             try:
-                rest = self._after_marker(_with_marker(messages, replied), tools, arguments, generate=True)
+                rest = self._after_marker(_with_marker(plain, replied), tools, arguments, generate=True)
                 return self._tokenise(reply, *self._split_at_end(rest, known, reply, has_calls=has_calls))
             except Unsafe:
                 pass  # the check of the whole decides
-        checked = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-        self._keep_closing(key, checked.closing)
-        return checked.ids
-
-    def _keep_closing(self, key: Hashable, closing: str) -> None:
-        """Keep the text that closes a reply in place of the oldest one; calls do this in several threads."""
-        with self._lock:
-            while len(self._closings) >= MAX_CLOSINGS:
-                del self._closings[next(iter(self._closings))]
-            self._closings[key] = closing
+        return self.whole_continuation(
+            messages, replied, reply, tools, arguments, keep_thinking=keep_thinking, closing_key=key
+        )
 
     def whole_continuation(
-        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
+        self,
+        messages: Sequence[Json],
+        replied: int,
+        reply: Reply,
+        tools: Any,
+        arguments: Json,
+        *,
+        keep_thinking: bool,
+        closing_key: Hashable = None,
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one.
 
@@ -287,16 +279,11 @@ class ChatTemplate:
             tools: tool schemas.
             arguments: the template's own arguments.
             keep_thinking: stay on the chain although the template drops earlier thinking.
+            closing_key: what decides the text that closes the reply, where that text is kept for later calls.
 
         Raises:
             Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
         """
-        return self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking).ids
-
-    def _checked(
-        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
-    ) -> Checked:
-        """Do what `whole_continuation` does."""
         if keep_thinking:
             messages = [_without_thinking(message) for message in messages]
         whole = self.render(messages, tools, arguments, generate=True)
@@ -308,7 +295,11 @@ class ChatTemplate:
             raise Unsafe("template_unsafe")
         reply_end = len(whole) - len(end + after)
         self._check_unchanged(whole, reply_end, messages, replied, reply, tools, arguments, keep_thinking)
-        return Checked(self._tokenise(reply, end, after), closing)
+        ids = self._tokenise(reply, end, after)
+        if closing_key is not None:
+            with self._lock:  # calls do this in several threads
+                self._closings[closing_key] = closing
+        return ids
 
     def _tokenise(self, reply: Reply, end: str, after: str) -> TokenIds:
         """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one.

@@ -12,13 +12,13 @@ each one continues a turn that nothing extends yet. If every candidate has been 
 
 from __future__ import annotations
 
-import collections
 import itertools
 import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import cachetools
 import orjson
 
 from proxy.continuation.forest import KnownTurn, is_free
@@ -249,42 +249,25 @@ class Caller(NamedTuple):
 
 
 class InferredSessions:
-    """Keeps ids of sessions by their conversations, up to a number in all; the oldest are dropped."""
+    """Keeps ids of sessions by their conversations, up to a number in all; the least recently used are dropped."""
 
     def __init__(self, max_ids: int) -> None:
-        self._max_ids = max_ids
-        self._num_ids = 0
-        self._found: collections.OrderedDict[tuple[Caller, bytes], dict[str, None]] = collections.OrderedDict()
+        self._max_of_conversation = min(MAX_COMPARED, max_ids)
+        self._found: cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]] = cachetools.LRUCache(max_ids, len)
 
-    def __len__(self) -> int:
-        """Return the number of ids."""
-        return self._num_ids
-
-    def find(self, caller: Caller, digest: bytes) -> list[str]:
+    def find(self, caller: Caller, digest: bytes) -> tuple[str, ...]:
         """Return the sessions of this caller that contain the conversation with this digest, the oldest first."""
-        return list(self._found.get((caller, digest), ()))[-MAX_COMPARED:]
+        return self._found.get((caller, digest), ())
 
     def add(self, caller: Caller, digest: bytes, session_id: str) -> None:
         """Add a session as the newest of its conversation."""
-        session_ids = self._found.setdefault((caller, digest), {})
-        self._found.move_to_end((caller, digest))
-        self._num_ids += session_id not in session_ids
-        session_ids[session_id] = None
-        while self._num_ids > self._max_ids:
-            self._drop_oldest()
+        session_ids = self.find(caller, digest)
+        if session_id not in session_ids:
+            self._found[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]
 
     def clear(self) -> None:
         """Drop all of them."""
         self._found.clear()
-        self._num_ids = 0
-
-    def _drop_oldest(self) -> None:
-        """Drop the oldest session of the conversation that got no session for the longest time."""
-        key, session_ids = next(iter(self._found.items()))
-        del session_ids[next(iter(session_ids))]
-        self._num_ids -= 1
-        if not session_ids:
-            del self._found[key]
 
 
 class Candidate(NamedTuple):

@@ -11,7 +11,7 @@ from support.conversations import digest_history
 from proxy.continuation.digests import tool_call_ids
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, LiveSessions, TokenCache
+from proxy.continuation.memory import LiveSession, LiveSessions
 from turnwise.types import Json, Session
 
 TEN_IDS = np.full(10, 1234, np.int32)
@@ -53,7 +53,7 @@ def session_of(messages_of: Callable[[int], list[Json]], name: str, num_turns: i
 def test_sessions_above_the_limit_are_dropped_and_the_least_recent_first():
     """There is memory for two; the first is used again before the third is added."""
     sessions = [session_of(text_messages, name, 3) for name in "abc"]
-    live = LiveSessions(10, int(sum(each.num_bytes for each in sessions[:2]) * 1.2), TokenCache(0))
+    live = LiveSessions(10, int(sum(each.num_bytes for each in sessions[:2]) * 1.2), 0)
     live.put(sessions[0])
     live.put(sessions[1])
     live.find(sessions[0].key)
@@ -64,8 +64,7 @@ def test_sessions_above_the_limit_are_dropped_and_the_least_recent_first():
 
 def test_turns_of_a_session_count_and_those_of_a_dropped_session_do_not():
     """The only session is kept although it is too large; the next one replaces it."""
-    tokens = TokenCache(10**6)
-    live, first = LiveSessions(10, 0, tokens), session_of(text_messages, "a", 1)
+    live, first = LiveSessions(10, 0, 10**6), session_of(text_messages, "a", 1)
     second = LiveSession(Session(session_id="b"))
     live.put(first)
     (turn,) = first.forest.by_id.values()

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
 from proxy.continuation.forest import Reply
-from proxy.continuation.outline import (
-    OUTLINE_BYTES,
-    Kind,
-    Outliner,
-    Outlines,
-)
+from proxy.continuation.outline import Kind, Outliner
 from proxy.continuation.template import ChatTemplate, Unsafe
 
 LONG = "A text that is much longer than what is kept of it. " * 20
@@ -154,7 +149,7 @@ def answered(continuation, messages: list[dict], replied: int, reply: Reply, *, 
 def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation, ended, keep_thinking):
     """On random conversations with tools and thinking, for every template: the same ids, or the same refusal.
 
-    Also where a client sends no thinking, and the outlines of the first half are known from an earlier call.
+    Also where a client sends no thinking, and the kinds of the first half are known from an earlier call.
     """
     template, (messages, replied) = shortened(family), conversation
     last = min(template.end_tokens) if ended else 5
@@ -163,27 +158,25 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
     assert answered(template.continuation, messages, replied, reply, keep_thinking=keep_thinking) == whole
     sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
     thinking = {at: message["reasoning"] for at, message in enumerate(messages) if "reasoning" in message}
-    continuation = functools.partial(template.continuation, outlines=Outlines(), thinking=thinking)
-    half = sent[: len(sent) // 2]
+    continuation, half = functools.partial(template.continuation, kinds=[]), sent[: len(sent) // 2]
     if (first := next((at for at, message in enumerate(half) if message["role"] == "assistant"), None)) is not None:
-        answered(continuation, half, first, reply, keep_thinking=keep_thinking)
+        earlier = {at: text for at, text in thinking.items() if at < len(half)}
+        answered(functools.partial(continuation, thinking=earlier), half, first, reply, keep_thinking=keep_thinking)
+    continuation = functools.partial(continuation, thinking=thinking)
     assert answered(continuation, sent, replied, reply, keep_thinking=keep_thinking) == whole
 
 
-def test_a_growing_conversation_forgets_outlines_and_is_still_rendered_as_if_it_had_all():
+def test_a_growing_conversation_is_shortened_as_if_nothing_of_it_was_known():
     """100 calls with results, then 40 questions with thinking, then calls again; the texts name their positions."""
-    outliner, known, thinking = Outliner(("</think>",)), Outlines(), {}
+    outliner, known, thinking = Outliner(("</think>",)), [], {}
     roles = ["system", "user", *["assistant", "tool"] * 100, *["assistant", "user"] * 40, *["assistant", "tool"] * 50]
     messages = [{"role": role, "content": f"{position} {LONG}"} for position, role in enumerate(roles)]
     for number in range(30, len(messages), 2):
         sent, replied = messages[:number], number - 2
         if replied in range(202, 282, 8):
             thinking[replied] = f"{replied} {LONG}"
-        found = outliner.shortened(sent, replied, known, thinking)
-        assert found == outliner.shortened(sent, replied, None, thinking)
-    assert len(known.kinds) == len(messages) - 2
-    assert len(known.messages) < 100
-    assert known.num_bytes == sum(len(each) + OUTLINE_BYTES for each in known.messages.values())
+        assert outliner.shortened(sent, replied, known, thinking) == outliner.shortened(sent, replied, None, thinking)
+    assert len(known) == len(messages) - 2
 
 
 def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():

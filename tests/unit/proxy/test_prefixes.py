@@ -65,10 +65,10 @@ def test_the_longest_prefix_is_found_and_replaced_by_what_extends_it() -> None:
     second = prefix_of(text, digest_history(SECOND, b""))
     prefixes.keep(OWNER, second, None)
     assert prefixes.find(OWNER, text) is second
-    num_bytes = prefixes.num_bytes
+    num_bytes = prefixes.currsize
     prefixes.keep(OWNER, third := prefix_of(text, second.history), second)
     assert prefixes.find(OWNER, text) is third
-    assert prefixes.num_bytes == num_bytes
+    assert prefixes.currsize == num_bytes
 
 
 def body_of(dialect: Dialect, num_messages: int) -> Json:
