@@ -83,8 +83,6 @@ class Engine(EngineKind):
         """When its last draining began, on the monotonic clock."""
         self.num_started = 0
         """Calls of this process that it was given since the process began."""
-        self.takes_no_weights = False
-        """Whether it has answered that it was started without weights from memory."""
         self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
         """Waits while it is absent and no other engine serves; returns whether it serves again."""
         self.observe_head: Callable[[float], None] | None = None
@@ -167,16 +165,21 @@ class Engine(EngineKind):
     async def check_health(self) -> None:
         """Check that it answers.
 
-        A serving engine fails after `MAX_FAILED_CHECKS` failed checks in a row, or at once if its port is closed. If it
-        has not answered for `gone_seconds`, the calls on it are ended.
+        A serving engine fails after `MAX_FAILED_CHECKS` failed checks in a row, or at once if its port is closed. A
+        check without an answer does not count if parts of other answers arrive meanwhile. If the engine has not
+        answered for `gone_seconds`, the calls on it are ended.
 
         Raises:
             EngineUnavailable: it does not answer.
             EngineRefused: it answers an error.
         """
+        began = asyncio.get_running_loop().time()
         try:
             await self.ask("GET", "/health", seconds=HEALTH_TIMEOUT_SECONDS)
         except (EngineUnavailable, EngineRefused) as error:
+            if self.is_serving and isinstance(error.__cause__, TimeoutError) and self._http.has_heard(began):
+                self._answered_at = time.monotonic()
+                return
             self._failed_checks += 1
             is_closed = isinstance(error.__cause__, NotConnected) and error.__cause__.is_refused
             silent = time.monotonic() - self._answered_at

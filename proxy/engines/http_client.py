@@ -124,6 +124,10 @@ class HttpClient:
         for connection in list(self._idle):
             connection.abort()
 
+    def has_heard(self, since: float) -> bool:
+        """Return whether the server has sent anything since this instant of the event loop's clock."""
+        return any(connection.heard_at >= since for connection in self._open)
+
     def abort_requests(self, reason: str) -> None:
         """Fail all running requests with `Disconnected`, and close all connections."""
         for connection in list(self._open):
@@ -176,7 +180,7 @@ class _Connection(asyncio.Protocol):
         self._patience = 0.0
         """How long the server may be silent, seconds."""
         self.heard_at = 0.0
-        """When the server was heard last, or a request was sent to it."""
+        """When the server was heard last."""
         self._answer: Answer | None = None
         self._is_kept = False
         """Whether the server keeps the connection after its answer."""
@@ -189,7 +193,6 @@ class _Connection(asyncio.Protocol):
         """Send the head and the body of a request; return the answer once its head has arrived."""
         if self._transport.is_closing():
             raise _Stale("the server had closed the connection")
-        self.heard_at = self._loop.time()
         self._has_length, self._patience = False, patience
         self._timer = self._loop.call_later(patience, self._check)
         answer = self._answer = Answer(self, self._transport, self._loop)
@@ -240,7 +243,7 @@ class _Connection(asyncio.Protocol):
             self._idle.remove(self)
         if self._answer is not None and self._answer.status and not self._has_length and exc is None:
             self._answer.end()
-        elif self._may_be_stale and self._loop.time() - self.heard_at < STALE_SECONDS:
+        elif self._answer and self._may_be_stale and self._loop.time() - self._answer.waiting_since < STALE_SECONDS:
             self.fail(_Stale("the server closed the connection"))
         else:
             self.fail(Disconnected(str(exc or "the server closed the connection")))

@@ -8,6 +8,7 @@ here; while no engine serves but one is expected back, all new calls wait for up
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
@@ -216,15 +217,10 @@ class EnginePool:
 
     async def wait_for_first(self) -> bool:
         """Wait while no engine serves and one is expected; return whether one serves now."""
-        if self.serving:
-            return True
-        give_up_at = asyncio.get_running_loop().time() + self._wait_seconds
-        try:
-            async with asyncio.timeout_at(give_up_at):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_seconds):
                 while not self.serving and self._is_one_expected():
                     await self._changed.wait()
-        except TimeoutError:
-            return False
         return bool(self.serving)
 
     def _is_one_expected(self) -> bool:
@@ -257,7 +253,7 @@ class EnginePool:
             wanted = version
             if version is None and session.policy_id != DEFAULT_POLICY:
                 wanted = self._served_to(session)
-            lane = await self._wait_for_lane(session, wanted, 0.0 if has_waited else self._wait_seconds)
+            lane = await self._wait_for_lane(session, wanted, may_wait=not has_waited)
             if wanted is not None:
                 lane = await self._with_adapter(lane, wanted)
         except BaseException:
@@ -336,40 +332,22 @@ class EnginePool:
         await read()
         self._num_noted = max(self._num_noted, num_notes)
 
-    async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, wait_seconds: float) -> Lane:
-        """Return the session's lane once its engine takes calls."""
-        give_up_at: float | None = None
+    async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, *, may_wait: bool) -> Lane:
+        """Return the session's lane once its engine takes calls; a reload has a deadline of its own."""
         while True:
-            changed = self._changed
             try:
                 lane = self.lane(session, wanted)
             except EngineUnavailable:
-                if not self._is_one_expected():
+                if not (may_wait and await self.wait_for_first()):
                     raise
-                now = asyncio.get_running_loop().time()
-                give_up_at = give_up_at or now + wait_seconds
-                if now >= give_up_at:
-                    raise
-            else:
-                if lane.engine.state is not EngineState.RELOADING:
-                    return lane
-                give_up_at = None  # a reload has a deadline of its own
-            try:
-                async with asyncio.timeout_at(give_up_at):
-                    await changed.wait()
-            except TimeoutError:
                 continue
+            if lane.engine.state is not EngineState.RELOADING:
+                return lane
+            await self._changed.wait()
 
     async def _wait_until_serving(self, engine: Engine) -> bool:
         """Wait for an absent engine; while others serve, its call fails at once and can be retried there."""
-        give_up_at = asyncio.get_running_loop().time() + self._wait_seconds
-        try:
-            async with asyncio.timeout_at(give_up_at):
-                while not self.serving or engine.state is EngineState.RELOADING:
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return engine.is_serving
+        return await self.wait_for_first() and engine.is_serving
 
     def release(self, lane: Lane) -> None:
         """Return the place of a call on this lane."""

@@ -77,9 +77,9 @@ class Reloader:
         self._metrics = metrics
         self._check_engine = check_engine
         self.lease = DriverLease(database, writer)
-        transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
-        self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
-        self._loader = Loader(database, settings, metrics, faults or FaultPoints(), transfers, announce)
+        self._transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
+        self._sleeper = Sleeper(pool, self._transfers, self.lease, seconds=settings.reload_timeout_seconds)
+        self._loader = Loader(database, settings, metrics, faults or FaultPoints(), self._transfers, announce)
         self._served = ServedVersions(database, pool)
         pool.read_served = self._served.refresh
         pool.load_adapter = self._loader.load_at_call
@@ -308,7 +308,7 @@ class Reloader:
 
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
-        engine.takes_no_weights = False  # it may have been restarted with other flags
+        self._transfers.forget_refusal(engine)
         engine.same_models.clear()
         await engine.fetch_models()
         await engine.read_label()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -60,12 +61,12 @@ class Transfers:
         self._database = database
         self._metrics = metrics
         self._seconds = seconds
-        self._refused_at: dict[str, float] = {}
-        """Engines that refused a transfer which they may take later, by URL, and when they refused."""
+        self._refused_until: dict[str, float] = {}
+        """Until when engines that refused a transfer are not asked again, by URL, on the monotonic clock."""
 
     async def offer(self, policy: PolicyVersion, engine: Engine) -> Offer | None:
         """Return where a version can be had for an engine; None if only from its directory."""
-        if policy.kind is not PolicyKind.FULL or self._has_refused(engine):
+        if policy.kind is not PolicyKind.FULL or time.monotonic() < self._refused_until.get(engine.url, 0.0):
             return None
         answer = await self._first_answer(f"/versions/{policy.version}", ANSWER_SECONDS, lambda _: True)
         if answer is None:
@@ -98,15 +99,15 @@ class Transfers:
             problem = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
         except EngineError as error:
             problem = str(error)
+            self._refused_until[engine.url] = time.monotonic() + REFUSED_SECONDS
             if isinstance(error, EngineRefused) and engine.says_it_takes_no_weights(error):
-                engine.takes_no_weights = True
+                self._refused_until[engine.url] = math.inf
                 log.warning(
                     "the engine at %s was started without Turnwise's weight transfers, so it reads versions from their "
                     "directories until it is restarted; start it with `turnwise engine` to send them from memory",
                     engine.url,
                 )
                 return False
-            self._refused_at[engine.url] = time.monotonic()
         self._metrics.weight_transfers.labels("sent" if problem is None else "failed").inc()
         if problem is not None:
             log.warning(
@@ -131,11 +132,9 @@ class Transfers:
         ended = await ask_trainer(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
         return "the trainer ended" if ended is None else ended["error"]
 
-    def _has_refused(self, engine: Engine) -> bool:
-        if engine.takes_no_weights:
-            return True
-        refused_at = self._refused_at.get(engine.url)
-        return refused_at is not None and time.monotonic() - refused_at < REFUSED_SECONDS
+    def forget_refusal(self, engine: Engine) -> None:
+        """Ask an engine again, because it may have been restarted with other flags."""
+        self._refused_until.pop(engine.url, None)
 
     async def _first_answer(
         self, path: str, seconds: float, is_usable: Callable[[Json], bool]

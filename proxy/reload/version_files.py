@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -44,37 +45,27 @@ class _Reading:
         self.path = path
         self.ended = asyncio.Event()
         self.started_at = self.logged_at = time.monotonic()
-        self.ended_at: float | None = None
+        self.outdated_at = math.inf
+        """When another read is to start, on the monotonic clock: some time after this one has ended."""
         self.result: Any = None
         self.error: BaseException | None = None
+        self.read_error: OSError | None = None
+        """The error of the system that ended the read, also as the cause of a `BadCheckpoint`; None without one."""
         call_in_daemon_thread("version-files", read, self._end)
 
     @property
-    def is_outdated(self) -> bool:
-        """Return whether the read ended so long ago that another one is to start."""
-        if self.ended_at is None:
-            return False
-        limit = LONG_SECONDS if self.no_answer is None else RETRY_SECONDS
-        return time.monotonic() - self.ended_at >= limit
-
-    @property
-    def read_error(self) -> OSError | None:
-        """The error of the system that ended the read, also as the cause of a `BadCheckpoint`; None without one."""
-        cause = self.error.__cause__ if isinstance(self.error, BadCheckpoint) else self.error
-        return cause if isinstance(cause, OSError) else None
-
-    @property
-    def no_answer(self) -> OSError | None:
-        """The error of a file system that does not answer, which says nothing about the version; None without one."""
-        error = self.read_error
-        return error if error is not None and error.errno in NO_ANSWER else None
+    def has_no_answer(self) -> bool:
+        """Whether the file system did not answer, which says nothing about the version."""
+        return self.read_error is not None and self.read_error.errno in NO_ANSWER
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         self.result, self.error = result, error
-        self.ended_at = time.monotonic()
+        cause = error.__cause__ if isinstance(error, BadCheckpoint) else error
+        self.read_error = cause if isinstance(cause, OSError) else None
+        self.outdated_at = time.monotonic() + (RETRY_SECONDS if self.has_no_answer else LONG_SECONDS)
         self.ended.set()
-        if self.no_answer is not None:
-            log.warning("the file system of %r does not answer, trying again: %s", self.path, self.no_answer)
+        if self.has_no_answer:
+            log.warning("the file system of %r does not answer, trying again: %s", self.path, self.read_error)
 
 
 class VersionFiles:
@@ -112,7 +103,7 @@ class VersionFiles:
             Exception: What `read` raised, such as BadCheckpoint (a file is missing or wrong) or Conflict.
         """
         reading = self._readings.get(key)
-        if reading is None or reading.is_outdated:
+        if reading is None or time.monotonic() >= reading.outdated_at:
             self._drop_outdated()
             reading = self._readings[key] = _Reading(path, read)
         try:
@@ -120,8 +111,8 @@ class VersionFiles:
                 await reading.ended.wait()
         except TimeoutError as error:
             raise FilesNotRead(_noted(reading)) from error
-        if reading.no_answer is not None:
-            raise FilesNotRead(f"the file system of {path!r} does not answer: {reading.no_answer}") from reading.error
+        if reading.has_no_answer:
+            raise FilesNotRead(f"the file system of {path!r} does not answer: {reading.read_error}") from reading.error
         self._readings.pop(key, None)
         failed = reading.read_error
         if failed is not None and (failed is reading.error or failed.errno not in WRONG_FILE):
@@ -133,8 +124,8 @@ class VersionFiles:
 
     def _drop_outdated(self) -> None:
         """Remove the results that nobody has asked for in time."""
-        for key in [key for key, reading in self._readings.items() if reading.is_outdated]:
-            del self._readings[key]
+        now = time.monotonic()
+        self._readings = {key: reading for key, reading in self._readings.items() if now < reading.outdated_at}
 
 
 def _noted(reading: _Reading) -> str:

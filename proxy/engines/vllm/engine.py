@@ -5,12 +5,11 @@ vLLM always returns token ids and logprobs. They are captured, and stay in the r
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import msgspec
 import orjson
 
 from proxy.continuation.plan import Plan
@@ -37,10 +36,17 @@ FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "includ
 """Request fields that capture always sets on the chat route."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this."""
-COUNT = re.compile(rb'\s*\{\s*"count"\s*:\s*(\d+)')
-"""The begin of the answer of `/tokenize`, as vLLM writes it."""
 LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
 """What vLLM answers without weight transfers, and with another backend than the plug-in's."""
+
+
+class Counted(msgspec.Struct):
+    """The field of the answer of `/tokenize` that is read."""
+
+    count: int
+
+
+_counts = msgspec.json.Decoder(Counted)
 
 
 class Vllm(Engine):
@@ -106,13 +112,11 @@ class Vllm(Engine):
         return list(map(without_thinking, shown)) if call.hides_thinking else shown
 
     async def count_tokens(self, request: bytes) -> int:
-        """Return the number of tokens of a prompt; only the count is read, not the ids that follow it."""
+        """Return the number of tokens of a prompt; the ids that the answer has too are not decoded."""
         raw = await self.ask_raw("POST", "/tokenize", request, 10.0, {})
-        if found := COUNT.match(raw):
-            return int(found[1])
         try:
-            return int((await asyncio.to_thread(orjson.loads, raw))["count"])
-        except (ValueError, LookupError, TypeError) as error:
+            return _counts.decode(raw).count
+        except msgspec.DecodeError as error:
             raise EngineUnavailable(
                 f"the engine at {self.url} answered no number of tokens: {raw[:80]!r}; retry"
             ) from error

@@ -6,7 +6,9 @@ Nothing is derived from version numbers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,6 +26,7 @@ from turnwise.engine_requirements import check_capture as requirements_check
 from turnwise.errors import EngineRefused, EngineUnsuitable
 from turnwise.types import Json
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LORA_METRIC = "vllm:lora_requests_info"
@@ -37,15 +40,8 @@ async def check_capture(engine: Engine) -> None:
         EngineUnsuitable: naming what is missing and how to get it.
         EngineUnavailable: no answer.
     """
-    check = requirements_check(engine.model)
-    body = next(check)
-    try:
-        while True:
-            body = check.send(await engine.ask("POST", CHAT_ROUTE, body, seconds=60.0))
-    except StopIteration as done:
-        missing = [found.text for found in done.value if not found.is_met]
-    except EngineRefused as refused:
-        raise EngineUnsuitable(f"the engine at {engine.url} refuses a plain chat call: {refused}") from refused
+    found = await _answer(engine, requirements_check(engine.model), "a plain chat call")
+    missing = [each.text for each in found if not each.is_met]
     if missing:
         raise EngineUnsuitable(f"the engine at {engine.url}: {'; '.join(missing)}")
 
@@ -58,19 +54,31 @@ async def find_sampling_defaults(engine: Engine) -> Json:
         EngineUnavailable: no answer.
     """
     check = check_sampling_defaults(engine.model, read_sampling_defaults(Path(engine.model_path)))
-    body = next(check)
-    try:
-        while True:
-            body = check.send(await engine.ask("POST", CHAT_ROUTE, body, seconds=60.0))
-    except StopIteration as done:
-        defaults, found = done.value
-    except EngineRefused as refused:
-        raise EngineUnsuitable(f"the engine at {engine.url} refuses a call with logit_bias: {refused}") from refused
+    defaults, found = await _answer(engine, check, "a call with logit_bias")
     if defaults is None:
         raise EngineUnsuitable(f"the engine at {engine.url}: {found.text}")
     if defaults:
         log.info("the engine at %s has sampling defaults: %s", engine.url, defaults)
     return dict(defaults)
+
+
+async def _answer(engine: Engine, check: Generator[Json, Json, T], call: str) -> T:
+    """Answer the calls of a check by the engine; return what it finds.
+
+    Raises:
+        EngineUnsuitable: the engine refuses such a call.
+        EngineUnavailable: no answer.
+    """
+    body = next(check)
+    while True:
+        try:
+            answer = await engine.ask("POST", CHAT_ROUTE, body, seconds=60.0)
+            body = check.send(answer)
+        except StopIteration as done:
+            found: T = done.value
+            return found
+        except EngineRefused as refused:
+            raise EngineUnsuitable(f"the engine at {engine.url} refuses {call}: {refused}") from refused
 
 
 async def read_server_info(engine: Engine) -> tuple[str | None, bool]:

@@ -85,6 +85,38 @@ async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_
         engine.close()
 
 
+async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwhile(monkeypatch):
+    """An engine with a long queue is late for its health check, but its streams go on."""
+    monkeypatch.setattr("proxy.engines.engine.HEALTH_TIMEOUT_SECONDS", 0.05)
+
+    async def serve(reader, writer):
+        if b"/health" in await reader.readline():
+            await reader.read()  # until the check ends
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(b"x")
+                await asyncio.sleep(0)
+        writer.close()
+
+    async def read(engine):
+        with await engine.post("/v1/chat/completions", chat_body(), {}) as answer:
+            while await answer.next_part():
+                began.set()
+
+    server, began = await asyncio.start_server(serve, "127.0.0.1", 0), asyncio.Event()
+    engine = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=60)
+    engine.status.change(EngineState.READY)
+    reading = asyncio.create_task(read(engine))
+    await asyncio.wait_for(began.wait(), 60)
+    for _ in range(MAX_FAILED_CHECKS):
+        await engine.check_health()
+    reading.cancel()
+    await asyncio.wait({reading})
+    engine.close()
+    server.close()
+
+
 async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     async with SilentServer() as url:
         pass
