@@ -19,7 +19,7 @@ from proxy.routes.edge import Edge
 from proxy.settings import ProxySettings
 from proxy.workers.affinity import SessionAffinity
 from proxy.workers.parent import listening_sockets
-from proxy.workers.peers import Peers, WorkerSetup, receive_setup
+from proxy.workers.peers import Peers, WorkerSetup
 from proxy.writer.process import GC_ALLOCATIONS
 from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging
@@ -41,9 +41,8 @@ def run(settings: ProxySettings) -> int:
 
 def run_worker() -> None:
     """Run as a worker: the only argument is the descriptor of the socket to the parent, which it inherits."""
-    link = socket.socket(fileno=int(sys.argv[1]))
-    setup = receive_setup(link)
-    peers = Peers(link)
+    peers = Peers(socket.socket(fileno=int(sys.argv[1])))
+    setup = peers.receive_setup()
     try:
         sockets = listening_sockets(setup.settings.host, setup.settings.port)
         sys.exit(_serve(setup.settings, peers, setup, sockets))

@@ -26,7 +26,7 @@ from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.http.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.http.connections import LEFT
-from proxy.limits.bodies import SHORT_DIGITS, Reserved
+from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
@@ -63,7 +63,7 @@ class Place:
     """Done when the client has closed its connection."""
     limited: list[LimitedScope] | None = None
     """What counts the call under a limit; None until the place is taken."""
-    body: Reserved | None = None
+    body: contextlib.ExitStack | None = None
     """The memory of the request's body; None for a short one."""
     num_tokens: int = 0
     """Prompt and sampled tokens of the call."""
@@ -101,7 +101,7 @@ class Place:
     def release(self) -> None:
         """Return all of it, and count the call's tokens."""
         if self.body is not None:
-            self.body.release()
+            self.body.close()
         if self.limited is not None:
             self.services.pool.num_served -= 1
             if self.limited:
@@ -195,7 +195,7 @@ class SampleEndpoint:
             if place.limited is None:
                 await place.take()
             if place.body is not None:
-                place.body.release()
+                place.body.close()
             running = await services.relay.begin(call, principal, attempt)
             reply.headers[SESSION] = running.session.session_id
             try:
@@ -217,7 +217,7 @@ class SampleEndpoint:
         if call.stream:
             with reply.kept_alive(self._services.settings.stream_keep_alive_seconds):
                 held = await relay.reply(running, reply.part)
-            await reply.end(held)
+            await reply.part(held, is_last=True)
             return b"".join(reply.parts)
         answer = await relay.reply(running)
         reply.headers[POLICY_VERSION] = str(running.version_first)

@@ -144,7 +144,10 @@ class Endpoints:
             self.routes.append(Route(prefix + route.path, endpoint, methods=[route.method]))
 
     def find(self, scope: Scope) -> App | None:
-        """Return the endpoint of a request, and set the request's path parameters; None for another route."""
+        """Return the endpoint of a request, and set the request's path parameters; None for another route.
+
+        It is found by one dictionary lookup; the framework would try all routes one by one.
+        """
         path, method, params = scope["path"], scope["method"], {}
         if path.startswith("/sessions/"):
             session_id, slash, rest = path.removeprefix("/sessions/").partition("/")

@@ -41,21 +41,27 @@ class ReplySender:
 
     async def again(self, answer: bytes, *, stream: bool) -> None:
         """Send an answer that was sent before."""
-        if not stream:
+        if stream:
+            await self.part(answer, is_last=True)
+        else:
             await self.whole(answer)
-            return
-        await self.end(answer)
 
     async def whole(self, body: bytes) -> None:
         """Send a whole body."""
         self._started = True
         await send_whole(self._send, 200, body, self.headers)
 
-    async def part(self, data: bytes) -> None:
-        """Send some events."""
-        self.parts.append(data)
+    async def part(self, data: bytes, *, is_last: bool = False) -> None:
+        """Send some events, or a comment."""
+        if data is not KEEP_ALIVE:
+            self.parts.append(data)
         self._sent_at = self._loop.time()
-        await self._send_part(data)
+        if not self._started:
+            self._started = True
+            headers = [(b"content-type", self.call.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
+            headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     @contextlib.contextmanager
     def kept_alive(self, seconds: float) -> Iterator[None]:
@@ -80,22 +86,9 @@ class ReplySender:
         """Send a comment if it is time for one, and the last one has been sent."""
         silent = self._loop.time() - self._sent_at
         if silent >= seconds and (self._commenting is None or self._commenting.done()):
-            self._commenting = self._loop.create_task(self._send_part(KEEP_ALIVE))
+            self._commenting = self._loop.create_task(self.part(KEEP_ALIVE))
             self._sent_at, silent = self._loop.time(), 0.0
         self._timer = self._loop.call_later(max(seconds - silent, MIN_CHECK_SECONDS), self._comment_if_silent, seconds)
-
-    async def _send_part(self, data: bytes, *, is_last: bool = False) -> None:
-        if not self._started:
-            self._started = True
-            headers = [(b"content-type", self.call.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
-            headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
-
-    async def end(self, data: bytes) -> None:
-        """Send the last events of a stream."""
-        self.parts.append(data)
-        await self._send_part(data, is_last=True)
 
     async def fail(self, error: TurnwiseError, services: Services) -> None:
         """Report an error: as the status, or as the last event of a stream that has started."""
@@ -104,4 +97,4 @@ class ReplySender:
         if not self._started:
             await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
             return
-        await self.end(self.call.encoder.error(body))
+        await self.part(self.call.encoder.error(body), is_last=True)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from proxy.settings import ProxySettings
 from proxy.workers.peers import AwaitedChange, Confirmed, WorkerFailed, WorkerReady, WorkerSetup
-from proxy.writer.frames import Frames, frame
+from proxy.writer.frames import Link, frame
 from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
 from turnwise.processes.supervisor import describe_exit
 from turnwise.settings import child_environment
@@ -189,7 +189,7 @@ class _Workers:
         self._running.add(worker)
         loop = asyncio.get_running_loop()
         worker.transport, _ = await loop.create_unix_connection(
-            lambda: _WorkerLink(lambda message: self._take(worker, message)), sock=ours
+            lambda: Link(functools.partial(self._take, worker), lambda: None), sock=ours
         )
         worker.transport.writelines(frame(self._setup._replace(number=number)))
         return worker
@@ -248,15 +248,3 @@ class _Workers:
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.send_signal(number)
             await asyncio.wait(waiting, timeout=seconds)
-
-
-class _WorkerLink(asyncio.Protocol):
-    """The parent's end of the socket to one worker."""
-
-    def __init__(self, take: Callable[[Any], None]) -> None:
-        self._take = take
-        self._frames = Frames()
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            self._take(message)

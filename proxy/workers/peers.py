@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.settings import ProxySettings
-from proxy.writer.frames import Frames, frame, receive_one
+from proxy.writer.frames import Frames, Link, frame
 from turnwise.errors import TurnwiseError
+
+READ_BYTES = 1 << 16
 
 
 class WorkerSetup(NamedTuple):
@@ -85,10 +87,30 @@ class Peers:
     def __init__(self, link: socket.socket | None = None) -> None:
         """Keep the link to the parent; None if there are no other workers."""
         self._link = link
+        self._frames = Frames()
+        self._early: list[Any] = []
+        """Messages that came with the setup."""
         self._transport: asyncio.Transport | None = None
+        self._is_closing = False
         self._confirmed: dict[str, asyncio.Event] = {}
         """Set when all other workers have confirmed, by the receipt."""
         self._applying: set[asyncio.Task[None]] = set()
+
+    def receive_setup(self) -> WorkerSetup:
+        """Wait for the parent's first message, and return it.
+
+        Raises:
+            EOFError: the parent has ended.
+        """
+        assert self._link is not None, "a worker has a link"
+        while not self._early:
+            data = self._link.recv(READ_BYTES)
+            if not data:
+                raise EOFError("the link is closed")
+            self._early = self._frames.feed(data)
+        setup = self._early.pop(0)
+        assert isinstance(setup, WorkerSetup)
+        return setup
 
     async def connect(self, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
         """Receive the changes of other workers from now on; they are applied in their order."""
@@ -96,7 +118,7 @@ class Peers:
             return
         loop = asyncio.get_running_loop()
 
-        def receive(message: Change | Confirmed) -> None:
+        def take(message: Change | Confirmed) -> None:
             if isinstance(message, Confirmed):
                 if message.receipt in self._confirmed:
                     self._confirmed[message.receipt].set()
@@ -105,7 +127,11 @@ class Peers:
             self._applying.add(task)
             task.add_done_callback(self._applying.discard)
 
-        self._transport, _ = await loop.create_unix_connection(lambda: _ParentLink(receive), sock=self._link.dup())
+        for message in self._early:
+            take(message)
+        self._transport, _ = await loop.create_unix_connection(
+            lambda: Link(take, self._stop_with_parent, self._frames), sock=self._link.dup()
+        )
 
     async def _apply(self, change: Change, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
         await apply(change)
@@ -114,8 +140,14 @@ class Peers:
 
     def close(self) -> None:
         """Receive no more messages."""
+        self._is_closing = True
         if self._transport is not None:
             self._transport.close()
+
+    def _stop_with_parent(self) -> None:
+        """Stop this worker, unless it has closed the link itself."""
+        if not self._is_closing:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def announce(self, change: Change) -> None:
         """Send a change to all other workers."""
@@ -148,34 +180,3 @@ class Peers:
         """Tell the parent why this worker cannot start."""
         if self._link is not None:
             self._link.sendall(b"".join(frame(WorkerFailed(error))))
-
-
-class _ParentLink(asyncio.Protocol):
-    """The socket to the parent."""
-
-    def __init__(self, receive: Callable[[Change | Confirmed], None]) -> None:
-        self._receive = receive
-        self._frames = Frames()
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            self._receive(message)
-
-    def eof_received(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop also if the parent has ended without having read all messages: then the link breaks without an end."""
-        if exc is not None:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def receive_setup(link: socket.socket) -> WorkerSetup:
-    """Return the parent's first message.
-
-    Raises:
-        EOFError: the parent has ended.
-    """
-    setup = receive_one(link)  # changes of other workers may follow it at once
-    assert isinstance(setup, WorkerSetup)
-    return setup

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from proxy.metrics import Metrics
-from proxy.writer.frames import Frames, frame
+from proxy.writer.frames import Link, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work, answer
 from turnwise.errors import StoreUnavailable
 from turnwise.store import retention, rows
@@ -105,7 +105,7 @@ class Writer:
             argv = [sys.executable, "-c", "from proxy.writer.process import main; main()", str(theirs.fileno())]
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: ASYNC220, S603  a fork of our own
             undo.pop_all()
-        self._transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
+        self._transport, _ = await loop.create_unix_connection(lambda: Link(self.take, self.lost), sock=ours)
         self._transport.writelines(frame(self._setup))
         self._ready_at, self._reported_at = None, time.monotonic()
         if self._watch is None:
@@ -253,19 +253,17 @@ class Writer:
         if self._transport is not None:
             self._transport.writelines(jobs)
 
-    def take(self, report: Report) -> None:
-        """Give the callers the results of their jobs."""
-        metrics = self._metrics
+    def take(self, fields: tuple[Any, ...]) -> None:
+        """Give the callers the results of their jobs, from the fields of a report."""
+        report, metrics = Report(*fields), self._metrics
         now = self._reported_at = time.monotonic()
         if self._ready_at is None:
             self._ready_at = now
         if not report.results:  # it only says that the process can write, or makes progress
             return
-        if report.num_retries:
+        if any(report[1:]):
             metrics.retries.labels("commit").inc(report.num_retries)
-        if report.num_errors:
             metrics.background_errors.labels("writer").inc(report.num_errors)
-        if report.num_lost_log_lines:
             metrics.lost_log_lines.inc(report.num_lost_log_lines)
         num_committed = 0
         for number, result in report.results.items():
@@ -275,7 +273,12 @@ class Writer:
             if waiting.num_turns and not isinstance(result, Exception):
                 metrics.commit_seconds.observe(now - waiting.submitted_at)
                 num_committed += waiting.num_turns
-            _settle(waiting.future, result)
+            if waiting.future.cancelled():  # its caller has left
+                continue
+            if isinstance(result, Exception):
+                waiting.future.set_exception(result)
+            else:
+                waiting.future.set_result(result)
         if num_committed:
             metrics.commit_batch.observe(num_committed)
 
@@ -306,16 +309,6 @@ class Writer:
                 self._metrics.background_errors.labels("writer").inc()
 
 
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    """Give a caller its result, unless it has left."""
-    if future.cancelled():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
-
-
 def row_of(turn: NewTurn) -> TurnRow:
     """Return the row of a turn as it is sent; `complete` replaces the encoded values."""
     return rows.TURNS.row(
@@ -333,18 +326,3 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-class _Link(asyncio.Protocol):
-    """The socket to the writing process."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._frames = Frames()
-
-    def data_received(self, data: bytes) -> None:
-        for fields in self._frames.feed(data):
-            self._writer.take(Report(*fields))
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
-        self._writer.lost()

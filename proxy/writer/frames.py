@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
-import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
@@ -23,60 +24,54 @@ def frame(content: object) -> list[bytes]:
     return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
 
 
-def receive_exactly(link: socket.socket, length: int) -> bytes:
-    """Return exactly so many bytes; the kernel fills them without the interpreter's lock.
-
-    Raises:
-        EOFError: the other end has closed the link.
-    """
-    found = b""
-    while len(found) < length:
-        received = link.recv(length - len(found), socket.MSG_WAITALL)
-        if not received:
-            raise EOFError("the link is closed")
-        found = received if not found else found + received
-    return found
-
-
-def receive_one(link: socket.socket) -> Any:
-    """Return the next object from a blocking socket; what follows it stays in the socket.
-
-    Raises:
-        EOFError: the other end has closed the link.
-    """
-    (length,) = _LENGTH.unpack(receive_exactly(link, _LENGTH.size))
-    return pickle.loads(receive_exactly(link, length))  # noqa: S301  from our own process
-
-
 class Frames:
     """Decodes a byte stream of frames."""
 
     def __init__(self) -> None:
-        self._pending = bytearray()
+        self._parts: list[bytes] = []
+        self._num_missing = 0
+        """Bytes until the next frame may be whole: parts of a long one are joined only once."""
 
     def feed(self, data: bytes) -> list[Any]:
         """Add data; return the objects that are complete."""
-        if not self._pending:  # most frames arrive whole and need not be copied
-            found, at = _decode(data)
-            self._pending += memoryview(data)[at:]
-            return found
-        self._pending += data
-        found, at = _decode(self._pending)
-        del self._pending[:at]
+        self._parts.append(data)
+        self._num_missing -= len(data)
+        if self._num_missing > 0:
+            return []
+        received = b"".join(self._parts)
+        found: list[Any] = []
+        begin, end = 0, _LENGTH.size
+        while end <= len(received):
+            (length,) = _LENGTH.unpack_from(received, begin)
+            end = begin + _LENGTH.size + length
+            if end <= len(received):
+                found.append(pickle.loads(memoryview(received)[begin + _LENGTH.size : end]))  # noqa: S301  our own
+                begin, end = end, end + _LENGTH.size
+        self._parts = [received[begin:]] if begin < len(received) else []  # an empty part would make the next a copy
+        self._num_missing = end - len(received)
         return found
 
 
-def _decode(data: bytes | bytearray) -> tuple[list[Any], int]:
-    """Return the objects of the whole frames at the beginning of the data, and the length of these frames."""
-    found: list[Any] = []
-    at = 0
-    with memoryview(data) as view:
-        while len(view) >= at + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(view, at)
-            end = at + _LENGTH.size + length
-            if len(view) < end:
-                break
-            with view[at + _LENGTH.size : end] as pickled:
-                found.append(pickle.loads(pickled))  # noqa: S301  from our own process
-            at = end
-    return found, at
+class Link(asyncio.Protocol):
+    """An event loop's end of the socket to another process."""
+
+    def __init__(self, take: Callable[[Any], None], end: Callable[[], None], frames: Frames | None = None) -> None:
+        """Prepare.
+
+        Args:
+            take: gets each object.
+            end: called once the other end is closed, or this one.
+            frames: what has received the beginning of the stream.
+        """
+        self._take = take
+        self._end = end
+        self._frames = frames or Frames()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand over the objects that are complete."""
+        for received in self._frames.feed(data):
+            self._take(received)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """Report the end."""
+        self._end()

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
 from proxy.auth import Principal
-from proxy.limits.bodies import Bodies, Reserved
+from proxy.limits.bodies import Bodies
 from turnwise.errors import TooLarge
 
 LONGEST = 100
 
 
-def started(bodies: Bodies, key_id: str, num_bytes: int | None = None) -> asyncio.Task[Reserved]:
+def started(bodies: Bodies, key_id: str, num_bytes: int | None = None) -> asyncio.Task[ExitStack]:
     """Begin to reserve a body; one without a declared length counts as the longest one."""
     caller = Principal(tenant="t", role="agent", key_id=key_id)
     headers = {} if num_bytes is None else {b"content-length": str(num_bytes).encode()}
     return asyncio.create_task(bodies.reserve(caller, headers))
 
 
-async def granted(tasks: list[asyncio.Task[Reserved]]) -> list[bool]:
+async def granted(tasks: list[asyncio.Task[ExitStack]]) -> list[bool]:
     for _ in range(3):
         await asyncio.sleep(0)
     return [task.done() for task in tasks]
@@ -31,7 +32,7 @@ async def test_a_key_has_two_of_the_longest_bodies_in_memory_and_delays_no_other
     own = [started(bodies, "a", 100), started(bodies, "a"), started(bodies, "a", 1)]
     other = [started(bodies, "b", 100)]
     assert await granted(own + other) == [True, True, False, True]
-    (await own[0]).release()
+    (await own[0]).close()
     assert await granted(own) == [True, True, True]
 
 
@@ -52,8 +53,8 @@ async def test_a_session_key_has_the_share_of_its_root_and_what_is_given_back_tw
     held = await bodies.reserve(child, {})
     own = [started(bodies, "a"), started(bodies, "a"), started(bodies, "a")]
     assert await granted(own) == [True, False, False]
-    held.release()
-    held.release()
+    held.close()
+    held.close()
     assert await granted(own) == [True, True, False]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.settings import ProxySettings
 from proxy.workers.parent import _Worker, _Workers
-from proxy.workers.peers import Confirmed, KeysChanged, WeightsLoaded, WorkerReady, WorkerSetup, receive_setup
+from proxy.workers.peers import Change, Confirmed, KeysChanged, Peers, WeightsLoaded, WorkerReady, WorkerSetup
 from proxy.writer.frames import Frames, frame
 
 LOADED = WeightsLoaded("http://engine", "7", "receipt")
@@ -87,11 +87,23 @@ def test_a_worker_that_dies_before_it_confirms_is_not_awaited(workers: _Workers)
     assert received(sender) == [Confirmed("receipt")] * 2, "no other worker serves"
 
 
-def test_a_starting_worker_reads_only_its_setup_and_leaves_the_changes_that_follow(tmp_path: Path):
-    """Other workers change sessions while it starts; a change that was read in part would make all later ones wrong."""
-    setup = WorkerSetup(ProxySettings(), tmp_path)
+async def test_a_starting_worker_applies_the_changes_that_follow_its_setup(tmp_path: Path):
+    """Other workers change sessions while it starts; the last change arrives in two parts."""
+    setup, applied, is_last = WorkerSetup(ProxySettings(), tmp_path), [], asyncio.Event()
+    sent = b"".join((*frame(setup), *frame(LOADED), *frame(KeysChanged())))
+
+    async def apply(change: Change) -> None:
+        applied.append(change)
+        if change == KeysChanged():
+            is_last.set()
+
     parent, worker = socket.socketpair()
     with parent, worker:
-        parent.sendall(b"".join((*frame(setup), *frame(LOADED), *frame(KeysChanged()))))
-        assert receive_setup(worker) == setup
-        assert Frames().feed(worker.recv(1 << 16)) == [LOADED, KeysChanged()]
+        parent.sendall(sent[:-5])
+        peers = Peers(worker)
+        assert peers.receive_setup() == setup
+        await peers.connect(apply)
+        parent.sendall(sent[-5:])
+        await asyncio.wait_for(is_last.wait(), 60)
+        peers.close()
+    assert applied == [LOADED, KeysChanged()]
