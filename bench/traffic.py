@@ -279,7 +279,8 @@ def _day(month: Month, day: int, num_sessions: int) -> None:
 def _measured(db: Database) -> tuple[str, str | None, int]:
     """Return the lift over the hold-out, what the sentinels say, and the served version."""
     with db.read() as conn:
-        active, holdout = policies.active_and_holdout(conn)
+        state = policies.serving_state(conn)
+        active, holdout = state.active, state.holdout
         found = {} if holdout is None else lift(*held_out_arms(conn, holdout))
         alarm = sentinels.check(conn, sentinels.BOUNDS)
     each = found.get("feedback")

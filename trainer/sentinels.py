@@ -79,7 +79,8 @@ class Alarm:
 
 def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = DEFAULT_POLICY) -> str | None:
     """Return why no further version of a policy may be made, None if no sentinel is beyond its bound."""
-    active, holdout = policies.active_and_holdout(conn, policy_id)
+    state = policies.serving_state(conn, policy_id)
+    active, holdout = state.active, state.holdout
     if not bounds or active is None:
         return None
     now = [one for one in played.newest_sessions(conn, MAX_SESSIONS, policy_id) if one.version == active.version]

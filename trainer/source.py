@@ -352,11 +352,10 @@ class LedgerSource:
         """
 
         def read(conn: Connection) -> set[int | None]:
-            of = self.policy_id
-            _, holdout = policies.active_and_holdout(conn, of)
-            found = [*policies.active_and_canary(conn, of), policies.newest_policy(conn, of), holdout]
+            state = policies.serving_state(conn, self.policy_id)
+            found = state.active, state.canary, state.pinned, state.newest, state.holdout
             bases = [policy.base_version for policy in named_policies.list_named_policies(conn)]
-            return {*bases, policies.pinned_version(conn, of), *(one.version for one in found if one is not None)}
+            return {*bases, *(one.version for one in found if one is not None)}
 
         return {version for version in self._found(read) if version is not None}
 

@@ -104,7 +104,7 @@ class CorrectedRun(Run):
     def newest(self) -> Path:
         """Return the directory of the newest version."""
         with self.db.read() as conn:
-            newest = policies.newest_policy(conn)
+            newest = policies.serving_state(conn).newest
         assert newest is not None, "the trainer publishes version 0 at its start"
         return Path(newest.path)
 

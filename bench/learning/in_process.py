@@ -159,7 +159,7 @@ class InProcessProxy:
     def follow(self) -> int:
         """Load the newest published version, as a reload does; return its number."""
         with self._db.read() as conn:
-            newest = policies.newest_policy(conn)
+            newest = policies.serving_state(conn).newest
         if newest is not None and newest.version != self._version:
             self._sampler.load(Path(newest.path))
             self._version = newest.version

@@ -127,7 +127,7 @@ class Run:
     def keep_policy(self, directory: Path) -> None:
         """Copy the newest version to a directory, for runs that it teaches."""
         with self.db.read() as conn:
-            newest = policies.newest_policy(conn)
+            newest = policies.serving_state(conn).newest
         assert newest is not None, "the trainer publishes version 0 at its start"
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(newest.path, directory)

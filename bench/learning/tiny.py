@@ -153,7 +153,7 @@ class TinyRun:
     def _follow(self) -> None:
         """Load the newest published version."""
         with self.db.read() as conn:
-            newest = policies.newest_policy(conn)
+            newest = policies.serving_state(conn).newest
         assert newest is not None, "the trainer publishes version 0 at its start"
         self.version = newest.version
         self._model = AutoModelForCausalLM.from_pretrained(newest.path, dtype=torch.float32).eval()

@@ -179,7 +179,7 @@ class Arms:
             log.error("the trial of version %d ends: no engine came back", policy.version)
             await self.call_off(policy, active)
         elif policy.activated_at is not None:
-            await self._lease.write(policies.prepare_trial, policy.version)
+            await self._lease.write(policies.try_policy, policy.version, None)
             await self._served.refresh()
         return True
 
@@ -194,7 +194,7 @@ class Arms:
                 engine.status.change(EngineState.DRAINING)
         try:
             await self._loader.check(policy, self._pool.serving[0])
-            await self._lease.write(policies.prepare_trial, policy.version)
+            await self._lease.write(policies.try_policy, policy.version, None)
             await self._served.refresh()
             await self._place(policy, active)
             reason = await self._drift_reason(policy, active)

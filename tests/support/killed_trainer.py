@@ -15,6 +15,7 @@ import importlib
 import itertools
 import json
 import os
+import pkgutil
 import select
 import signal
 import subprocess
@@ -37,7 +38,7 @@ FUNCTIONS = {
     "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",
     "acknowledge groups": "turnwise.store.claims:ack",
     "publish in the transaction": "turnwise.store.claims:publish_policy",
-    "read the active version": "turnwise.store.policies:active_and_canary",
+    "read the versions in use": "trainer.source:LedgerSource.versions_in_use",
 }
 """Steps of the trainer, and the function that does each: the only place in the tests that names these functions."""
 
@@ -51,8 +52,8 @@ STAGES = {
     "the trainer's state half written": "save the trainer's state:2",
     "after the checkpoint": "acknowledge groups:2",
     "inside the publishing transaction": "publish in the transaction:2",
-    "after the first publication": "read the active version:1",
-    "after the last publication": "read the active version:2",
+    "after the first publication": "read the versions in use:1",
+    "after the last publication": "read the versions in use:2",
 }
 """Stages of an update: the trainer is killed when it starts the step for the n-th time. It trains two batches of two
 optimizer steps each, in rows of one session.
@@ -105,12 +106,12 @@ def running_trainers() -> Iterator[Trainers]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def dying(stage: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callable[..., Any]]:
-    """Return module, name and replacement of the step's function; the replacement kills at its n-th call."""
+def dying(stage: str, die: Callable[[], None]) -> tuple[ModuleType | type, str, Callable[..., Any]]:
+    """Return module or class, name and replacement of the step's function; the replacement kills at its n-th call."""
     step, number = stage.split(":")
-    module_name, name = FUNCTIONS[step].split(":")
-    module = importlib.import_module(module_name)
-    original = getattr(module, name)
+    owner_name, _, name = FUNCTIONS[step].replace(":", ".").rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    original = getattr(owner, name)
     calls = itertools.count(1)
 
     def kill_at_nth_call(*args: Any, **options: Any) -> Any:
@@ -118,7 +119,7 @@ def dying(stage: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callabl
             die()
         return original(*args, **options)
 
-    return module, name, kill_at_nth_call
+    return owner, name, kill_at_nth_call
 
 
 def run_trainer(config: str, *die_at: str) -> int:

@@ -174,7 +174,7 @@ def _pins(conn: sa.Connection) -> None:
 
 
 def _versions(conn: sa.Connection) -> None:
-    policies.prepare_trial(conn, 1)
+    policies.try_policy(conn, 1, None)
     policies.try_policy(conn, 1, 0.5)
     policies.record_arms(conn, 1, {})
     policies.reconsider_policy(conn, 1)
@@ -358,7 +358,7 @@ OF_ALL: dict[str, Ask] = {
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
     "a hold-out's arms": lambda c: arms.held_out_arms(c, PolicyVersion(version=0, path="v0")),
     "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1, max_bytes=1)),
-    "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c), policies.serving_states(c)),
+    "served policies": lambda c: (policies.active_policy(c), policies.serving_states(c)),
     "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),
     "pins": _pins,
     "named policies": _named_policies,

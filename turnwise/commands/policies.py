@@ -320,7 +320,7 @@ def _unpin(database: str | None, tenant: str, policy: str) -> int | None:
     with opened(database_url(database)) as store, store.write() as conn:
         policy_id = named_policies.policy_named(conn, tenant, policy).policy_id
         stored.pin_policy(conn, None, policy_id=policy_id)
-        newest = stored.newest_policy(conn, policy_id)
+        newest = stored.serving_state(conn, policy_id).newest
     return None if newest is None else newest.version
 
 

@@ -19,8 +19,8 @@ import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import named_policies
-from turnwise.store.rows import StoredRow, from_micros, to_micros
-from turnwise.store.statements import insert_ignoring
+from turnwise.store.rows import RowFormat, StoredRow, to_micros
+from turnwise.store.statements import insert_ignoring, insert_rows
 from turnwise.store.tables import NO_TENANT, api_keys, policies
 from turnwise.store.tables import secrets as secrets_table
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
@@ -67,6 +67,10 @@ class Key:
     """The name of that policy."""
 
 
+_KEYS = RowFormat(Key, api_keys, joined=("policy",))
+"""A row also has the name of the key's policy, besides the columns of `api_keys`."""
+
+
 def create_key(
     conn: sa.Connection,
     tenant: str,
@@ -105,20 +109,17 @@ def create_key(
             f"`echo {_PREFIX}-$(openssl rand -hex {_ID_BYTES})-$(openssl rand -hex {_SECRET_BYTES})`"
         )
     key_id, secret = form.groups()
-    bound = named_policies.policy_named(conn, tenant, policy)
-    conn.execute(
-        sa.insert(api_keys).values(
-            key_id=key_id,
-            tenant=tenant,
-            role=KeyRole(role).value,
-            name=name,
-            policy_id=bound.policy_id,
-            secret_hash=_hash(secret),
-            created_at=to_micros(utc_now()),
-            expires_at=None if expires_at is None else to_micros(expires_at),
-            token_budget=token_budget,
-        )
+    created = Key(
+        key_id=key_id,
+        tenant=tenant,
+        role=KeyRole(role),
+        name=name,
+        policy_id=named_policies.policy_named(conn, tenant, policy).policy_id,
+        created_at=utc_now(),
+        expires_at=expires_at,
+        token_budget=token_budget,
     )
+    insert_rows(conn, api_keys, [_KEYS.row(created, secret_hash=_hash(secret))])
     insert_ignoring(conn, secrets_table, {"name": _KEYS_EXIST, "value": b""})
     return key_id, whole
 
@@ -127,7 +128,7 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
     """Return the presented key; None if it is malformed, unknown, wrong, expired or revoked."""
     prefix, _, rest = presented.partition("-")
     key_id, _, secret = rest.partition("-")
-    row = conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one_or_none()
+    row = _row(conn, key_id)
     stored = b"" if row is None else row.secret_hash
     # An unknown id is compared too, so that the response time does not reveal which ids exist.
     matches = hmac.compare_digest(_hash(secret), stored)
@@ -138,13 +139,20 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
 
 def valid_key(conn: sa.Connection, key_id: str) -> Key | None:
     """Return the key with this id; None if it is unknown, expired or revoked."""
-    row = conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one_or_none()
+    row = _row(conn, key_id)
     return None if row is None else _unless_invalid(row)
 
 
-def get_key(conn: sa.Connection, key_id: str) -> Key:
-    """Return an existing key."""
-    return _key(conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one())
+def get_key(conn: sa.Connection, key_id: str, tenant: str | None = None) -> Key:
+    """Return a key, if it belongs to the given tenant.
+
+    Raises:
+        NotFound: no such key.
+    """
+    row = _row(conn, key_id)
+    if row is None or tenant not in (None, row.tenant):
+        raise NotFound(f"there is no API key {key_id!r}; `turnwise keys list` shows them")
+    return _KEYS.record(row)
 
 
 def is_use_unrecorded(key: Key) -> bool:
@@ -169,7 +177,7 @@ def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
     found = _select_keys().order_by(api_keys.c.created_at, api_keys.c.key_id)
     if tenant is not None:
         found = found.where(api_keys.c.tenant == tenant)
-    return [_key(row) for row in conn.execute(found)]
+    return [_KEYS.record(row) for row in conn.execute(found)]
 
 
 def any_keys(conn: sa.Connection) -> bool:
@@ -186,16 +194,10 @@ def revoke_key(
     Raises:
         NotFound: no such key.
     """
-    wanted = [api_keys.c.key_id == key_id, *([] if tenant is None else [api_keys.c.tenant == tenant])]
-    conn.execute(
-        sa.update(api_keys)
-        .where(*wanted, api_keys.c.revoked_at.is_(None))
-        .values(revoked_at=to_micros(now or utc_now()))
-    )
-    row = conn.execute(_select_keys().where(*wanted)).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no API key {key_id!r}; `turnwise keys list` shows them")
-    return _key(row)
+    get_key(conn, key_id, tenant)
+    revoked = sa.update(api_keys).where(api_keys.c.key_id == key_id, api_keys.c.revoked_at.is_(None))
+    conn.execute(revoked.values(revoked_at=to_micros(now or utc_now())))
+    return get_key(conn, key_id)
 
 
 def server_secret(conn: sa.Connection, name: str = "session_keys") -> bytes:
@@ -210,13 +212,9 @@ def _hash(secret: str) -> bytes:
 
 
 def _unless_invalid(row: StoredRow) -> Key | None:
-    key = _key(row)
+    key = _KEYS.record(row)
     has_expired = key.expires_at is not None and key.expires_at <= utc_now()
     return None if has_expired or key.revoked_at is not None else key
-
-
-def _instant(micros: int | None) -> datetime.datetime | None:
-    return None if micros is None else from_micros(micros)
 
 
 def _select_keys() -> sa.Select[*tuple[Any, ...]]:
@@ -225,17 +223,5 @@ def _select_keys() -> sa.Select[*tuple[Any, ...]]:
     return sa.select(api_keys, name).outerjoin(policies, policies.c.policy_id == api_keys.c.policy_id)
 
 
-def _key(row: StoredRow) -> Key:
-    return Key(
-        key_id=row.key_id,
-        tenant=row.tenant,
-        role=KeyRole(row.role),
-        name=row.name,
-        created_at=from_micros(row.created_at),
-        revoked_at=_instant(row.revoked_at),
-        expires_at=_instant(row.expires_at),
-        last_used_at=_instant(row.last_used_at),
-        token_budget=row.token_budget,
-        policy_id=row.policy_id,
-        policy=row.policy,
-    )
+def _row(conn: sa.Connection, key_id: str) -> StoredRow | None:
+    return conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one_or_none()

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import operator
 import shutil
-import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import named_policies, pages, rows
 from turnwise.store.rows import to_micros
-from turnwise.store.statements import fetch, insert_ignoring
+from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import policies
 from turnwise.store.tables import policy_versions as table
 from turnwise.types import DEFAULT_POLICY, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion, utc_now
@@ -99,8 +97,7 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
             param="version",
         )
     if policy.is_written and not known.is_written:
-        written = sa.update(table).where(table.c.version == policy.version)
-        conn.execute(written.values(weights_digest=policy.weights_digest))
+        _set(conn, policy.version, weights_digest=policy.weights_digest)
     return False
 
 
@@ -128,13 +125,12 @@ def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:
     """
     row = conn.execute(sa.select(table).where(table.c.version == base.version)).one_or_none()
     if row is None:
-        if newest_policy(conn) is None:
+        if serving_state(conn).newest is None:
             publish_policy(conn, base)
         return
     known = rows.POLICIES.record(row)
     if known.model_digest is None and known.path == base.path:
-        change = sa.update(table).where(table.c.version == base.version)
-        conn.execute(change.values(model_digest=base.model_digest))
+        _set(conn, base.version, model_digest=base.model_digest)
     elif None not in (known.model_digest, base.model_digest) and known.model_digest != base.model_digest:
         raise SettingsError(
             f"the database belongs to the model {known.path!r}, and {base.path!r} has another tokenizer or other "
@@ -211,7 +207,8 @@ def activate_policy(
         NotFound: no such version.
     """
     policy_id = get_policy(conn, version).policy_id
-    previous, holdout = active_and_holdout(conn, policy_id)
+    state = serving_state(conn, policy_id)
+    previous, holdout = state.active, state.holdout
     if holdout is not None and holdout.version >= version:
         end_holdout(conn, holdout.version)
         holdout = None
@@ -241,50 +238,29 @@ def fail_policy(conn: sa.Connection, version: int, error: str, evidence: Json | 
     Raises:
         NotFound: no such version.
     """
-    values: Json = {"status": PolicyStatus.FAILED.value, "error": error}
-    if evidence:
-        values |= rows.POLICIES.values({"metrics": get_policy(conn, version).metrics | evidence})
-    conn.execute(sa.update(table).where(table.c.version == version).values(values))
-    return get_policy(conn, version)
+    metrics = get_policy(conn, version).metrics | (evidence or {})
+    return _set(conn, version, status=PolicyStatus.FAILED, error=error, metrics=metrics)
 
 
-def prepare_trial(conn: sa.Connection, version: int) -> PolicyVersion:
-    """Record that this version becomes a canary: engines may load it, and no session samples with it yet.
-
-    Raises:
-        NotFound: no such version.
-    """
-    return _set_canary(conn, version, activated_at=None, arm_share=None)
-
-
-def try_policy(conn: sa.Connection, version: int, share: float, now: datetime.datetime | None = None) -> PolicyVersion:
+def try_policy(
+    conn: sa.Connection, version: int, share: float | None, now: datetime.datetime | None = None
+) -> PolicyVersion:
     """Record that this share of the sessions that are created from now on samples with this version as a canary.
 
+    Without a share engines may load it, and no session samples with it yet.
+
     Raises:
         NotFound: no such version.
     """
-    return _set_canary(conn, version, activated_at=to_micros(now or utc_now()), arm_share=share)
-
-
-def _set_canary(
-    conn: sa.Connection, version: int, *, activated_at: int | None, arm_share: float | None
-) -> PolicyVersion:
-    change = sa.update(table).where(table.c.version == version)
-    conn.execute(
-        change.values(
-            status=PolicyStatus.CANARY.value,
-            error=None,
-            arms=None,
-            activated_at=activated_at,
-            arm_share=arm_share,
-        )
+    began_at = None if share is None else now or utc_now()
+    return _set(
+        conn, version, status=PolicyStatus.CANARY, error=None, arms=None, activated_at=began_at, arm_share=share
     )
-    return get_policy(conn, version)
 
 
 def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
     """Store the compared sessions of a version's canary in place of those of the last comparison."""
-    conn.execute(sa.update(table).where(table.c.version == version).values(**rows.POLICIES.values({"arms": arms})))
+    _set(conn, version, arms=arms)
 
 
 def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:
@@ -330,7 +306,7 @@ def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVers
     """
     chosen = reconsider_policy(conn, version)
     policy_id = chosen.policy_id
-    newest = newest_policy(conn, policy_id)
+    newest = serving_state(conn, policy_id).newest
     if pin:
         pin_policy(conn, version, policy_id=policy_id)
     elif newest is None or newest.version == version:
@@ -420,6 +396,16 @@ def check_files_exist(policy: PolicyVersion, read_newest: Callable[[], Sequence[
     )
 
 
+def _set(conn: sa.Connection, version: int, **fields: Any) -> PolicyVersion:
+    """Set fields of a version; return it.
+
+    Raises:
+        NotFound: no such version.
+    """
+    conn.execute(sa.update(table).where(table.c.version == version).values(**rows.POLICIES.values(fields)))
+    return get_policy(conn, version)
+
+
 def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
     """Return a version.
 
@@ -462,33 +448,7 @@ def list_policies(
 
 def active_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> PolicyVersion | None:
     """Return the version that engines serve to a policy's sessions; None before its first activation."""
-    return _first_of(_with_status(conn, policy_id, PolicyStatus.ACTIVE), PolicyStatus.ACTIVE)
-
-
-def active_and_canary(
-    conn: sa.Connection, policy_id: int = DEFAULT_POLICY
-) -> tuple[PolicyVersion | None, PolicyVersion | None]:
-    """Return a policy's version that engines serve, and its canary; None for one that does not exist."""
-    records = _with_status(conn, policy_id, PolicyStatus.ACTIVE, PolicyStatus.CANARY)
-    return _first_of(records, PolicyStatus.ACTIVE), _first_of(records, PolicyStatus.CANARY)
-
-
-def _with_status(conn: sa.Connection, policy_id: int, *statuses: PolicyStatus) -> list[PolicyVersion]:
-    wanted = table.c.status.in_([status.value for status in statuses]), table.c.policy_id == policy_id
-    found = conn.execute(sa.select(table).where(*wanted).order_by(table.c.version))
-    return [rows.POLICIES.record(row) for row in found]
-
-
-def _first_of(records: Sequence[PolicyVersion], status: PolicyStatus) -> PolicyVersion | None:
-    return next((policy for policy in records if policy.status is status), None)
-
-
-def active_and_holdout(
-    conn: sa.Connection, policy_id: int = DEFAULT_POLICY
-) -> tuple[PolicyVersion | None, PolicyVersion | None]:
-    """Return a policy's version that engines serve, and its hold-out; None for one that does not exist."""
-    records = _with_status(conn, policy_id, PolicyStatus.ACTIVE, PolicyStatus.HOLDOUT)
-    return _first_of(records, PolicyStatus.ACTIVE), _first_of(records, PolicyStatus.HOLDOUT)
+    return serving_state(conn, policy_id).active
 
 
 def end_holdout(conn: sa.Connection, version: int) -> None:
@@ -514,13 +474,6 @@ def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_P
     return found if len(found) == count and all(is_refused) else []
 
 
-def newest_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> PolicyVersion | None:
-    """Return a policy's newest version that has not failed."""
-    usable = table.c.policy_id == policy_id, table.c.status != PolicyStatus.FAILED.value
-    row = conn.execute(sa.select(table).where(*usable).order_by(table.c.version.desc()).limit(1)).one_or_none()
-    return None if row is None else rows.POLICIES.record(row)
-
-
 class Pin(NamedTuple):
     """The version that a person chose last for a policy."""
 
@@ -540,13 +493,13 @@ class Pin(NamedTuple):
 
 def pinned_version(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int | None:
     """Return the version that a policy is pinned to; None if there is no pin."""
-    version, until = read_pin(conn, policy_id)
-    return _pin_in_force(version, until, None if until is None else newest_policy(conn, policy_id))
+    pinned = serving_state(conn, policy_id).pinned
+    return None if pinned is None else pinned.version
 
 
 def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
     """Store which sentinel of this version is beyond its bound; None after the bound was changed."""
-    conn.execute(sa.update(table).where(table.c.version == version).values(alarm=alarm))
+    _set(conn, version, alarm=alarm)
 
 
 def alarmed_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> range:
@@ -572,60 +525,51 @@ def _pin_in_force(pinned: int | None, until: int | None, newest: PolicyVersion |
     return None if is_over else pinned
 
 
+def serving_state(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> ServingState:
+    """Return the state of one policy, also of an archived one."""
+    return _states(conn, policies.c.policy_id == policy_id).get(policy_id, NO_VERSIONS)
+
+
 def serving_states(conn: sa.Connection) -> dict[int, ServingState]:
-    """Return the state of each policy that has a version, a pin or a base and is in use, by number, in one statement.
-
-    Every proxy process calls it five times a second. SQLAlchemy would take five times as long to run it.
-    """
-    found = fetch(conn, _serving_states_sql(conn.dialect), ())
-    of_policy: dict[int, list[Sequence[Any]]] = {}
-    for row in found:
-        of_policy.setdefault(row[-4], []).append(row)
-    return {policy_id: _state(policy_id, of_policy[policy_id]) for policy_id in sorted(of_policy)}
+    """Return the state of each policy that has a version, a pin or a base and is in use, by number."""
+    return _states(conn, policies.c.archived_at.is_(None))
 
 
-def _state(policy_id: int, found: Sequence[Sequence[Any]]) -> ServingState:
-    """Return the state of a policy from its rows of the statement."""
-    *_, pinned, until, base = found[0]
-    by_version = {policy.version: policy for policy in map(_record, found)}  # versions are never deleted
-    own = sorted(
-        (policy for policy in by_version.values() if policy.policy_id == policy_id), key=operator.attrgetter("version")
-    )
-    newest = next((policy for policy in reversed(own) if policy.status is not PolicyStatus.FAILED), None)
-    pinned = _pin_in_force(pinned, until, newest)
-    return ServingState(
-        _first_of(own, PolicyStatus.ACTIVE),
-        _first_of(own, PolicyStatus.CANARY),
-        None if pinned is None else by_version[pinned],
-        newest,
-        _first_of(own, PolicyStatus.HOLDOUT),
-        None if base is None else by_version[base],
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _serving_states_sql(dialect: sa.Dialect) -> str:
-    """Return the statement that selects all versions of each policy's `ServingState`, with the policy and its pin."""
+def _states(conn: sa.Connection, wanted: sa.ColumnElement[bool]) -> dict[int, ServingState]:
+    """Return the states of these policies; one statement selects the versions of all states, and the pins."""
     newer = table.alias("newer")
     newest = sa.select(sa.func.max(newer.c.version)).where(
         newer.c.policy_id == policies.c.policy_id, newer.c.status != PolicyStatus.FAILED.value
     )
     in_use = (PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value, PolicyStatus.HOLDOUT.value)
-    is_of_policy = sa.or_(
+    is_of_state = sa.or_(
         sa.and_(table.c.status.in_(in_use), table.c.policy_id == policies.c.policy_id),
         table.c.version == policies.c.pinned_version,
         table.c.version == policies.c.base_version,
         table.c.version == newest.correlate(policies).scalar_subquery(),
     )
     c = policies.c
-    query = sa.select(table, c.policy_id, c.pinned_version, c.pinned_until, c.base_version).select_from(
-        policies.join(table, is_of_policy)
+    pin = c.policy_id.label("of_policy"), c.pinned_version, c.pinned_until, c.base_version
+    found = conn.execute(sa.select(table, *pin).select_from(policies.join(table, is_of_state)).where(wanted))
+    of_policy: dict[int, list[rows.StoredRow]] = {}
+    for row in found:
+        of_policy.setdefault(row.of_policy, []).append(row)
+    return {policy_id: _state(policy_id, of_policy[policy_id]) for policy_id in sorted(of_policy)}
+
+
+def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:
+    """Return the state of a policy from its rows of the statement."""
+    versions = {row.version: rows.POLICIES.record(row) for row in sorted(found, key=operator.attrgetter("version"))}
+    own = [each for each in versions.values() if each.policy_id == policy_id]
+    first = {each.status: each for each in reversed(own)}
+    newest = next((each for each in reversed(own) if each.status is not PolicyStatus.FAILED), None)
+    pin, base = found[0], found[0].base_version
+    pinned = _pin_in_force(pin.pinned_version, pin.pinned_until, newest)
+    return ServingState(
+        active=first.get(PolicyStatus.ACTIVE),
+        canary=first.get(PolicyStatus.CANARY),
+        pinned=None if pinned is None else versions[pinned],
+        newest=newest,
+        holdout=first.get(PolicyStatus.HOLDOUT),
+        base=None if base is None else versions[base],
     )
-    query = query.where(c.archived_at.is_(None))
-    return str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
-
-
-def _record(row: Sequence[Any]) -> PolicyVersion:
-    """Return a row of that statement as a record."""
-    columns: Any = types.SimpleNamespace(**dict(zip(table.c.keys(), row, strict=False)))
-    return rows.POLICIES.record(columns)

@@ -203,7 +203,8 @@ class RowFormat(Generic[R]):
     def values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return some of a record's fields as columns."""
         encoders = dict(self._encoders)
-        return {name: encoders.get(name, _as_is)(value) for name, value in fields.items() if name in self._stored}
+        kept = {name: value for name, value in fields.items() if name in self._stored}
+        return {name: value if value is None else encoders.get(name, _as_is)(value) for name, value in kept.items()}
 
     def record(self, row: StoredRow, **extra: Any) -> R:
         """Return a row as a record; `extra` has the fields that are not columns."""

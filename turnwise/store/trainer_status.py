@@ -14,7 +14,7 @@ import enum
 import sqlalchemy as sa
 
 from turnwise.store.database import clock
-from turnwise.store.rows import from_micros, to_micros
+from turnwise.store.rows import RowFormat, StoredRow, to_micros
 from turnwise.store.tables import policies
 from turnwise.store.tables import trainer_status as table
 from turnwise.types import DEFAULT_POLICY
@@ -44,9 +44,6 @@ class TrainerState(enum.StrEnum):
         return self in {TrainerState.BLOCKED, TrainerState.DIED, TrainerState.SILENT}
 
 
-_LIVING = {TrainerState.RUNNING, TrainerState.BLOCKED}
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStatus:
     """The last report of a trainer."""
@@ -62,19 +59,13 @@ class TrainerStatus:
     reported_at: datetime.datetime
 
 
+_STATUSES = RowFormat(TrainerStatus, table)
+
+
 def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
     """Replace the trainer's last report."""
     delete_report(conn, status.trainer_id)
-    conn.execute(
-        sa.insert(table).values(
-            trainer_id=status.trainer_id,
-            text=status.text,
-            state=status.state.value,
-            starts_at=None if status.starts_at is None else to_micros(status.starts_at),
-            reported_at=to_micros(status.reported_at),
-            seen_at=to_micros(status.reported_at),
-        )
-    )
+    conn.execute(sa.insert(table).values(_STATUSES.row(status, seen_at=to_micros(status.reported_at))))
 
 
 def delete_report(conn: sa.Connection, trainer_id: str) -> None:
@@ -99,18 +90,10 @@ def trainer_statuses(
         hidden = {str(number) for number in conn.execute(sa.select(policies.c.policy_id).where(*is_other)).scalars()}
         found = [row for row in found if row.trainer_id.rpartition("/")[2] not in hidden or "/" not in row.trainer_id]
     seen_since = clock(conn, now) - SILENT_SECONDS * 1_000_000
-    return [
-        TrainerStatus(
-            trainer_id=row.trainer_id,
-            text=row.text,
-            state=_state_of(row, seen_since),
-            starts_at=None if row.starts_at is None else from_micros(row.starts_at),
-            reported_at=from_micros(row.reported_at),
-        )
-        for row in found
-    ]
+    return [_status(row, seen_since) for row in found]
 
 
-def _state_of(row: sa.Row[*tuple[object, ...]], seen_since: float) -> TrainerState:
-    state = TrainerState(row.state)
-    return TrainerState.SILENT if state in _LIVING and row.seen_at < seen_since else state
+def _status(row: StoredRow, seen_since: float) -> TrainerStatus:
+    status = _STATUSES.record(row)
+    is_silent = status.state in {TrainerState.RUNNING, TrainerState.BLOCKED} and row.seen_at < seen_since
+    return dataclasses.replace(status, state=TrainerState.SILENT) if is_silent else status

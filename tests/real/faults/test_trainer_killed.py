@@ -164,7 +164,7 @@ def test_a_trainer_that_publishes_ahead_of_its_state_trains_each_group_once_unde
     assert train(trainers, killed, model, total=4, every=2) == 0
     db = new_ledger(killed / "ledger.db")
     with db.read() as conn:
-        newest = Path(policies.newest_policy(conn).path)
+        newest = Path(policies.serving_state(conn).newest.path)
         assert queries.counts(conn).groups == {"trained": 12}
         views, _ = trained.list_updates(conn, "default")
     db.close()

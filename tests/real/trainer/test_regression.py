@@ -114,7 +114,7 @@ def test_a_poisoned_update_is_kept_and_not_served_and_the_next_one_starts_before
     assert first[1].error.startswith("refused by the publishing gate: good replies of ")
     assert first[1].metrics["gate_good_shift"] < -0.5
     with ledger.read() as conn:
-        assert policies.newest_policy(conn).version == 0
+        assert policies.serving_state(conn).newest.version == 0
     good = settings.model_copy(update={"total_batches": 2, "learning_rate": 1e-4})
     state = train(good)
     assert state.progress.recent_versions == (0, 2)

@@ -75,22 +75,24 @@ def test_sessions_from_before_the_trial_are_not_compared(database: Database) -> 
 def test_a_trial_is_started_cancelled_and_permitted_again(database: Database) -> None:
     """published → canary → published; failed → published; an active one is not touched."""
     with database.write() as connection:
-        assert policies.active_and_canary(connection) == (None, None)
+        assert policies.serving_state(connection) == policies.NO_VERSIONS
         for version in (0, 1):
             policies.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
         policies.activate_policy(connection, 0)
-        prepared = policies.prepare_trial(connection, 1)
+        prepared = policies.try_policy(connection, 1, None)
         assert (prepared.status, prepared.activated_at) == (PolicyStatus.CANARY, None)
         tried = policies.try_policy(connection, 1, 0.25)
         assert (tried.status, tried.arm_share) == (PolicyStatus.CANARY, 0.25)
         assert tried.activated_at is not None
-        assert policies.active_and_canary(connection) == (policies.get_policy(connection, 0), tried)
+        state = policies.serving_state(connection)
+        assert (state.active, state.canary) == (policies.get_policy(connection, 0), tried)
         again = policies.reconsider_policy(connection, 1)
         assert (again.status, again.activated_at) == (PolicyStatus.PUBLISHED, None)
         policies.fail_policy(connection, 1, "worse")
         again = policies.reconsider_policy(connection, 1)
         assert (again.status, again.error) == (PolicyStatus.PUBLISHED, None)
         assert policies.reconsider_policy(connection, 0).status is PolicyStatus.ACTIVE
-        for change in (policies.prepare_trial, policies.reconsider_policy):
-            with pytest.raises(NotFound, match="version 9"):
-                change(connection, 9)
+        with pytest.raises(NotFound, match="version 9"):
+            policies.try_policy(connection, 9, None)
+        with pytest.raises(NotFound, match="version 9"):
+            policies.reconsider_policy(connection, 9)

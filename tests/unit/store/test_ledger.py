@@ -378,7 +378,7 @@ def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> No
 def test_policies_are_published_once_activated_retired_and_pinned(database: Database) -> None:
     with database.write() as connection:
         assert policies.active_policy(connection) is None
-        assert policies.newest_policy(connection) is None
+        assert policies.serving_state(connection).newest is None
         assert policies.pinned_version(connection) is None
         for version in (0, 1, 2):
             assert policies.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
@@ -390,7 +390,7 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         failed = policies.fail_policy(connection, 2, "not finite", {"engine_answer": 1})
         assert (failed.status, failed.error) == (PolicyStatus.FAILED, "not finite")
         assert failed.metrics == {"engine_answer": 1}
-        newest = policies.newest_policy(connection)
+        newest = policies.serving_state(connection).newest
         assert newest is not None
         assert newest.version == 1
         policies.pin_policy(connection, 0)

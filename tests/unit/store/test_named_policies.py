@@ -167,9 +167,7 @@ def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two
             b: [2, None, None, 2, None, None],
         }
         for policy_id, state in states.items():
-            assert policies.active_policy(conn, policy_id) == state.active
-            assert policies.active_and_holdout(conn, policy_id) == (state.active, state.holdout)
-            assert policies.newest_policy(conn, policy_id) == state.newest
+            assert policies.serving_state(conn, policy_id) == state
         assert [policies.pinned_version(conn, each) for each in (DEFAULT_POLICY, a, b)] == [None, 1, None]
         assert [each.version for each in policies.list_policies(conn, policy_ids=[a])[0]] == [3, 1]
         assert [each.version for each in policies.refused_in_a_row(conn, 1, b)] == [4]

@@ -49,7 +49,7 @@ def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: D
     with database.write() as connection:
         policies.publish_policy(connection, PolicyVersion(version=1, path="/1"))
         found["before"] = create(connection, Session(session_id="before"))
-        policies.prepare_trial(connection, 1)
+        policies.try_policy(connection, 1, None)
         found["prepared"] = create(connection, Session(session_id="prepared"))
         policies.try_policy(connection, 1, 1.0)
         found["during"] = create(connection, Session(session_id="during"))
