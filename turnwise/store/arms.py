@@ -162,19 +162,14 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
 
 
 def _arm_of(found: Sequence[_Compared]) -> Arm:
+    by_name: dict[str, list[float]] = collections.defaultdict(list)
+    for one in found:
+        for name, value in one.named.items():
+            by_name[name].append(value)
     return Arm(
-        tuple(one.reward for one in found if one.reward is not None),
-        len(found),
-        sum(one.num_turns for one in found),
-        sum(one.num_broken for one in found),
-        _by_name([one.named for one in found]),
+        rewards=tuple(one.reward for one in found if one.reward is not None),
+        num_sessions=len(found),
+        num_turns=sum(one.num_turns for one in found),
+        num_broken=sum(one.num_broken for one in found),
+        by_name=by_name,
     )
-
-
-def _by_name(named: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return the rewards of sessions by name; `reward` alone is the whole."""
-    found: dict[str, list[float]] = collections.defaultdict(list)
-    for rewards in named:
-        for name, value in rewards.items():
-            found[name].append(value)
-    return dict(found)

@@ -81,10 +81,12 @@ def session_lines(conn: sa.Connection, tenant: str, session_id: str) -> list[Rew
     ]
 
 
-def with_ancestors(conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
-    """Return the turns of a session that satisfy the conditions, and their ancestors, in order of `seq`."""
-    found = conn.execute(_SELECT_TURNS.where(*_with_parents(session_pk, *wanted)).order_by(turns.c.seq))
-    return [rows.TURNS.record(row) for row in found]
+def session_turns(
+    conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool], with_ancestors: bool = True
+) -> list[Turn]:
+    """Return the turns of a session that satisfy the conditions, by default with their ancestors, in order of `seq`."""
+    conditions = _with_parents(session_pk, *wanted) if with_ancestors else [turns.c.session_pk == session_pk, *wanted]
+    return [rows.TURNS.record(row) for row in conn.execute(_SELECT_TURNS.where(*conditions).order_by(turns.c.seq))]
 
 
 def path_ids(conn: sa.Connection, session_pk: int, turn_id: str) -> list[str]:
@@ -114,35 +116,9 @@ def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenI
     return np.concatenate([rows.ids_from_blob(blob) for row in found for blob in row])
 
 
-def turns_between(conn: sa.Connection, session_pk: int, first: int, end: int) -> list[Turn]:
-    """Return the turns of a session with `first` ≤ `seq` < `end`, in order."""
-    wanted = _SELECT_TURNS.where(turns.c.session_pk == session_pk, turns.c.seq >= first, turns.c.seq < end)
-    return [rows.TURNS.record(row) for row in conn.execute(wanted.order_by(turns.c.seq))]
-
-
 def turn_by_id(conn: sa.Connection, turn_id: str) -> Turn:
     """Return a stored turn."""
     return rows.TURNS.record(conn.execute(_SELECT_TURNS.where(turns.c.turn_id == turn_id)).one())
-
-
-def added_views(found: Sequence[Turn], lines: Iterable[Reward]) -> list[TurnView]:
-    """Return each turn with the part that it adds to its parent's prompt.
-
-    Args:
-        found: Turns of one session.
-        lines: The session's reward lines in order of arrival.
-    """
-    rewards_for = _by_target(lines)
-    return [
-        TurnView(
-            turn=turn,
-            messages=turn.messages,
-            tools=turn.tools,
-            prompt_token_ids=turn.prompt_delta,
-            rewards=_lines_of(turn, rewards_for),
-        )
-        for turn in found
-    ]
 
 
 def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> Iterator[int]:
@@ -166,13 +142,16 @@ def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *,
             yield size + other_bytes
 
 
-def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward], *, first: int = 0) -> list[TurnView]:
-    """Return each turn from `seq` `first` on with its whole prompt.
+def turn_views(
+    turns_in_order: Sequence[Turn], lines: Iterable[Reward], *, first: int = 0, whole_prompt: bool = True
+) -> list[TurnView]:
+    """Return each turn from `seq` `first` on with its whole prompt, or the part that it adds to its parent's prompt.
 
     Args:
-        turns_in_order: Turns of one session in order of `seq`, with all their ancestors.
+        turns_in_order: Turns of one session in order of `seq`, for whole prompts with all their ancestors.
         lines: The session's reward lines in order of arrival.
         first: The `seq` of the first turn that is returned.
+        whole_prompt: Whether each turn has its whole prompt.
     """
     rewards_for = _by_target(lines)
     by_id = {turn.turn_id: turn for turn in turns_in_order}
@@ -181,7 +160,7 @@ def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward], *, first
         if turn.seq < first:
             continue
         path = [turn]
-        while (parent_id := path[-1].parent_turn_id) is not None:
+        while whole_prompt and (parent_id := path[-1].parent_turn_id) is not None:
             path.append(by_id[parent_id])
         messages: list[Json] = []
         tokens: list[TokenIds] = []

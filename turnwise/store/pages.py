@@ -7,8 +7,11 @@ neither decodes nor keeps the documents, and then the rows that fit.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import sqlalchemy as sa
+
+from turnwise.store.rows import StoredRow
 
 MAX_BYTES = 8 * 2**20
 """Size of a page as JSON, roughly; a page with one row may be larger."""
@@ -38,3 +41,27 @@ def num_fitting(sizes: Iterable[int], limit: int, max_bytes: int) -> tuple[int, 
             return num_rows, True
         num_rows += 1
     return num_rows, False
+
+
+def read(
+    conn: sa.Connection,
+    found: sa.Select[*tuple[Any, ...]],
+    limit: int,
+    *,
+    size: sa.ColumnElement[int] | None = None,
+    max_bytes: int | None = None,
+) -> tuple[list[StoredRow], bool]:
+    """Return the first rows of a query, and whether there are more.
+
+    Args:
+        conn: A transaction.
+        found: The query, in the order of the list.
+        limit: Maximum number of rows.
+        size: Bytes of a row.
+        max_bytes: Size at which the page ends before its limit; None for any size.
+    """
+    if size is not None and max_bytes is not None:
+        sizes = conn.execute(found.with_only_columns(size).limit(limit + 1)).scalars()
+        limit, _ = num_fitting(sizes, limit, max_bytes)
+    page = list(conn.execute(found.limit(limit + 1)))
+    return page[:limit], len(page) > limit

@@ -438,12 +438,9 @@ def list_policies(
     if policy_ids is not None:
         wanted = sa.and_(wanted, table.c.policy_id.in_(policy_ids))
     newest = sa.select(table).where(wanted).order_by(table.c.version.desc())
-    if max_bytes is not None:
-        size = pages.size_of(conn.dialect.name, table.c.metrics, table.c.error, table.c.arms)
-        sizes = conn.execute(newest.with_only_columns(size).limit(limit + 1)).scalars()
-        limit, _ = pages.num_fitting(sizes, limit, max_bytes)
-    found = conn.execute(newest.limit(limit + 1)).all()
-    return [rows.POLICIES.record(row) for row in found[:limit]], len(found) > limit
+    size = pages.size_of(conn.dialect.name, table.c.metrics, table.c.error, table.c.arms)
+    found, has_more = pages.read(conn, newest, limit, size=size, max_bytes=max_bytes)
+    return [rows.POLICIES.record(row) for row in found], has_more
 
 
 def active_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> PolicyVersion | None:

@@ -103,13 +103,9 @@ def session_rows(
         if wanted.tenant is None:
             raise ValueError("paging behind a session needs the filter's tenant")
         clauses.append(held.session_pk < _session_row(conn, wanted.tenant, after).session_pk)
-    if max_bytes is not None:
-        size = pages.size_of(conn.dialect.name, held.metadata, held.sampling)
-        sizes = sa.select(size).where(*clauses).order_by(held.session_pk.desc()).limit(limit + 1)
-        limit, _ = pages.num_fitting(conn.execute(sizes).scalars(), limit, max_bytes)
-    found = sa.select(tables.sessions).where(*clauses).order_by(held.session_pk.desc()).limit(limit + 1)
-    page = list(conn.execute(found))
-    return page[:limit], len(page) > limit
+    newest = sa.select(tables.sessions).where(*clauses).order_by(held.session_pk.desc())
+    size = pages.size_of(conn.dialect.name, held.metadata, held.sampling)
+    return pages.read(conn, newest, limit, size=size, max_bytes=max_bytes)
 
 
 def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool = True) -> TurnView:
@@ -119,13 +115,8 @@ def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool =
         NotFound: no such turn.
     """
     session_pk = session_pk_of_turn(conn, turn_id, tenant)
-    if not whole_prompt:
-        found = [lineage.turn_by_id(conn, turn_id)]
-        views = lineage.added_views(found, lineage.rewards_of(conn, [session_pk])[session_pk])
-        return _with_training(conn, session_pk, views)[0]
-    line = lineage.with_ancestors(conn, session_pk, tables.turns.c.turn_id == turn_id)
-    views = lineage.turn_views(line, lineage.rewards_of(conn, [session_pk])[session_pk], first=line[-1].seq)
-    return _with_training(conn, session_pk, views)[0]
+    found = lineage.session_turns(conn, session_pk, tables.turns.c.turn_id == turn_id, with_ancestors=whole_prompt)
+    return _views(conn, session_pk, found, first=found[-1].seq, whole_prompt=whole_prompt)[0]
 
 
 def turns(
@@ -161,18 +152,16 @@ def turns(
         sizes = lineage.sizes_between(conn, held.session_pk, first, end, whole_prompt=whole_prompt)
         end = first + pages.num_fitting(sizes, end - first, max_bytes)[0]
     seq = tables.turns.c.seq
-    lines = lineage.rewards_of(conn, [held.session_pk])[held.session_pk]
-    if not whole_prompt:
-        found = lineage.turns_between(conn, held.session_pk, first, end)
-        added = lineage.added_views(found, lines)
-        return _with_training(conn, held.session_pk, added), end < held.num_turns
-    line = lineage.with_ancestors(conn, held.session_pk, seq >= first, seq < end)
-    views = lineage.turn_views(line, lines, first=first)
-    return _with_training(conn, held.session_pk, views), end < held.num_turns
+    found = lineage.session_turns(conn, held.session_pk, seq >= first, seq < end, with_ancestors=whole_prompt)
+    return _views(conn, held.session_pk, found, first=first, whole_prompt=whole_prompt), end < held.num_turns
 
 
-def _with_training(conn: sa.Connection, session_pk: int, views: Sequence[TurnView]) -> list[TurnView]:
-    """Return these turns of a session with the updates that trained them."""
+def _views(
+    conn: sa.Connection, session_pk: int, found: Sequence[Turn], *, first: int, whole_prompt: bool
+) -> list[TurnView]:
+    """Return turns of a session with their rewards and the updates that trained them."""
+    lines = lineage.rewards_of(conn, [session_pk])[session_pk]
+    views = lineage.turn_views(found, lines, first=first, whole_prompt=whole_prompt)
     updates_of = trained.trained_in(conn, [session_pk]).get(session_pk, ())
     return [
         dataclasses.replace(
@@ -243,13 +232,13 @@ def updates(
 
     With a tenant only those of the policies that it may read.
     """
-    found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(limit + 1)
+    found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc())
     if after is not None:
         found = found.where(tables.updates.c.update_id < after)
     if tenant is not None:
         found = found.where(named_policies.is_shown_to(tenant, tables.updates.c.policy_id))
-    page = conn.execute(found).all()
-    return [rows.UPDATES.record(row) for row in page[:limit]], len(page) > limit
+    page, has_more = pages.read(conn, found, limit)
+    return [rows.UPDATES.record(row) for row in page], has_more
 
 
 def updates_after(conn: sa.Connection, update_id: int, policy_id: int = DEFAULT_POLICY) -> list[UpdateRecord]:

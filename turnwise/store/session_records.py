@@ -84,4 +84,4 @@ def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
     ).scalar_one_or_none()
     if session_pk is None:
         raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-    return lineage.with_ancestors(conn, session_pk, turns.c.turn_id == turn_id)
+    return lineage.session_turns(conn, session_pk, turns.c.turn_id == turn_id)

@@ -158,10 +158,8 @@ def list_updates(
     below = sa.true() if after is None else updates.c.update_id < after
     is_shown = named_policies.is_shown_to(tenant, updates.c.policy_id)
     newest = sa.select(updates).where(below, is_shown).order_by(updates.c.update_id.desc())
-    sizes = newest.with_only_columns(_size(conn.dialect.name)).limit(limit + 1)
-    limit, _ = pages.num_fitting(conn.execute(sizes).scalars(), limit, max_bytes)
-    page = conn.execute(newest.limit(limit + 1)).all()
-    records = [rows.UPDATES.record(row) for row in page[:limit]]
+    page, has_more = pages.read(conn, newest, limit, size=_size(conn.dialect.name), max_bytes=max_bytes)
+    records = [rows.UPDATES.record(row) for row in page]
     ids = [record.update_id for record in records]
     in_update, of_update = _groups(conn, tenant, ids), _sessions(conn, tenant, ids)
     views = [
@@ -170,7 +168,7 @@ def list_updates(
         )
         for record in records
     ]
-    return views, len(page) > limit
+    return views, has_more
 
 
 def _size(dialect: str) -> sa.ColumnElement[int]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections import defaultdict
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import sqlalchemy as sa
@@ -56,16 +57,11 @@ class UpdateSummary:
 def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
     """Return the newest updates, oldest first."""
     newest, _ = queries.updates(conn, limit=limit, tenant=tenant)
-    scores = {update.update_id: _Scores() for update in newest}
-    task_sizes: dict[str, int] = defaultdict(int)
-    for update_id, of_update in scores.items():
-        for task_id, judged in _judged_sessions(conn, tenant, update_id):
-            of_update.add(task_id, judged)
-            task_sizes[task_id or ""] += 1
-    task_sizes.pop("", None)
-    tasks = frozenset(sorted(task_sizes, key=lambda task: (-task_sizes[task], task))[:MAX_TASKS])
-    dropped = _dropped(conn, tenant, list(scores))
-    idle = dict(zip(scores, idle_shares(conn, _periods(newest)), strict=True))
+    judged = {update.update_id: list(_judged_sessions(conn, tenant, update.update_id)) for update in newest}
+    sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
+    tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
+    dropped = _dropped(conn, tenant, list(judged))
+    idle = dict(zip(judged, idle_shares(conn, _periods(newest)), strict=True))
     return [
         UpdateSummary(
             update_id=update.update_id,
@@ -75,9 +71,9 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
             num_tokens=update.num_tokens,
             metrics=update.metrics,
             dropped=dropped[update.update_id],
-            reward=scores[update.update_id].mean(),
-            by_task=scores[update.update_id].by_task(tasks),
-            by_name=scores[update.update_id].by_name(),
+            reward=_mean([one.reward for _, one in judged[update.update_id]]),
+            by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
+            by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
             engine_idle_share=idle[update.update_id],
         )
         for update in reversed(newest)
@@ -124,34 +120,14 @@ def _judged_sessions(
         yield row.task_id, credit.assign_credit([], lines[row.session_pk], Credit(row.credit))
 
 
-class _Scores:
-    """The rewards of one update's sessions."""
-
-    def __init__(self) -> None:
-        self._all: list[float] = []
-        self._by_task: dict[str, list[float]] = defaultdict(list)
-        self._by_name: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, task_id: str | None, judged: credit.SessionCredit) -> None:
-        """Add a session."""
-        self._all.append(judged.reward)
-        if task_id is not None:
-            self._by_task[task_id].append(judged.reward)
-        for name, value in judged.by_name.items():
-            self._by_name[name].append(value)
-
-    def mean(self) -> Mean | None:
-        """Return the mean of all rewards; None without any."""
-        return _mean(self._all) if self._all else None
-
-    def by_task(self, tasks: frozenset[str]) -> dict[str, Mean]:
-        """Return the mean of each of these tasks that has sessions."""
-        return {task: _mean(values) for task, values in sorted(self._by_task.items()) if task in tasks}
-
-    def by_name(self) -> dict[str, Mean]:
-        """Return the mean of each name."""
-        return {name: _mean(values) for name, values in sorted(self._by_name.items())}
+def _mean(values: Sequence[float]) -> Mean | None:
+    """Return the mean; None without values."""
+    return Mean(statistics.fmean(values), len(values)) if values else None
 
 
-def _mean(values: list[float]) -> Mean:
-    return Mean(sum(values) / len(values), len(values))
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, Mean]:
+    """Return the mean of the values of each name."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in named:
+        values[name].append(value)
+    return {name: Mean(statistics.fmean(each), len(each)) for name, each in sorted(values.items())}

@@ -34,23 +34,19 @@ def add_usage(conn: sa.Connection, amounts: Mapping[tuple[str, str, int], int]) 
 
 def used_tokens(conn: sa.Connection, tenant: str, key_id: str | None = None, *, since_day: int | None = None) -> int:
     """Return the tokens that a key used, or with `key_id=None` all keys of the tenant, from a day on."""
-    wanted = [token_usage.c.tenant == tenant]
-    if key_id is not None:
-        wanted.append(token_usage.c.key_id == key_id)
-    if since_day is not None:
-        wanted.append(token_usage.c.day >= since_day)
-    return int(
-        conn.execute(sa.select(sa.func.coalesce(sa.func.sum(token_usage.c.num_tokens), 0)).where(*wanted)).scalar_one()
-    )
+    return sum(used_by_key(conn, tenant, key_id, since_day=since_day).values())
 
 
-def used_by_key(conn: sa.Connection, tenant: str | None = None, *, since_day: int | None = None) -> dict[str, int]:
-    """Return the tokens that each key used from a day on, of one tenant or of all."""
-    found = sa.select(token_usage.c.key_id, sa.func.sum(token_usage.c.num_tokens)).group_by(token_usage.c.key_id)
-    if tenant is not None:
-        found = found.where(token_usage.c.tenant == tenant)
+def used_by_key(
+    conn: sa.Connection, tenant: str | None = None, key_id: str | None = None, *, since_day: int | None = None
+) -> dict[str, int]:
+    """Return the tokens that each key used from a day on, of one key, of one tenant or of all."""
+    c = token_usage.c
+    found = sa.select(c.key_id, sa.func.sum(c.num_tokens)).group_by(c.key_id)
+    for column, value in ((c.tenant, tenant), (c.key_id, key_id)):
+        found = found if value is None else found.where(column == value)
     if since_day is not None:
-        found = found.where(token_usage.c.day >= since_day)
+        found = found.where(c.day >= since_day)
     return {key_id: int(num_tokens) for key_id, num_tokens in conn.execute(found)}
 
 
