@@ -43,11 +43,10 @@ from turnwise.store import (
     named_policies,
     policies,
     queries,
-    regression,
     weight_servers,
 )
 from turnwise.store.database import Connection, Database, clock
-from turnwise.store.regression import SessionLabels
+from turnwise.store.evaluations import SessionLabels
 from turnwise.store.rows import from_micros
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
@@ -369,7 +368,7 @@ class LedgerSource:
     def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         return self._found(
-            lambda conn: regression.regression_set(
+            lambda conn: evaluations.regression_set(
                 conn, num_sessions, labels, roles=self._rule.train_roles, policy_id=self.policy_id
             )
         )

@@ -40,7 +40,6 @@ from turnwise.store import (
     played,
     policies,
     queries,
-    regression,
     retention,
     roles,
     search,
@@ -334,7 +333,7 @@ GROWING_WITH_THE_TENANT = frozenset(
 OF_ALL: dict[str, Ask] = {
     "labelled sessions of all tenants": lambda c: queries.sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: queries.sessions(c, SessionFilter(split=Split.EVAL), limit=10),
-    "the regression set": lambda c: regression.regression_set(c, 4, ["golden"], roles=set(Role)),
+    "the regression set": lambda c: evaluations.regression_set(c, 4, ["golden"], roles=set(Role)),
     "summaries of updates": lambda c: (acknowledge(c, 2, "over"), update_summaries.summarise_updates(c, "t")),
     "updates": lambda c: trained.list_updates(c, "t"),
     "later updates": lambda c: (

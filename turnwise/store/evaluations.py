@@ -1,19 +1,29 @@
-"""Evaluations: which versions sampled the held-out sessions, and the gauges that are stored with a version.
+"""Evaluations: held-out sessions, the versions that sampled them, and the gauges that are stored with a version.
 
-The version is read from the turns, because engines may serve another version than the one that was to be evaluated.
+The version is read from the turns, because engines may serve another version than the one that was to be evaluated. The
+regression set of the publishing gate also has the sessions that a person or a judge labelled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
 
 import sqlalchemy as sa
 
-from turnwise.store import rows
-from turnwise.store.tables import policy_versions, sessions, turns
-from turnwise.types import DEFAULT_POLICY, Json, SessionKey, Split
+from turnwise.errors import NotFound
+from turnwise.experience import Experience
+from turnwise.store import policies
+from turnwise.store.experiences import experiences_of_sessions
+from turnwise.store.labels import labels_of
+from turnwise.store.tables import policy_versions, session_labels, sessions, turns
+from turnwise.types import DEFAULT_POLICY, Json, Role, SessionKey, SessionStatus, Split
+
+SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
+"""The labels of each session."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +55,8 @@ def record_evaluation(conn: sa.Connection, version: int, gauges: Json) -> None:
         version: The version; nothing is stored if it was never published.
         gauges: The measured values.
     """
-    known = conn.execute(
-        sa.select(policy_versions.c.metrics).where(policy_versions.c.version == version)
-    ).scalar_one_or_none()
-    if known is not None:
-        metrics = json.loads(known) | {"eval": gauges}
-        conn.execute(
-            sa.update(policy_versions).where(policy_versions.c.version == version).values(metrics=rows.dump(metrics))
-        )
+    with contextlib.suppress(NotFound):
+        policies.add_metrics(conn, version, {"eval": gauges})
 
 
 def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> dict[int, float]:
@@ -61,3 +65,40 @@ def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> 
     found = conn.execute(sa.select(c.version, c.metrics).where(c.policy_id == policy_id)).all()
     gauges = {row.version: json.loads(row.metrics).get("eval", {}) for row in found}
     return {version: one["reward_mean"] for version, one in gauges.items() if one.get("reward_mean") is not None}
+
+
+def regression_set(
+    conn: sa.Connection,
+    num_sessions: int,
+    labels: Collection[str],
+    *,
+    roles: Collection[Role],
+    policy_id: int = DEFAULT_POLICY,
+) -> tuple[list[Experience], SessionLabels]:
+    """Return one experience per chain of the newest held-out sessions with a reward, and of those with a label.
+
+    Args:
+        conn: The store.
+        num_sessions: Maximum number of held-out sessions, and of sessions of each label.
+        labels: The labels; sessions with one of them may be of any split, and need no reward.
+        roles: Roles of the turns that count.
+        policy_id: The policy whose sessions count.
+    """
+    is_over = sessions.c.status != SessionStatus.OPEN.value
+    held_out = sa.select(sessions.c.session_pk).where(
+        sessions.c.split == Split.EVAL.value, is_over, sessions.c.num_rewards > 0, sessions.c.policy_id == policy_id
+    )
+    pks = set(conn.execute(held_out.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).scalars())
+    for label in labels:
+        marked = sa.select(session_labels.c.session_pk).where(session_labels.c.label == label)
+        pks.update(conn.execute(marked.order_by(session_labels.c.session_pk.desc()).limit(num_sessions)).scalars())
+    found = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
+            sessions.c.session_pk.in_(pks), is_over, sessions.c.policy_id == policy_id
+        )
+    ).all()
+    marks = labels_of(conn, [row.session_pk for row in found])
+    named = {
+        (row.tenant, row.session_id): frozenset(mark.label for mark in marks.get(row.session_pk, ())) for row in found
+    }
+    return list(experiences_of_sessions(conn, sorted(row.session_pk for row in found), roles=roles)), named

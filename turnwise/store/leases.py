@@ -51,13 +51,7 @@ def renew_lease(
     conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
 ) -> bool:
     """Extend the lease; return False if another process has acquired it."""
-    lease = tables.leases
-    renewed = conn.execute(
-        sa.update(lease)
-        .where(lease.c.name == name, lease.c.fencing_token == fencing_token)
-        .values(expires_at=clock(conn, now) + int(seconds * 1e6))
-    )
-    return renewed.rowcount == 1
+    return _extend(conn, name, fencing_token, clock(conn, now) + int(seconds * 1e6))
 
 
 def under_lease(
@@ -75,8 +69,11 @@ def under_lease(
 
 def release_lease(conn: sa.Connection, name: str, fencing_token: int) -> bool:
     """Release the lease; return False if another process has acquired it."""
+    return _extend(conn, name, fencing_token, 0)
+
+
+def _extend(conn: sa.Connection, name: str, fencing_token: int, expires_at: int) -> bool:
+    """Set the end of a lease; return False if another process has acquired it."""
     lease = tables.leases
-    released = conn.execute(
-        sa.update(lease).where(lease.c.name == name, lease.c.fencing_token == fencing_token).values(expires_at=0)
-    )
-    return released.rowcount == 1
+    held = lease.c.name == name, lease.c.fencing_token == fencing_token
+    return conn.execute(sa.update(lease).where(*held).values(expires_at=expires_at)).rowcount == 1

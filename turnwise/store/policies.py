@@ -238,8 +238,17 @@ def fail_policy(conn: sa.Connection, version: int, error: str, evidence: Json | 
     Raises:
         NotFound: no such version.
     """
-    metrics = get_policy(conn, version).metrics | (evidence or {})
-    return _set(conn, version, status=PolicyStatus.FAILED, error=error, metrics=metrics)
+    add_metrics(conn, version, evidence or {})
+    return _set(conn, version, status=PolicyStatus.FAILED, error=error)
+
+
+def add_metrics(conn: sa.Connection, version: int, metrics: Json) -> None:
+    """Add metrics to those of a version, in place of those of the same names.
+
+    Raises:
+        NotFound: no such version.
+    """
+    _set(conn, version, metrics=get_policy(conn, version).metrics | metrics)
 
 
 def try_policy(

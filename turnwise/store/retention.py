@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,8 +106,8 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
     Call it while it has more.
     """
     own = sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.session_pk)
-    if found := conn.execute(own.limit(limit).with_for_update()).all():
-        return dataclasses.replace(_delete(conn, found), has_more=True)
+    if (deleted := _delete_first(conn, own, limit)).has_more:
+        return deleted
     for table in (groups, token_usage, idempotency, api_keys):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
@@ -114,21 +115,18 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
     return Deleted(num_policies=num_policies, deleted_versions=tuple(deleted_versions))
 
 
-def delete_user(conn: sa.Connection, tenant: str, user_id: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
+def delete_user(conn: sa.Connection, tenant: str, user_id: str) -> Deleted:
     """Delete some sessions of an end user; call it while it has more."""
-    own = sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.user_id == user_id)
-    found = conn.execute(own.limit(limit).with_for_update()).all()
-    return dataclasses.replace(_delete(conn, found), has_more=bool(found))
+    return _delete_first(conn, sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.user_id == user_id))
 
 
-def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
+def prune(conn: sa.Connection, before: datetime.datetime) -> Deleted:
     """Delete some sessions that ended before an instant, unless their group is open, ready or claimed.
 
     A group that has been open since before that instant does not protect its sessions: its missing sessions are not
     expected any more. Call it while it has more.
     """
-    found = conn.execute(_select_over(before).limit(limit).with_for_update(of=sessions)).all()
-    return dataclasses.replace(_delete(conn, found), has_more=bool(found))
+    return _delete_first(conn, _select_over(before))
 
 
 def delete_all(database: Database, delete_some: Callable[[sa.Connection], Deleted]) -> Deleted:
@@ -188,14 +186,8 @@ def over_since(
 
 def _with_few_turns(found: Sequence[StoredRow]) -> list[StoredRow]:
     """Return the first of these sessions that have `TURNS_AT_ONCE` turns together; always the first one."""
-    few: list[StoredRow] = []
-    num_turns = 0
-    for row in found:
-        num_turns += row.num_turns
-        if few and num_turns > TURNS_AT_ONCE:
-            break
-        few.append(row)
-    return few
+    num_turns = itertools.accumulate(row.num_turns for row in found)
+    return list(found[: max(1, sum(number <= TURNS_AT_ONCE for number in num_turns))])
 
 
 def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
@@ -221,6 +213,12 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
             sa.or_(sessions.c.group_pk.is_(None), ~waiting),
         )
     )
+
+
+def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]], limit: int = SESSIONS_AT_ONCE) -> Deleted:
+    """Delete the first sessions of a query; there is more while it finds some."""
+    found = conn.execute(wanted.limit(limit).with_for_update(of=sessions)).all()
+    return dataclasses.replace(_delete(conn, found), has_more=bool(found))
 
 
 def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:

@@ -14,8 +14,8 @@ from support.trainer_ledger import Rollouts, load_model, train
 from trainer.gate import GateRule, Shift, judge, shifts_of
 from trainer.learning.batch import build
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
+from turnwise.store import evaluations, policies, queries, session_changes
 from turnwise.store import ledger as ledger_of
-from turnwise.store import policies, queries, regression, session_changes
 from turnwise.types import Label, PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
 
@@ -163,7 +163,7 @@ def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_rewa
         ledger_of.end_session(conn, "default", "unrewarded")
         for session_id, label in (("a-0-1", "failure"), ("unrewarded", "failure"), ("held-out-0-2", "golden")):
             session_changes.set_label(conn, "default", session_id, Label(label=label))
-        found, labels = regression.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
+        found, labels = evaluations.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
     assert [one.session_id for one in found] == ["a-0-1", "held-out-0-1", "held-out-0-2", "unrewarded"]
     assert labels["default", "a-0-1"] == {"failure"}
     assert labels["default", "held-out-0-1"] == set()

@@ -26,7 +26,6 @@ from turnwise.store import (
     played,
     policies,
     queries,
-    regression,
     retention,
     rows,
     tables,
@@ -283,7 +282,7 @@ def test_sessions_are_compared_within_their_policy(database: Database, two: tupl
         assert [one.session_id for one in played.newest_sessions(conn, 9, a)] == ["of-a"]
         assert [one.session_id for one in played.first_sessions(conn, 9, b)] == ["of-b"]
         named = {
-            policy_id: regression.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two
+            policy_id: evaluations.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two
         }
         assert [list(named[policy_id]) for policy_id in two] == [[], [("default", "held-out-of-b")]]
         assert groups.imported_groups(conn, a) == []
