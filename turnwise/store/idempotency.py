@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict
-from turnwise.store.rows import dump, to_micros
+from turnwise.store.rows import StoredRow, dump, to_micros
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, insert_ignoring
 from turnwise.store.tables import idempotency
 from turnwise.types import SessionKey, utc_now
@@ -29,11 +29,9 @@ def claim_key(conn: sa.Connection, tenant: str, session_id: str, key: str, body_
     Raises:
         Conflict: the key was used with another body.
     """
-    name = {"tenant": tenant, "session_id": session_id, "key": key}
-    row = {**name, "body_digest": body_digest, "answer": "[]", "created_at": to_micros(utc_now())}
-    if insert_ignoring(conn, idempotency, row):
+    known = _claim(conn, tenant, session_id, key, body_digest, "[]")
+    if known is None:
         return None
-    known = conn.execute(sa.select(idempotency).where(_is_key(tenant, session_id, key))).one()
     if known.body_digest != body_digest:
         raise Conflict(f"idempotency key {key!r} was used with another body; use a new key")
     return [int(reached) for reached in json.loads(known.answer)]
@@ -49,12 +47,18 @@ def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, sessio
 
     A retry at another proxy, which may find another session, joins it.
     """
-    scope = f"call/{key_id}"  # no session's id has a slash
-    row = {"tenant": tenant, "session_id": scope, "key": key, "body_digest": b"", "created_at": to_micros(utc_now())}
-    if insert_ignoring(conn, idempotency, {**row, "answer": session_id}):
-        return session_id
-    found = sa.select(idempotency.c.answer).where(_is_key(tenant, scope, key))
-    return str(conn.execute(found).scalar_one())
+    known = _claim(conn, tenant, f"call/{key_id}", key, b"", session_id)  # no session's id has a slash
+    return session_id if known is None else str(known.answer)
+
+
+def _claim(
+    conn: sa.Connection, tenant: str, session_id: str, key: str, body_digest: bytes, answer: str
+) -> StoredRow | None:
+    """Store a row, and return None; where the key has one return that."""
+    row = {"tenant": tenant, "session_id": session_id, "key": key, "body_digest": body_digest, "answer": answer}
+    if insert_ignoring(conn, idempotency, row | {"created_at": to_micros(utc_now())}):
+        return None
+    return conn.execute(sa.select(idempotency).where(_is_key(tenant, session_id, key))).one()
 
 
 def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import sqlalchemy as sa
@@ -20,7 +19,5 @@ def labels_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, tupl
         .where(is_among(conn.dialect, session_labels.c.session_pk, session_pks))
         .order_by(session_labels.c.session_pk, session_labels.c.label)
     )
-    by_session: dict[int, list[Label]] = defaultdict(list)
-    for row in found:
-        by_session[row.session_pk].append(rows.LABELS.record(row))
+    by_session = rows.by_key(found, "session_pk", rows.LABELS.record)
     return {session_pk: tuple(labels) for session_pk, labels in by_session.items()}

@@ -51,24 +51,18 @@ _SELECT_TURNS = sa.select(*_TURN_COLUMNS).join_from(turns, sessions)
 _SELECT_REWARDS = sa.select(*rewards.c, sessions.c.session_id, sessions.c.tenant).join_from(rewards, sessions)
 
 
-def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[Turn]]:
+def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, list[Turn]]:
     """Return all turns of these sessions in order of `seq`, by session."""
     found = conn.execute(
         _SELECT_TURNS.where(turns.c.session_pk.in_(session_pks)).order_by(turns.c.session_pk, turns.c.seq)
     )
-    by_session: dict[int, list[Turn]] = defaultdict(list)
-    for row in found:
-        by_session[row.session_pk].append(rows.TURNS.record(row))
-    return by_session
+    return rows.by_key(found, "session_pk", rows.TURNS.record)
 
 
-def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[Reward]]:
+def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, list[Reward]]:
     """Return all reward lines of these sessions in order of arrival, by session."""
     found = conn.execute(_SELECT_REWARDS.where(rewards.c.session_pk.in_(session_pks)).order_by(rewards.c.reward_id))
-    by_session: dict[int, list[Reward]] = defaultdict(list)
-    for row in found:
-        by_session[row.session_pk].append(rows.REWARDS.record(row))
-    return by_session
+    return rows.by_key(found, "session_pk", rows.REWARDS.record)
 
 
 def session_lines(conn: sa.Connection, tenant: str, session_id: str) -> list[Reward]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import operator
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -212,13 +213,11 @@ def activate_policy(
     if holdout is not None and holdout.version >= version:
         end_holdout(conn, holdout.version)
         holdout = None
-    was_active = sa.and_(
-        table.c.status == PolicyStatus.ACTIVE.value, table.c.policy_id == policy_id, table.c.version != version
-    )
-    is_held = holdout_share > 0 and holdout is None and previous is not None and previous.version < version
-    held = {"status": PolicyStatus.HOLDOUT.value, "arm_share": holdout_share}
-    change = sa.update(table).where(was_active)
-    conn.execute(change.values(**held) if is_held else change.values(status=PolicyStatus.RETIRED.value))
+    if previous is not None and previous.version != version:
+        if holdout_share > 0 and holdout is None and previous.version < version:
+            _set(conn, previous.version, status=PolicyStatus.HOLDOUT, arm_share=holdout_share)
+        else:
+            _set(conn, previous.version, status=PolicyStatus.RETIRED)
     conn.execute(
         sa.update(table)
         .where(table.c.version == version, table.c.status != PolicyStatus.FAILED.value)
@@ -542,7 +541,15 @@ def serving_states(conn: sa.Connection) -> dict[int, ServingState]:
 
 
 def _states(conn: sa.Connection, wanted: sa.ColumnElement[bool]) -> dict[int, ServingState]:
-    """Return the states of these policies; one statement selects the versions of all states, and the pins."""
+    of_policy: dict[int, list[rows.StoredRow]] = {}
+    for row in conn.execute(_select_versions_of_states().where(wanted)):
+        of_policy.setdefault(row.of_policy, []).append(row)
+    return {policy_id: _state(policy_id, of_policy[policy_id]) for policy_id in sorted(of_policy)}
+
+
+@functools.cache
+def _select_versions_of_states() -> sa.Select[*tuple[Any, ...]]:
+    """Select all versions of each policy's `ServingState`, with the policy and its pin."""
     newer = table.alias("newer")
     newest = sa.select(sa.func.max(newer.c.version)).where(
         newer.c.policy_id == policies.c.policy_id, newer.c.status != PolicyStatus.FAILED.value
@@ -556,11 +563,7 @@ def _states(conn: sa.Connection, wanted: sa.ColumnElement[bool]) -> dict[int, Se
     )
     c = policies.c
     pin = c.policy_id.label("of_policy"), c.pinned_version, c.pinned_until, c.base_version
-    found = conn.execute(sa.select(table, *pin).select_from(policies.join(table, is_of_state)).where(wanted))
-    of_policy: dict[int, list[rows.StoredRow]] = {}
-    for row in found:
-        of_policy.setdefault(row.of_policy, []).append(row)
-    return {policy_id: _state(policy_id, of_policy[policy_id]) for policy_id in sorted(of_policy)}
+    return sa.select(table, *pin).select_from(policies.join(table, is_of_state))
 
 
 def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:

@@ -14,6 +14,7 @@ import json
 import operator
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -43,6 +44,7 @@ StoredRow: TypeAlias = sa.Row[*tuple[Any, ...]]
 """A row of a table, with its columns as attributes."""
 Convert: TypeAlias = Callable[[Any], Any]
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -232,6 +234,14 @@ FEEDBACK = RowFormat(Feedback, tables.feedback, joined=("session_id", "tenant"),
 NAMED_POLICIES = RowFormat(Policy, tables.policies)
 POLICIES = RowFormat(PolicyVersion, tables.policy_versions)
 UPDATES = RowFormat(UpdateRecord, tables.updates)
+
+
+def by_key(found: Iterable[StoredRow], key: str, make: Callable[[StoredRow], T]) -> Mapping[int, list[T]]:
+    """Return what is made of each row, in order, by the values of a column; a missing value has an empty list."""
+    made: dict[int, list[T]] = defaultdict(list)
+    for row in found:
+        made[getattr(row, key)].append(make(row))
+    return made
 
 
 def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:

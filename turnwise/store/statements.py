@@ -83,24 +83,6 @@ def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> list[tuple[
         raise _translated(conn, error, sql, values) from error
 
 
-def begin(conn: sa.Connection) -> None:
-    """Open the next transaction of the driver, as `execute` runs a statement; PostgreSQL's driver opens it itself."""
-    if conn.dialect.name == "sqlite":
-        execute(conn, conn.get_execution_options()["begin"], ())
-
-
-def commit(conn: sa.Connection) -> None:
-    """Commit the transaction of the driver, as `execute` runs a statement.
-
-    Raises:
-        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
-    """
-    try:
-        conn.connection.dbapi_connection.commit()  # type: ignore[union-attr]
-    except _driver(conn).Error as error:
-        raise _translated(conn, error, "COMMIT", ()) from error
-
-
 def _driver(conn: sa.Connection) -> Any:
     """Return the module of the database's driver."""
     assert conn.dialect.dbapi is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
@@ -121,19 +120,18 @@ def _turn_digests(conn: sa.Connection, turn_ids: set[str]) -> dict[str, bytes | 
     return {row.turn_id: row.digest for row in found}
 
 
-def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[tuple[TrainedIn, Advantages]]]:
+def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, list[tuple[TrainedIn, Advantages]]]:
     """Return the updates that trained these sessions, oldest first, with the advantages of their turns."""
     found = conn.execute(
         sa.select(trained_sessions)
         .where(is_among(conn.dialect, trained_sessions.c.session_pk, session_pks))
         .order_by(trained_sessions.c.session_pk, trained_sessions.c.update_id)
     )
-    by_session: dict[int, list[tuple[TrainedIn, Advantages]]] = defaultdict(list)
-    for row in found:
-        by_session[row.session_pk].append(
-            (TrainedIn(update_id=row.update_id, policy_version=row.policy_version), json.loads(row.advantages))
-        )
-    return by_session
+    return rows.by_key(
+        found,
+        "session_pk",
+        lambda row: (TrainedIn(update_id=row.update_id, policy_version=row.policy_version), json.loads(row.advantages)),
+    )
 
 
 def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -> dict[str, int]:
@@ -181,20 +179,20 @@ def _size(dialect: str) -> sa.ColumnElement[int]:
     return own + _ITEM_BYTES * num_groups.scalar_subquery() + of_sessions.scalar_subquery()
 
 
-def _groups(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, list[UpdateGroup]]:
+def _groups(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Mapping[int, list[UpdateGroup]]:
     found = conn.execute(
         sa.select(groups.c.update_id, groups.c.group_id, groups.c.status, groups.c.reason)
         .where(groups.c.update_id.in_(update_ids), groups.c.tenant == tenant)
         .order_by(groups.c.group_pk)
     )
-    by_update: dict[int, list[UpdateGroup]] = defaultdict(list)
-    for row in found:
-        group = UpdateGroup(group_id=row.group_id, status=GroupStatus(row.status), reason=row.reason)
-        by_update[row.update_id].append(group)
-    return by_update
+    return rows.by_key(
+        found,
+        "update_id",
+        lambda row: UpdateGroup(group_id=row.group_id, status=GroupStatus(row.status), reason=row.reason),
+    )
 
 
-def _sessions(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, list[TrainedSession]]:
+def _sessions(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Mapping[int, list[TrainedSession]]:
     found = conn.execute(
         sa.select(
             trained_sessions.c.update_id, sessions.c.session_id, sessions.c.group_id, trained_sessions.c.advantages
@@ -203,12 +201,12 @@ def _sessions(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> di
         .where(trained_sessions.c.update_id.in_(update_ids), sessions.c.tenant == tenant)
         .order_by(trained_sessions.c.session_pk)
     )
-    by_update: dict[int, list[TrainedSession]] = defaultdict(list)
-    for row in found:
-        session = TrainedSession(
+    return rows.by_key(
+        found,
+        "update_id",
+        lambda row: TrainedSession(
             session_id=row.session_id,
             group_id=row.group_id or row.session_id,
             advantages=json.loads(row.advantages),
-        )
-        by_update[row.update_id].append(session)
-    return by_update
+        ),
+    )
