@@ -50,6 +50,8 @@ class Prefix:
     history: History
     kinds: list[int] = dataclasses.field(default_factory=list)
     """`Outliner.kind` of the first messages: of those that were there when a turn was extended."""
+    num_old_bytes: int = 0
+    """Length of the prefix that it extends."""
 
 
 def prefix_of(text: bytes, history: History) -> Prefix:
@@ -113,10 +115,6 @@ class Conversation:
     """Digests of every prefix of the messages."""
     prefix: Prefix
     """All messages, for a later call that begins with them."""
-    owner: Owner | None = None
-    """Whose later calls may begin with them; None if they are not kept."""
-    earlier: Prefix | None = None
-    """The messages of an earlier call that they begin with."""
 
     @property
     def num_replied(self) -> int:
@@ -128,15 +126,8 @@ class Conversation:
         """Return the ids of all tool calls in the conversation: unique to a run, if the client sends them unchanged."""
         return frozenset().union(*(tool_call_ids(message) for message in self.messages if "tool_calls" in message))
 
-    def replied_digests(self) -> list[bytes]:
-        """Return the full digest after each assistant message, the longest prefix first."""
-        return self._after_replies(self.history.full)
-
-    def replied_dialogue_digests(self) -> list[bytes]:
-        """Return the same digests without tools and system messages."""
-        return self._after_replies(self.history.dialogue)
-
-    def _after_replies(self, digests: list[bytes]) -> list[bytes]:
+    def after_replies(self, digests: list[bytes]) -> list[bytes]:
+        """Return the digests of the history after each assistant message, the longest prefix first."""
         return [digests[end] for end in reversed(self.history.replies)]
 
 
@@ -156,7 +147,7 @@ class _Pauses:
 async def read_conversation(
     call: Call, fields: frozenset[str] = NO_FIELDS, prefixes: Prefixes | None = None, owner: Owner | None = None
 ) -> Conversation:
-    """Encode the messages of a call for the engine, and digest those that no earlier call of the owner had.
+    """Encode the messages of a call for the engine, digest those that no earlier call of the owner had, and keep them.
 
     Args:
         call: the call; its `messages_json` is set.
@@ -176,8 +167,10 @@ async def read_conversation(
         await pauses.pause()
     prefix = prefix_of(call.messages_json, history)
     if earlier is not None:
-        prefix.kinds = earlier.kinds
-    return Conversation(call.messages, history, prefix, owner, earlier)
+        prefix.kinds, prefix.num_old_bytes = earlier.kinds, earlier.num_bytes
+    if prefixes is not None and owner is not None:
+        prefixes.keep(owner, prefix, earlier)
+    return Conversation(call.messages, history, prefix)
 
 
 async def _encode(messages: Sequence[Json], pauses: _Pauses) -> bytes:

@@ -9,13 +9,13 @@ or thinking: no template reads them, and clients add, change and drop them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import orjson
 
+from proxy.dialects.chat import json_object
 from turnwise.types import Json
 
 DIGEST_BYTES = 8
@@ -138,15 +138,6 @@ def _have_ids(calls: Any) -> bool:
     return isinstance(calls, list) and all(isinstance(call, dict) and call.get("id") for call in calls)
 
 
-@functools.lru_cache(maxsize=4096)
-def _parsed_arguments(text: str) -> Any:
-    try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
 def canonical_arguments(arguments: Any) -> Any:
     """Return tool arguments as a JSON object, so that spaces and key order do not count.
 
@@ -154,7 +145,7 @@ def canonical_arguments(arguments: Any) -> Any:
     are objects send it back.
     """
     if isinstance(arguments, str):
-        return _parsed_arguments(arguments) if arguments.strip() else {}
+        return json_object(arguments) or {}
     return {} if arguments is None else arguments
 
 

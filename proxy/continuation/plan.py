@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -21,10 +19,10 @@ from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import Forest, KnownTurn, Reply
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import Call, template_arguments
-from turnwise.types import Json, TokenIds
+from turnwise.types import TokenIds
 
 RENDERED_HERE = 4 * 2**10
-"""Characters that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
+"""Bytes of messages that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
 NO_IDS = np.empty(0, np.int32)
 RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
 """Threads for rendering only: a text of many megabytes takes seconds, and other calls read the store in others."""
@@ -117,35 +115,12 @@ async def _extended_prompt(
         )
         return between, encode_ids(between, parent_tokens) if len(between) else parent_tokens
 
-    num_known = min(len(kinds), replied)
-    if num_known and not template.renders_in_short(messages, replied):
-        num_known = 0
-    is_long = has_more_text(messages[num_known:], RENDERED_HERE)
+    is_outlined = bool(kinds) and replied >= len(kinds) and template.renders_in_short(messages, replied)
+    num_rendered = conversation.prefix.num_bytes - (conversation.prefix.num_old_bytes if is_outlined else 0)
+    is_long = num_rendered > RENDERED_HERE
     extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
     conversation.prefix.kinds = kinds
     return extended
-
-
-def has_more_text(messages: Sequence[Json], limit: int) -> bool:
-    """Return whether the content and the tool calls of messages have more characters than `limit`."""
-    total = 0
-    for message in messages:
-        content = message.get("content")
-        total += len(content) if isinstance(content, str) else _text_length(content)
-        if "tool_calls" in message:
-            total += _text_length(message["tool_calls"])
-        if total > limit:
-            return True
-    return False
-
-
-def _text_length(value: Any) -> int:
-    """Return the characters of all texts in a JSON value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_text_length, value.values()))
-    return sum(map(_text_length, value)) if isinstance(value, list) else 0
 
 
 def new_chain(conversation: Conversation, reason: str | None) -> Plan:

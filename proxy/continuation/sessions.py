@@ -278,12 +278,6 @@ class Sessions:
 
     async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
-        plan = await self._plan(placement, call, conversation)
-        if conversation.owner is not None:
-            self._prefixes.keep(conversation.owner, conversation.prefix, conversation.earlier)
-        return plan
-
-    async def _plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         live, parent = placement.live, placement.parent
         if not conversation.num_replied:
             if self._is_shared and live.forest.by_id:
@@ -392,7 +386,7 @@ class Sessions:
 
         A match in memory up to the last reply is used at once; otherwise the store may have a better one.
         """
-        digests = conversation.replied_digests()
+        digests = conversation.after_replies(conversation.history.full)
         if not digests:
             return None
         call_ids = conversation.call_ids()
@@ -453,10 +447,10 @@ def _read_candidates(
         Whether only the dialogue is equal, its digest, and the ids of the sessions.
     """
     find = functools.partial(history.sessions_of_conversation, connection, *caller[:2], limit=MAX_CANDIDATES)
-    digest, session_ids = find(conversation.replied_digests())
+    digest, session_ids = find(conversation.after_replies(conversation.history.full))
     if session_ids:
         return False, digest, session_ids
-    return True, *find(conversation.replied_dialogue_digests(), by="dialogue_digest")
+    return True, *find(conversation.after_replies(conversation.history.dialogue), by="dialogue_digest")
 
 
 def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:

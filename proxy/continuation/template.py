@@ -294,7 +294,16 @@ class ChatTemplate:
         if not whole.endswith(end + after):
             raise Unsafe("template_unsafe")
         reply_end = len(whole) - len(end + after)
-        self._check_unchanged(whole, reply_end, messages, replied, reply, tools, arguments, keep_thinking)
+        # The text before the reply must be the text that the reply was sampled after.
+        before = self.render(messages[:replied], tools, arguments, generate=True)
+        thinking_shown = keep_thinking or reply.reasoning.strip() in whole[len(before) : reply_end]
+        if not (whole.startswith(before) and len(before) <= reply_end and thinking_shown):
+            plain = [_without_thinking(message) for message in messages]
+            history = self.render(plain[:replied], tools, arguments, generate=False)
+            if not self.render(plain, tools, arguments, generate=True).startswith(history):
+                raise Unsafe("template_unsafe")
+            if not keep_thinking:
+                raise Unsafe("thinking_stripped")
         ids = self._tokenise(reply, end, after)
         if closing_key is not None:
             with self._lock:  # calls do this in several threads
@@ -344,29 +353,6 @@ class ChatTemplate:
         if not found:
             raise Unsafe("template_unsafe")
         return "", rest[max(found) :]
-
-    def _check_unchanged(
-        self,
-        whole: str,
-        reply_end: int,
-        messages: Sequence[Json],
-        replied: int,
-        reply: Reply,
-        tools: Any,
-        arguments: Json,
-        keep_thinking: bool,
-    ) -> None:
-        """Check that the text before the reply is the text that the reply was sampled after."""
-        before = self.render(messages[:replied], tools, arguments, generate=True)
-        thinking_shown = keep_thinking or reply.reasoning.strip() in whole[len(before) : reply_end]
-        if whole.startswith(before) and len(before) <= reply_end and thinking_shown:
-            return
-        plain = [_without_thinking(message) for message in messages]
-        history = self.render(plain[:replied], tools, arguments, generate=False)
-        if not self.render(plain, tools, arguments, generate=True).startswith(history):
-            raise Unsafe("template_unsafe")
-        if not keep_thinking:
-            raise Unsafe("thinking_stripped")
 
 
 def _with_marker(messages: Sequence[Json], replied: int) -> list[Json]:

@@ -94,7 +94,7 @@ class BlockEncoder(abc.ABC):
 
     def error(self, body: bytes) -> bytes:
         """Return the event that reports an OpenAI-shaped error in the middle of the stream."""
-        return self.failing(orjson.loads(body).get("error") or {})
+        return self.failing(read_error(body))
 
     def _grow(self, block: Block, logprobs: Json | None) -> bytes:
         events = b""
@@ -162,10 +162,21 @@ def own_id(reply_id: str, prefix: str) -> str:
     return reply_id if reply_id.startswith(prefix) else prefix + reply_id.removeprefix(ChatCompletions.id_prefix)
 
 
-def parsed_arguments(text: str) -> Json:
-    """Return a tool's arguments as an object; broken JSON as an empty one."""
+def read_error(body: bytes) -> Json:
+    """Return the error of an OpenAI-shaped body; the whole text of another body is its message."""
     try:
-        parsed = orjson.loads(text or b"{}")
-    except orjson.JSONDecodeError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+        error = orjson.loads(body)["error"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        error = None
+    return error if isinstance(error, dict) else {"message": body.decode(errors="replace")}
+
+
+def chat_tool_call(call_id: Any, name: Any, arguments: str) -> Json:
+    """Return a tool call of a chat message; `arguments` is JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chat_tool(name: Any, description: Any, parameters: Json) -> Json:
+    """Return a tool of a chat request."""
+    described = {"description": description} if description else {}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}

@@ -120,7 +120,7 @@ def with_readable_arguments(messages: list[Json]) -> list[Json]:
 def _is_readable(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
-    return not isinstance(arguments, str) or not arguments or is_json_object(arguments)
+    return not isinstance(arguments, str) or not arguments or json_object(arguments) is not None
 
 
 def _readable_call(call: Any) -> Any:
@@ -128,12 +128,13 @@ def _readable_call(call: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_json_object(text: str) -> bool:
-    """Return whether a text is the JSON of an object."""
+def json_object(text: str) -> Json | None:
+    """Return the object that a text is the JSON of; None if it is not of one."""
     try:
-        return isinstance(orjson.loads(text), dict)
+        decoded = orjson.loads(text)
     except orjson.JSONDecodeError:
-        return False
+        return None
+    return decoded if isinstance(decoded, dict) else None
 
 
 def check_kinds(body: Json, kinds: Mapping[str, type]) -> None:

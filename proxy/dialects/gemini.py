@@ -15,8 +15,8 @@ import orjson
 
 from proxy.dialects import sse
 from proxy.dialects.base import Action, Call, WireRoute
-from proxy.dialects.blocks import own_id, parsed_arguments
-from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.blocks import Block, blocks_of, own_id, read_error
+from proxy.dialects.chat import ChatCompletions, json_object
 from proxy.dialects.gemini_request import chat_body, read, read_object
 from turnwise.types import Json
 
@@ -117,8 +117,7 @@ class Gemini(ChatCompletions):
         call.wants_token_ids = False
         call.original = {field: value for field, value in body.items() if field != "contents"}
         call.dropped_tools = dropped
-        shows_thoughts, as_events = _shows_thoughts(body), is_sse(body)
-        call.encode_with(partial(GeminiEncoder, self.id_prefix, shows_thoughts=shows_thoughts, as_events=as_events))
+        call.encode_with(partial(GeminiEncoder, self.id_prefix, call.original, "delta"))
         return call
 
     def count_request(self, body: Json) -> Json:
@@ -128,24 +127,12 @@ class Gemini(ChatCompletions):
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a chat reply as a `GenerateContentResponse`."""
-        decoded = msgspec.json.decode(reply)
-        shows_thoughts = _shows_thoughts(call.original)
-        candidates = []
-        for choice in decoded["choices"]:
-            message = choice["message"]
-            parts = _text_parts(message, shows_thoughts=shows_thoughts)
-            parts += [_function_call(made) for made in message.get("tool_calls") or ()]
-            candidate = _candidate(choice["index"], parts, choice.get("finish_reason"))
-            candidates.append(candidate | _logprobs((choice.get("logprobs") or {}).get("content") or []))
-        return orjson.dumps(_response(decoded, candidates, decoded.get("usage") or {}, self.id_prefix))
+        encoder = GeminiEncoder(self.id_prefix, call.original, "message")
+        return orjson.dumps(encoder.response(msgspec.json.decode(reply)))
 
     def encode_error(self, status: int, body: bytes) -> bytes:
         """Return an error in Google's shape."""
-        try:
-            error = orjson.loads(body)["error"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            error = {"message": body.decode(errors="replace")}
-        return orjson.dumps(_error(status, error))
+        return orjson.dumps(_error(status, read_error(body)))
 
     def encode_count(self, num_tokens: int) -> Json:
         """Return Google's `CountTokensResponse`."""
@@ -164,21 +151,25 @@ class Gemini(ChatCompletions):
 
 
 class GeminiEncoder:
-    """Writes Google's chunks, as events or as the elements of a JSON array."""
+    """Writes Google's responses: a whole one, or a stream's, as events or as the elements of a JSON array."""
 
-    def __init__(self, id_prefix: str, *, shows_thoughts: bool, as_events: bool) -> None:
-        self.content_type = sse.CONTENT_TYPE if as_events else "application/json; charset=UTF-8"
+    def __init__(self, id_prefix: str, request: Json, field: str) -> None:
+        thinking = read_object(read_object(request, "generationConfig"), "thinkingConfig")
+        self._shows_thoughts = bool(read(thinking, "includeThoughts"))
+        self._as_events = request.get("alt") == "sse"
+        self.content_type = sse.CONTENT_TYPE if self._as_events else "application/json; charset=UTF-8"
         self._id_prefix = id_prefix
-        self._shows_thoughts = shows_thoughts
-        self._as_events = as_events
+        self._field = field
+        """`message` of a whole reply's choice, or `delta` of a chunk's."""
         self._num_written = 0
         self._usage: Json = {}
-        self._calls: dict[int, dict[int, Json]] = {}
+        self._calls: dict[int, dict[int, Block]] = {}
         """Function calls so far, by choice and by their index in it."""
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Return the events for some stripped chunks of the engine; there may be none."""
-        return b"".join([self._encode(msgspec.json.decode(chunk)) for chunk in chunks])
+        responses = [self.response(msgspec.json.decode(chunk)) for chunk in chunks]
+        return b"".join([self._write(response) for response in responses if response["candidates"]])
 
     def done(self) -> bytes:
         """Return the end of the stream; events need none."""
@@ -188,36 +179,47 @@ class GeminiEncoder:
 
     def error(self, body: bytes) -> bytes:
         """Return the element that reports an error, and the end of an array."""
-        error = orjson.loads(body).get("error") or {}
+        error = read_error(body)
         code = error.get("code")
         written = self._write(_error(code if isinstance(code, int) else 500, error))
         return written if self._as_events else written + b"]"
 
-    def _encode(self, chunk: Json) -> bytes:
-        self._usage = chunk.get("usage") or self._usage
+    def response(self, reply: Json) -> Json:
+        """Return a `GenerateContentResponse` with what a reply or a chunk completes."""
+        self._usage = reply.get("usage") or self._usage
         candidates = []
-        for choice in chunk["choices"]:
-            parts = self._parts(choice)
-            finish_reason = choice.get("finish_reason")
-            if parts or finish_reason is not None:
-                candidate = _candidate(choice["index"], parts, finish_reason)
-                candidates.append(candidate | _logprobs((choice.get("logprobs") or {}).get("content") or []))
-        if not candidates:
-            return b""
-        return self._write(_response(chunk, candidates, self._usage, self._id_prefix))
+        for choice in reply["choices"]:
+            parts, finish_reason = self._parts(choice), choice.get("finish_reason")
+            if not parts and finish_reason is None and self._field == "delta":
+                continue
+            # Google's SDK drops a reply from its history if any content of it has no part.
+            content = {"role": "model", "parts": parts or [{"text": ""}]}
+            ended = {} if finish_reason is None else {"finishReason": FINISH_REASONS.get(finish_reason, "OTHER")}
+            logprobs = _logprobs((choice.get("logprobs") or {}).get("content") or [])
+            candidates.append({"content": content, "index": choice["index"]} | ended | logprobs)
+        return {
+            "candidates": candidates,
+            "usageMetadata": _usage(self._usage),
+            "modelVersion": reply["model"],
+            "responseId": own_id(reply["id"], self._id_prefix),
+        }
 
     def _parts(self, choice: Json) -> list[Json]:
-        """Return the parts that a choice's delta completes."""
-        delta, calls = choice["delta"], self._calls.setdefault(choice["index"], {})
-        for position, part in enumerate(delta.get("tool_calls") or ()):
-            call = calls.setdefault(part.get("index", position), {"id": None, "name": "", "arguments": ""})
-            function = part.get("function") or {}
-            call["id"] = part.get("id") or call["id"]
-            call["name"] += function.get("name") or ""
-            call["arguments"] += function.get("arguments") or ""
-        parts = _text_parts(delta, shows_thoughts=self._shows_thoughts)
-        if choice.get("finish_reason") is not None:
-            parts += [_function_call({"id": call["id"], "function": call}) for _, call in sorted(calls.items())]
+        """Return the parts that a choice completes: the calls of a stream are complete at its end."""
+        parts: list[Json] = []
+        calls = self._calls.setdefault(choice["index"], {})
+        for block in blocks_of(choice[self._field]):
+            if block.kind == "tool":
+                call = calls.setdefault(block.call, Block("tool", ""))
+                call.tool_call_id = block.tool_call_id or call.tool_call_id
+                call.name += block.name
+                call.text += block.text
+            elif block.kind == "text":
+                parts.append({"text": block.text})
+            elif self._shows_thoughts:
+                parts.append({"text": block.text, "thought": True})
+        if choice.get("finish_reason") is not None or self._field == "message":
+            parts += [_function_call(call) for _, call in sorted(calls.items())]
             calls.clear()
         return parts
 
@@ -228,37 +230,9 @@ class GeminiEncoder:
         return (b"[" if self._num_written == 1 else b",\r\n") + orjson.dumps(response)
 
 
-def is_sse(body: Json) -> bool:
-    """Return whether the client asked for server-sent events."""
-    return body.get("alt") == "sse"
-
-
-def _shows_thoughts(body: Json) -> bool:
-    thinking = read_object(read_object(body, "generationConfig"), "thinkingConfig")
-    return bool(read(thinking, "includeThoughts"))
-
-
-def _text_parts(message: Json, *, shows_thoughts: bool) -> list[Json]:
-    parts: list[Json] = []
-    if shows_thoughts and message.get("reasoning"):
-        parts.append({"text": message["reasoning"], "thought": True})
-    if message.get("content"):
-        parts.append({"text": message["content"]})
-    return parts
-
-
-def _function_call(call: Json) -> Json:
-    function = call["function"]
-    arguments = parsed_arguments(function.get("arguments") or "")
-    return {"functionCall": {"id": call.get("id"), "name": function.get("name"), "args": arguments}}
-
-
-def _candidate(index: int, parts: list[Json], finish_reason: str | None) -> Json:
-    # Google's SDK drops a reply from its history if any content of it has no part.
-    candidate: Json = {"content": {"role": "model", "parts": parts or [{"text": ""}]}, "index": index}
-    if finish_reason is not None:
-        candidate["finishReason"] = FINISH_REASONS.get(finish_reason, "OTHER")
-    return candidate
+def _function_call(call: Block) -> Json:
+    arguments = json_object(call.text) or {}
+    return {"functionCall": {"id": call.tool_call_id or None, "name": call.name, "args": arguments}}
 
 
 def _logprobs(content: list[Json]) -> Json:
@@ -275,7 +249,7 @@ def _token(entry: Json) -> Json:
     return {"token": entry["token"], "logProbability": entry["logprob"]}
 
 
-def _response(reply: Json, candidates: list[Json], usage: Json, id_prefix: str) -> Json:
+def _usage(usage: Json) -> Json:
     prompt, sampled = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     counts: Json = {
@@ -283,12 +257,7 @@ def _response(reply: Json, candidates: list[Json], usage: Json, id_prefix: str) 
         "candidatesTokenCount": sampled - thoughts,
         "totalTokenCount": prompt + sampled,
     }
-    return {
-        "candidates": candidates,
-        "usageMetadata": counts | ({"thoughtsTokenCount": thoughts} if thoughts else {}),
-        "modelVersion": reply["model"],
-        "responseId": own_id(reply["id"], id_prefix),
-    }
+    return counts | ({"thoughtsTokenCount": thoughts} if thoughts else {})
 
 
 def _error(status: int, error: Json) -> Json:

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.blocks import joined_content, parts_of
+from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of
 from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -150,10 +150,8 @@ def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> N
         text, call = part.get("text"), read_object(part, "functionCall")
         if call:
             name = str(call.get("name") or "")
-            arguments = orjson.dumps(call.get("args") or {}).decode()
-            function = {"name": name, "arguments": arguments}
-            made = {"id": calls.call(name, call.get("id")), "type": "function", "function": function}
-            reply.setdefault("tool_calls", []).append(made)
+            call_id, arguments = calls.call(name, call.get("id")), orjson.dumps(call.get("args") or {}).decode()
+            reply.setdefault("tool_calls", []).append(chat_tool_call(call_id, name, arguments))
         elif isinstance(text, str):
             field = "reasoning" if part.get("thought") else "content"
             reply[field] = (reply.get(field) or "") + text
@@ -227,12 +225,9 @@ def chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
 
 
 def _chat_tool(declared: Json) -> Json:
-    function: Json = {"name": declared.get("name")}
-    if description := declared.get("description"):
-        function["description"] = description
     parameters = read(declared, "parametersJsonSchema") or declared.get("parameters")
-    function["parameters"] = json_schema(parameters) if parameters else {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+    schema = json_schema(parameters) if parameters else {"type": "object", "properties": {}}
+    return chat_tool(declared.get("name"), declared.get("description"), schema)
 
 
 def json_schema(schema: Any) -> Any:

@@ -16,8 +16,8 @@ import msgspec
 import orjson
 
 from proxy.dialects.base import MESSAGES, STREAM, Action, Call, WireRoute
-from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments
-from proxy.dialects.chat import ChatCompletions, is_json_object
+from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, read_error
+from proxy.dialects.chat import ChatCompletions, json_object
 from proxy.dialects.messages_request import chat_body, is_server_tool, previous_message_id, server_tool_name
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
@@ -124,10 +124,7 @@ class Messages(ChatCompletions):
 
     def encode_error(self, status: int, body: bytes) -> bytes:
         """Return an error in Anthropic's shape."""
-        try:
-            error = orjson.loads(body)["error"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            error = {"message": body.decode(errors="replace")}
+        error = read_error(body)
         encoded = _error(error, ERROR_TYPES.get(status, "api_error"))
         if error.get("code") == "previous_response_not_found":
             encoded["error"]["details"] = {"error_code": "thread_not_found"}
@@ -171,7 +168,7 @@ class MessageEncoder(BlockEncoder):
         if block.kind == "thinking":
             last = self._delta({"type": "signature_delta", "signature": self._message_id})
         elif block.kind == "tool":
-            text = block.text if is_json_object(block.text) else "{}"
+            text = "{}" if json_object(block.text) is None else block.text
             last = self._delta({"type": "input_json_delta", "partial_json": text})
         return last + named_event("content_block_stop", {"index": len(self.closed)})
 
@@ -211,7 +208,7 @@ def _whole_block(block: Block, message_id: str) -> Json:
         case "text":
             return {"type": "text", "text": block.text}
         case _:
-            return _tool_use(block) | {"input": parsed_arguments(block.text)}
+            return _tool_use(block) | {"input": json_object(block.text) or {}}
 
 
 def _tool_use(block: Block) -> Json:

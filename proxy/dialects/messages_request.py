@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.blocks import joined_content, parts_of
+from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of
 from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -105,9 +105,7 @@ def _assistant_message(blocks: list[Json]) -> Json:
 
 
 def _chat_tool_call(block: Json) -> Json:
-    arguments = orjson.dumps(block.get("input") or {}).decode()
-    function = {"name": block.get("name"), "arguments": arguments}
-    return {"id": block.get("id"), "type": "function", "function": function}
+    return chat_tool_call(block.get("id"), block.get("name"), orjson.dumps(block.get("input") or {}).decode())
 
 
 def _user_messages(blocks: list[Json]) -> Iterator[Json]:
@@ -170,10 +168,7 @@ def _chat_tool(tool: Any) -> Json:
         raise InvalidRequest(
             f"a tool must be an object with `name` and `input_schema`, not {tool!r:.80}", param="tools"
         )
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
-    if description := tool.get("description"):
-        function["description"] = description
-    return {"type": "function", "function": function}
+    return chat_tool(tool.get("name"), tool.get("description"), tool.get("input_schema") or {})
 
 
 def _chat_tool_choice(choice: Json) -> Json:

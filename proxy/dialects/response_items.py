@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.blocks import Block, blocks_of, joined_content, parts_of
+from proxy.dialects.blocks import Block, blocks_of, chat_tool_call, joined_content, parts_of
 from proxy.dialects.response_tools import ToolMap, custom_arguments, flat_name
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.types import Json
@@ -95,7 +95,7 @@ def _chat_tool_call(item: Json) -> Json:
         case _:
             arguments = item.get("arguments") or ""
     name = flat_name(item.get("namespace"), item.get("name") or "local_shell")
-    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    return chat_tool_call(item.get("call_id"), name, arguments)
 
 
 def _chat_content(content: Any) -> Any:
