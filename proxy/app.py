@@ -109,15 +109,11 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
         message = f"the request body is not JSON: {first['ctx']['error']}; NaN and Infinity are not JSON either"
         return _plain(422, problems.body(message, "invalid_request_error", "invalid_json"))
     place = [str(part) for part in first["loc"][1:]]
-    if place[:1] == ["0"] and len(error.errors()) and not _is_list(error.body):
+    if place[:1] == ["0"] and len(error.errors()) and not isinstance(error.body, list):
         place = place[1:]  # one reward line is read as a list of one
     where = ".".join(place) or str(first["loc"][0])
     message = _sentence(request, first, where)
     return _plain(422, problems.body(message, "invalid_request_error", "invalid_request", where))
-
-
-def _is_list(body: Any) -> bool:
-    return isinstance(body, list)
 
 
 def _sentence(request: Request, first: Mapping[str, Any], where: str) -> str:

@@ -19,6 +19,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+import cachetools
+
 from turnwise.errors import Forbidden, StoreError, Unauthorized
 from turnwise.store import keys
 from turnwise.store.database import Connection, Database
@@ -40,17 +42,6 @@ DEFAULT_TENANT = "default"
 OPEN = "open"
 """Root of all callers of a proxy without keys, and of the session keys that it makes."""
 SESSION, SESSION_REWARD = "session", "session_reward"
-MAY: dict[str, frozenset[str]] = {
-    SESSION: frozenset({"call"}),
-    SESSION_REWARD: frozenset({"call", "reward", "end"}),
-    "agent": frozenset({"call", "reward", "end", "create", "label", "read", "describe", "metrics"}),
-    "trainer": frozenset({"reward", "label", "read", "experiences", "publish", "describe", "metrics"}),
-    "admin": frozenset(
-        {"call", "reward", "end", "create", "label", "read", "experiences", "publish", "activate", "keys", "delete"}
-        | {"describe", "metrics", "examine"}
-    ),
-}
-"""The actions of each role. The first two roles are those of session keys, which are valid for one session."""
 PHRASES = {
     "call": "call the model",
     "reward": "post rewards",
@@ -67,7 +58,15 @@ PHRASES = {
     "metrics": "read metrics",
     "examine": "examine the installation",
 }
-"""The description of each action, for error messages."""
+"""All actions, with their descriptions for error messages."""
+MAY: dict[str, frozenset[str]] = {
+    SESSION: frozenset({"call"}),
+    SESSION_REWARD: frozenset({"call", "reward", "end"}),
+    "agent": frozenset({"call", "reward", "end", "create", "label", "read", "describe", "metrics"}),
+    "trainer": frozenset({"reward", "label", "read", "experiences", "publish", "describe", "metrics"}),
+    "admin": frozenset(PHRASES),
+}
+"""The actions of each role. The first two roles are those of session keys, which are valid for one session."""
 ACTION_OF_ROUTE = {
     "POST /v1/sessions": "create",
     "GET /v1/sessions": "read",
@@ -167,7 +166,7 @@ class Authenticator:
         self._secret = secret
         self._has_keys = False
         self._open_until = 0.0
-        self._verified: dict[bytes, tuple[float, Principal]] = {}
+        self._verified: cachetools.TTLCache[bytes, Principal] = cachetools.TTLCache(MAX_CACHED_KEYS, CACHE_SECONDS)
         self._used: set[str] = set()
         """Ids of keys whose use is to be recorded."""
         self._recording: asyncio.Task[None] | None = None
@@ -212,23 +211,20 @@ class Authenticator:
     async def _find_valid(self, name: bytes, find: Callable[[Connection], keys.Key | None]) -> Principal | None:
         """Return the principal of a valid key, and remember it for a while under a name; None without a valid key."""
         verified = self._verified.get(name)
-        if verified is not None and verified[0] > time.monotonic():
-            return verified[1]
+        if verified is not None:
+            return verified
         key = await self._database.fetch(find)
         if key is None:
             return None
         if keys.is_use_unrecorded(key):
             self._note_use(key.key_id)
-        principal = Principal(
+        principal = self._verified[name] = Principal(
             tenant=key.tenant,
             role=key.role,
             key_id=key.key_id,
             has_budget=key.token_budget is not None,
             policy_id=key.policy_id,
         )
-        if len(self._verified) > MAX_CACHED_KEYS:
-            self._verified.clear()
-        self._verified[name] = (time.monotonic() + CACHE_SECONDS, principal)
         return principal
 
     def _note_use(self, key_id: str) -> None:

@@ -1,8 +1,6 @@
 """Named points of a call at which a test makes the proxy kill itself. In production they do nothing.
 
-A crash is injected by name and count, not by a timer, so that a test hits the same stage of a call on any machine. The
-points, in the order of a call: `after_session_open`, `before_engine`, `mid_stream`, `before_commit`, `in_transaction`,
-`after_commit_before_reply`; and in a reload `weights_received` and `mid_reload`.
+A crash is injected by name and count, not by a timer, so that a test hits the same stage of a call on any machine.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ POINTS = (
     "weights_received",
     "mid_reload",
 )
+"""In the order of a call, then those of a reload."""
 
 
 class FaultPoints:

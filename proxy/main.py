@@ -19,7 +19,7 @@ from proxy.routes.edge import Edge
 from proxy.settings import ProxySettings
 from proxy.workers.affinity import SessionAffinity
 from proxy.workers.parent import listening_sockets
-from proxy.workers.peers import Peers, WorkerSetup
+from proxy.workers.peers import Peers, WorkerReady, WorkerSetup
 from proxy.writer.process import GC_ALLOCATIONS
 from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging
@@ -67,7 +67,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self._affinity is not None:
             self._affinity.start(self._make_protocol)
-        self._peers.report_ready()
+        self._peers.announce(WorkerReady())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more connections, and finish the calls."""

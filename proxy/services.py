@@ -167,7 +167,15 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         log_format=settings.log_format,
     )
     await writer.start()
-    pool = _make_pool(settings, metrics)
+    pool = EnginePool(
+        settings.engine,
+        metrics,
+        timeout_seconds=settings.engine_timeout_seconds,
+        max_concurrent_calls=settings.max_concurrent_calls,
+        wait_seconds=settings.engine_wait_seconds,
+        gone_seconds=settings.engine_gone_seconds,
+        access=engine_access(settings),
+    )
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults, max_reply_bytes=settings.max_reply_bytes)
     reloader = Reloader(
@@ -178,8 +186,12 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         metrics,
         check_engine=lambda engine: _check_engine(engine, sessions, settings),
         faults=faults,
-        announce=lambda engine: _announce_weights(engine, peers),
-        reserve=lambda engine: _reserve_engine(engine, peers),
+        announce=lambda engine: peers.confirm(
+            WeightsLoaded(engine.url, str(engine.loaded_version), random_hex(16)), ANNOUNCE_SECONDS
+        ),
+        reserve=lambda engine: peers.confirm(
+            EngineReserved(engine.url, random_hex(16)), DRAIN_SECONDS + ANNOUNCE_SECONDS
+        ),
     )
     return Services(
         settings=settings,
@@ -202,18 +214,6 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         events=Events(database, metrics),
         searches=asyncio.Semaphore(MAX_SEARCHES),
         peers=peers,
-    )
-
-
-def _make_pool(settings: ProxySettings, metrics: Metrics) -> EnginePool:
-    return EnginePool(
-        settings.engine,
-        metrics,
-        timeout_seconds=settings.engine_timeout_seconds,
-        max_concurrent_calls=settings.max_concurrent_calls,
-        wait_seconds=settings.engine_wait_seconds,
-        gone_seconds=settings.engine_gone_seconds,
-        access=engine_access(settings),
     )
 
 
@@ -272,20 +272,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-async def _announce_weights(engine: Engine, peers: Peers) -> None:
-    """Let the other workers store the version that an engine has loaded, with all that it samples from now on."""
-    loaded = WeightsLoaded(engine.url, str(engine.loaded_version), random_hex(16))
-    if not await peers.confirm(loaded, ANNOUNCE_SECONDS):
-        log.warning("a worker has not noted version %s within %g s", loaded.label, ANNOUNCE_SECONDS)
-
-
-async def _reserve_engine(engine: Engine, peers: Peers) -> None:
-    """Let the other workers send an engine no new calls, and wait for their running ones to end."""
-    reserved = EngineReserved(engine.url, random_hex(16))
-    if not await peers.confirm(reserved, DRAIN_SECONDS + ANNOUNCE_SECONDS):
-        log.warning("a worker has not ended its calls on the engine at %s within %g s", engine.url, DRAIN_SECONDS)
 
 
 async def _check_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:

@@ -14,6 +14,8 @@ import logging
 import math
 import time
 
+import cachetools
+
 from proxy.auth import Principal
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
@@ -64,7 +66,7 @@ class Budgets:
         self._database = database
         self._writer = writer
         self._metrics = metrics
-        self._accounts: dict[tuple[str, str | None], Account] = {}
+        self._accounts: cachetools.LRUCache[tuple[str, str | None], Account] = cachetools.LRUCache(MAX_ACCOUNTS)
         self._unwritten: dict[tuple[str, str, int], int] = {}
         self._in_write: dict[tuple[str, str, int], int] = {}
         self._writing: asyncio.Task[None] | None = None
@@ -114,8 +116,6 @@ class Budgets:
     def _account(self, tenant: str, key_id: str | None) -> Account:
         found = self._accounts.get((tenant, key_id))
         if found is None:
-            if len(self._accounts) >= MAX_ACCOUNTS:
-                self._accounts.clear()
             found = self._accounts[tenant, key_id] = Account(tenant, key_id)
         return found
 

@@ -6,6 +6,7 @@ The link also shows both ends when the other one has ended: a worker whose paren
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.frames import Frames, Link, frame
 from turnwise.errors import TurnwiseError
 
+log = logging.getLogger(__name__)
 READ_BYTES = 1 << 16
 
 
@@ -136,7 +138,7 @@ class Peers:
     async def _apply(self, change: Change, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
         await apply(change)
         if isinstance(change, AwaitedChange):
-            self._send(Confirmed(change.receipt))
+            self.announce(Confirmed(change.receipt))
 
     def close(self) -> None:
         """Receive no more messages."""
@@ -149,32 +151,24 @@ class Peers:
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def announce(self, change: Change) -> None:
-        """Send a change to all other workers."""
-        self._send(change)
+    def announce(self, message: Change | Confirmed | WorkerReady) -> None:
+        """Send a change to all other workers, or a report to the parent."""
+        if self._transport is not None:
+            self._transport.writelines(frame(message))
 
-    async def confirm(self, change: AwaitedChange, seconds: float) -> bool:
-        """Send a change to all other workers; return whether those that serve have applied it within the time."""
+    async def confirm(self, change: AwaitedChange, seconds: float) -> None:
+        """Send a change to all other workers, and wait so long until those that serve have applied it."""
         if self._transport is None:
-            return True
+            return
         confirmed = self._confirmed[change.receipt] = asyncio.Event()
-        self._send(change)
+        self.announce(change)
         try:
             async with asyncio.timeout(seconds):
                 await confirmed.wait()
         except TimeoutError:
-            return False
+            log.warning("a worker has not applied %s within %g s", change, seconds)
         finally:
             del self._confirmed[change.receipt]
-        return True
-
-    def _send(self, message: object) -> None:
-        if self._transport is not None:
-            self._transport.writelines(frame(message))
-
-    def report_ready(self) -> None:
-        """Tell the parent that this worker serves."""
-        self._send(WorkerReady())
 
     def report_failure(self, error: TurnwiseError) -> None:
         """Tell the parent why this worker cannot start."""

@@ -166,52 +166,44 @@ class Committer:
         self._note_progress = note_progress
         self._faults = faults
         self._proxy_pid = proxy_pid
-        self._results: dict[int, Any] = {}
         self._num_retries = 0
         self._num_errors = 0
 
     def write(self, batch: list[Job]) -> Report:
         """Write a batch; return each job's result, or the exception to raise at its caller."""
-        self._results, self._num_retries, self._num_errors = {}, 0, 0
-        self._write(batch)
-        return Report(self._results, self._num_retries, self._num_errors)
+        self._num_retries = self._num_errors = 0
+        results = self._write(batch)
+        return Report(results, self._num_retries, self._num_errors)
 
-    def _write(self, batch: list[Job]) -> None:
+    def _write(self, batch: list[Job]) -> dict[int, Any]:
+        """Write jobs in one transaction, which is tried again while the store is locked or unreachable."""
+        results: dict[int, Any] = {}
         while batch:
-            batch = self._try(batch)
+            self._exit_with_proxy()
+            try:
+                return results | self._transact(batch)
+            except StoreUnavailable as error:
+                now = time.monotonic()
+                results |= {job.number: error for job in batch if job.deadline <= now}
+                batch = [job for job in batch if job.deadline > now]
+                if batch:
+                    self._num_retries += 1
+                    time.sleep(RETRY_SECONDS)
+            except TurnwiseError as error:
+                return results | self._reject(batch, error)
+            except Exception as error:  # the process's outermost edge: if the writer ended, every call would fail
+                log.exception("a write failed")
+                self._num_errors += 1
+                return results | self._reject(
+                    batch, StoreError(f"the write failed: {error!r}; nothing of it is stored")
+                )
+        return results
 
-    def _try(self, batch: list[Job]) -> list[Job]:
-        """Write jobs in one transaction; return those to try again because the store is locked or unreachable."""
-        self._exit_with_proxy()
-        try:
-            self._results |= self._transact(batch)
-        except StoreUnavailable as error:
-            return self._wait(batch, error)
-        except TurnwiseError as error:
-            self._reject(batch, error)
-        except Exception as error:  # the process's outermost edge: if the writer ended, every call would fail
-            log.exception("a write failed")
-            self._num_errors += 1
-            self._reject(batch, StoreError(f"the write failed: {error!r}; nothing of it is stored"))
-        return []
-
-    def _wait(self, batch: list[Job], error: StoreUnavailable) -> list[Job]:
-        """Fail the jobs whose deadline has passed, pause, and return the others."""
-        now = time.monotonic()
-        self._results |= {job.number: error for job in batch if job.deadline <= now}
-        waiting = [job for job in batch if job.deadline > now]
-        if waiting:
-            self._num_retries += 1
-            time.sleep(RETRY_SECONDS)
-        return waiting
-
-    def _reject(self, batch: list[Job], error: TurnwiseError) -> None:
+    def _reject(self, batch: list[Job], error: TurnwiseError) -> dict[int, Any]:
         """Give the error to the job that caused it: of several jobs each is written by itself."""
         if len(batch) == 1:
-            self._results[batch[0].number] = error
-            return
-        for job in batch:
-            self._write([job])
+            return {batch[0].number: error}
+        return {number: result for job in batch for number, result in self._write([job]).items()}
 
     def _transact(self, batch: list[Job]) -> dict[int, Any]:
         results: dict[int, Any] = {}

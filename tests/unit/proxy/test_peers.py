@@ -9,7 +9,7 @@ import socket
 import pytest
 import uvloop
 
-from proxy.workers.peers import Peers
+from proxy.workers.peers import Peers, WorkerReady
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -24,7 +24,7 @@ def test_a_worker_stops_when_its_parent_ends_with_or_without_having_read_its_mes
         with link:
             peers = Peers(link)
             await peers.connect(lambda _: asyncio.sleep(0))
-            peers.report_ready()
+            peers.announce(WorkerReady())
             if has_read:
                 parent.recv(1 << 16)
             parent.close()
