@@ -134,19 +134,9 @@ class HttpClient:
             connection.fail(Disconnected(reason))
 
 
-KEEP_ALIVE_SECONDS = 10
-"""Silence on a connection after which TCP sends keep-alive probes."""
-PROBE_SECONDS, NUM_PROBES = 5, 3
-"""Interval of the probes, and how many may stay unanswered: a vanished host is noticed after 25 s."""
-UNACKNOWLEDGED_SECONDS = 25
-"""How long sent data may stay unacknowledged before the connection is closed."""
-
-KEEP_ALIVE_OPTIONS = {
-    "TCP_KEEPIDLE": KEEP_ALIVE_SECONDS,
-    "TCP_KEEPINTVL": PROBE_SECONDS,
-    "TCP_KEEPCNT": NUM_PROBES,
-    "TCP_USER_TIMEOUT": UNACKNOWLEDGED_SECONDS * 1000,
-}
+KEEP_ALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+"""TCP probes a connection that was silent for 10 s each 5 s, and closes it after three probes without an answer, or
+when sent data is unacknowledged for 25,000 ms."""
 
 
 def set_keep_alive(transport: asyncio.BaseTransport) -> None:

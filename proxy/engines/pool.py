@@ -112,11 +112,6 @@ class EnginePool:
                 code="policy_archived",
             )
 
-    @property
-    def num_calls(self) -> int:
-        """Calls that wait for an engine or run on one."""
-        return self._in_flight
-
     def route(self, key: str) -> Engine:
         """Return the serving engine of a key, such as an API key's id.
 
@@ -247,8 +242,7 @@ class EnginePool:
         self.check_limit(self._in_flight)
         self._in_flight += 1
         try:
-            if self.read_served is not None and self._may_be_outdated(session):
-                await self._read_served(self.read_served)
+            await self._update_served(session)
             state = self.served.get(session.policy_id, NO_VERSIONS)
             wanted = version
             if version is None and session.policy_id != DEFAULT_POLICY:
@@ -291,12 +285,10 @@ class EnginePool:
 
     async def _with_adapter(self, lane: Lane, wanted: PolicyVersion) -> Lane:
         """Return the lane; load the wanted adapter first if its engine lacks it."""
-        is_missing = wanted.kind is PolicyKind.LORA and lane.adapter is None
-        return await self._load(lane.engine, wanted.version) if is_missing else lane
-
-    async def _load(self, engine: Engine, version: int) -> Lane:
+        if wanted.kind is not PolicyKind.LORA or lane.adapter is not None:
+            return lane
         assert self.load_adapter is not None, "a reloader has told the pool which adapters there are"
-        return await self.load_adapter(engine, version)
+        return await self.load_adapter(lane.engine, wanted.version)
 
     async def load_again(self, lane: Lane) -> None:
         """Load an adapter again that its engine has lost, in a restart or because another process unloaded it.
@@ -304,8 +296,9 @@ class EnginePool:
         Raises:
             ReloadFailed: the engine did not load it.
         """
+        assert self.load_adapter is not None, "a reloader has told the pool which adapters there are"
         lane.engine.adapters.pop(lane.version, None)
-        await self._load(lane.engine, lane.version)
+        await self.load_adapter(lane.engine, lane.version)
         lane.engine.adapters[lane.version] = lane
 
     def check_limit(self, num_calls: int) -> None:
@@ -317,20 +310,17 @@ class EnginePool:
         if num_calls >= self._max_concurrent_calls:
             raise Overloaded(f"{num_calls} calls are in flight, which is the limit; retry after a second")
 
-    def _may_be_outdated(self, session: Session) -> bool:
-        """Return whether what this process knows of the served versions could give the call a wrong one.
+    async def _update_served(self, session: Session) -> None:
+        """Read which versions are served, if what this process knows of them could give the call a wrong one.
 
         Another process may have started or ended the trial. Without this a session could enter a trial after it has
         left it, or a call outside the trial could sample with the version on trial.
         """
         is_trying = self.served.get(session.policy_id, NO_VERSIONS).canary is not None
-        return is_trying or session.arm is not None or self._num_noted < self._num_notes
-
-    async def _read_served(self, read: Callable[[], Awaitable[None]]) -> None:
-        """Read from the store which versions are served."""
         num_notes = self._num_notes
-        await read()
-        self._num_noted = max(self._num_noted, num_notes)
+        if self.read_served is not None and (is_trying or session.arm is not None or self._num_noted < num_notes):
+            await self.read_served()
+            self._num_noted = max(self._num_noted, num_notes)
 
     async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, *, may_wait: bool) -> Lane:
         """Return the session's lane once its engine takes calls; a reload has a deadline of its own."""

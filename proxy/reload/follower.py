@@ -6,6 +6,7 @@ versions, and load those of named policies beside them.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -19,7 +20,7 @@ from turnwise.store import policies
 from turnwise.store.policies import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, utc_now
 
-IsServed = Callable[[PolicyVersion, ServingState], bool]
+IsServed = Callable[[PolicyVersion, PolicyVersion | None], bool]
 RollOut = Callable[[PolicyVersion, PolicyVersion | None], Awaitable[float]]
 
 log = logging.getLogger(__name__)
@@ -40,64 +41,60 @@ class Follower:
         is_served: IsServed,
         roll_out: RollOut,
     ) -> None:
-        self.policy_id = policy_id
+        self._policy_id = policy_id
         self.arms = arms
         self._lease = lease
         self._served = served
         self._settings = settings
         self._metrics = metrics
         self._is_served = is_served
-        """Returns whether the target, which is active, is where calls need it."""
+        """Returns whether the target, which is active, is where calls need it, beside the hold-out."""
         self._roll_out = roll_out
         """Loads a target in place of the active version; returns how long engines were paused, seconds."""
         self.problem: str | None = None
         """Why the last version was not loaded; None after one that was."""
 
-    def is_settled(self, state: ServingState) -> bool:
-        """Return whether there is nothing to do now."""
-        target = state.target
-        if target is None:
-            return True
-        if state.holdout is not None and not self._settings.share_held_out(target.kind):
-            return False
-        if state.canary is not None and state.pinned is not None:
-            return False
-        if self.arms.attempts.is_waiting((state.canary or target).version):
-            return True
-        if state.canary is not None:
-            return not self.arms.is_due
-        if state.active is None or target.version != state.active.version:
-            return False
-        return self._is_served(target, state) and not (state.holdout and self.arms.is_lift_due)
+    def next_step(self, state: ServingState) -> Callable[[], Awaitable[None]] | None:
+        """Return the next step towards the target; None if there is nothing to do now.
 
-    async def step(self, state: ServingState) -> None:
-        """Do the next step towards the target.
-
-        Raises:
+        The step raises:
             EngineError, BadCheckpoint: the active version could not be loaded again.
             FilesNotRead: a version's files are being read; call again.
         """
-        target, active, canary = state.target, state.active, state.canary
-        assert target is not None, "a policy without a version is settled"
-        if state.holdout is not None and not self._settings.share_held_out(target.kind):
-            await self.arms.end_holdout(state.holdout)
-        elif canary is not None and (state.pinned is not None or not self._settings.canary_share):
-            await self.arms.call_off(canary, active)
-        elif canary is not None and active is not None:
-            if await self.arms.wait_for_engine(canary, active):
-                return
-            if canary.activated_at is None:  # the process that prepared the trial has not started it
-                await self.arms.begin(canary, active)
-            elif await self.arms.advance(canary, active):
-                await self._promote(canary, active)
-        elif active is not None and state.pinned is None and self.arms.is_wanted(target, active):
-            await self.arms.begin(target, active)
-        elif state.holdout is not None and active is not None and target.version == active.version:
-            await self.arms.measure(active, state.holdout)
-            if not self._is_served(target, state):
-                await self._serve(target, active)
-        else:
-            await self._serve(target, active)
+        target, active, canary, holdout, arms = state.target, state.active, state.canary, state.holdout, self.arms
+        if target is None:
+            return None
+        if holdout is not None and not self._settings.share_held_out(target.kind):
+            return functools.partial(arms.end_holdout, holdout)
+        if canary is not None and (state.pinned is not None or not self._settings.canary_share):
+            return functools.partial(arms.call_off, canary, active)
+        if arms.attempts.is_waiting((canary or target).version):
+            return None
+        if canary is not None and active is not None:
+            return functools.partial(self._advance, canary, active) if arms.is_due else None
+        if active is None or target.version != active.version:
+            if active is not None and state.pinned is None and arms.is_wanted(target, active):
+                return functools.partial(arms.begin, target, active)
+            return functools.partial(self._serve, target, active)
+        is_served = self._is_served(target, holdout)
+        if holdout is not None and (arms.is_lift_due or not is_served):
+            return functools.partial(self._measure, active, holdout)
+        return None if is_served else functools.partial(self._serve, target, active)
+
+    async def _advance(self, canary: PolicyVersion, active: PolicyVersion) -> None:
+        """Start a trial that another process has prepared, or judge it."""
+        if await self.arms.wait_for_engine(canary, active):
+            return
+        if canary.activated_at is None:
+            await self.arms.begin(canary, active)
+        elif await self.arms.advance(canary, active):
+            await self._promote(canary, active)
+
+    async def _measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
+        """Compare the served version with the hold-out, and load it where it is missing."""
+        await self.arms.measure(active, holdout)
+        if not self._is_served(active, holdout):
+            await self._serve(active, active)
 
     async def _promote(self, canary: PolicyVersion, active: PolicyVersion) -> None:
         """Serve a version that was on trial to all sessions.
@@ -134,16 +131,16 @@ class Follower:
         self.problem = None
         self.arms.attempts.forget(target.version)
         self._metrics.reloads.labels("done").inc()
-        if self.policy_id == DEFAULT_POLICY:
+        if self._policy_id == DEFAULT_POLICY:
             self._metrics.policy_version.set(target.version)
             self._metrics.reload_seconds.observe(seconds)
         log.info(
             "policy version %d of policy %d is served; engines paused for %.0f ms at most",
             target.version,
-            self.policy_id,
+            self._policy_id,
             seconds * 1000,
         )
-        known = self._served.state(self.policy_id)
+        known = self._served.state(self._policy_id)
         is_held = self.arms.holdout_after(target, known.active, known.holdout) is not None
         share = self._settings.share_held_out(target.kind) if is_held else 0.0
         await self._lease.write(policies.activate_policy, target.version, seconds, utc_now(), share)

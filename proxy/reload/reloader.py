@@ -42,7 +42,6 @@ from turnwise.errors import (
 )
 from turnwise.store import policies
 from turnwise.store.database import Database
-from turnwise.store.policies import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 from turnwise.version_directory import MANIFEST, base_version
 
@@ -159,17 +158,17 @@ class Reloader:
             self._pool.stop_draining(before=self._served.read_at)
         if self._settings.engine_sleep and await self._sleeper.follow(state.active):
             return
-        if self._pool.serving and self._unsettled():
+        if self._pool.serving and self._next_steps():
             with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
                 await self._drive()
 
-    def _unsettled(self) -> list[tuple[Follower, ServingState]]:
-        """Return the policies for which there is something to do, with their versions; the default one first."""
+    def _next_steps(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
+        """Return the next step of each policy for which there is something to do; the default policy's first."""
         known = self._followers
         numbers = sorted({DEFAULT_POLICY, *self._pool.served})
         self._followers = {number: known.get(number) or self._follower_of(number) for number in numbers}
-        pairs = [(follower, self._served.state(number)) for number, follower in self._followers.items()]
-        return [(follower, state) for follower, state in pairs if not follower.is_settled(state)]
+        steps = ((number, self._followers[number].next_step(self._served.state(number))) for number in numbers)
+        return [(number, step) for number, step in steps if step is not None]
 
     async def _drive(self) -> None:
         """Do the next step of each policy, unless another process drives.
@@ -181,18 +180,19 @@ class Reloader:
         async with self.lease.held() as is_driver:
             if is_driver:  # another process may have driven while the lease was awaited
                 await self._served.refresh()
-            if not self._default.is_settled(self._served.state(DEFAULT_POLICY)):
-                await self._read_served_versions(self._served.state(DEFAULT_POLICY).active)
-            for follower, state in self._unsettled() if is_driver else ():
+            state = self._served.state(DEFAULT_POLICY)
+            if self._default.next_step(state) is not None:
+                await self._read_served_versions(state.active)
+            for policy_id, step in self._next_steps() if is_driver else ():
                 if not self._pool.serving:  # the step before has taken the last engine out
                     break
                 try:
-                    await follower.step(state)
+                    await step()
                 except FilesNotRead as error:
                     unread = error
                 except (BadCheckpoint, EngineError) as error:
                     self._metrics.background_errors.labels("reload").inc()
-                    log.warning("policy %d could not be brought up to date: %s", follower.policy_id, error)
+                    log.warning("policy %d could not be brought up to date: %s", policy_id, error)
             if unread is not None:
                 raise unread
 
@@ -204,10 +204,9 @@ class Reloader:
             version = 0 if active is None else active.version
             self._metrics.named_policy_version.labels(policy.tenant, policy.name).set(version)
 
-    def _is_served(self, target: PolicyVersion, state: ServingState) -> bool:
+    def _is_served(self, target: PolicyVersion, holdout: PolicyVersion | None) -> bool:
         """Return whether all engines serve the target, save one that keeps the hold-out's whole weights."""
-        others = self._default.arms.without_held_out(state.holdout, target)
-        return all(serves(engine, target) for engine in others)
+        return all(serves(engine, target) for engine in self._default.arms.without_held_out(holdout, target))
 
     async def _read_served_versions(self, active: PolicyVersion | None) -> None:
         """Read from the engines what another process has loaded into them."""
@@ -377,7 +376,7 @@ class Reloader:
         return time.monotonic() - self._missed[1] >= LOST_SECONDS
 
 
-def _is_served_at_calls(_target: PolicyVersion, _state: ServingState) -> bool:
+def _is_served_at_calls(_target: PolicyVersion, _holdout: PolicyVersion | None) -> bool:
     """Return that a named policy's active adapter is where calls need it: an engine that lacks it loads it then."""
     return True
 
