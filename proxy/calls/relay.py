@@ -139,7 +139,8 @@ class Relay:
 
         def read(connection: Connection) -> list[Turn]:
             names = [capture.request_key(key, index) for index in range(call.num_choices)]
-            found = [queries.turn_by_request(connection, session.tenant, session.session_id, name) for name in names]
+            own = session.tenant, session.session_id
+            found = [queries.stored_turn(connection, *own, request_key=name) for name in names]
             return [turn for turn in found if turn is not None and turn.finish_reason is not None]
 
         turns = await self._database.fetch(read)

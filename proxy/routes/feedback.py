@@ -148,7 +148,7 @@ def _feedback(services: Services, principal: Principal, wanted: NewFeedback) -> 
     session_id = wanted.session_id
     with services.database.read() as connection:
         if wanted.turn_id is not None:
-            holder = queries.session_of_turn(connection, principal.tenant, wanted.turn_id)
+            holder = queries.sessions_of_turns(connection, principal.tenant, [wanted.turn_id]).get(wanted.turn_id)
             if holder is None or session_id not in (None, holder):
                 raise NotFound(f"there is no turn {wanted.turn_id!r}" + _where(session_id), param="turn_id")
             session_id = holder

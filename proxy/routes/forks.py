@@ -46,7 +46,7 @@ async def fork_turn(
     wanted = fork or Fork()
 
     def read(connection: Connection) -> Session:
-        forked_id = queries.session_of_turn(connection, principal.tenant, turn_id)
+        forked_id = queries.sessions_of_turns(connection, principal.tenant, [turn_id]).get(turn_id)
         if forked_id is None:
             raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
         return queries.session(connection, principal.tenant, forked_id)

@@ -254,11 +254,11 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 @router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
-    holder = await services.database.fetch(queries.session_of_turn, principal.tenant, turn_id)
+    holder = (await services.database.fetch(queries.sessions_of_turns, principal.tenant, [turn_id])).get(turn_id)
     if holder is None or principal.session_id not in (None, holder):
         raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-    session_id, turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
-    services.forget_session(principal.tenant, session_id)
+    turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
+    services.forget_session(principal.tenant, holder)
     return answer({"role": wanted.role, "turn_ids": turn_ids})
 
 

@@ -32,7 +32,7 @@ async def get_tokens(
 
     def read(connection: Connection) -> Json:
         path = turn_path(connection, principal.tenant, turn_id)
-        session_pk = queries.session_pk_of_turn(connection, turn_id)
+        session_pk, _ = queries.place_of_turn(connection, turn_id)
         credit = experiences.session_credit(connection, session_pk)
         updates = trained.trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}

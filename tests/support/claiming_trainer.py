@@ -83,7 +83,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     source = LedgerSource(database, rule)
     source.open(types.PolicyVersion(version=0, path="base"))
     with database.read() as connection:
-        last = queries.last_update(connection, name)
+        last = next((each for each in queries.updates(connection, limit=10_000)[0] if each.trainer_id == name), None)
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
     while (batch := source.next_batch(Position())) is not None:
         print(os.getpid(), "holds", flush=True)

@@ -263,13 +263,13 @@ OF_TENANT: dict[str, Ask] = {
     "a turn": lambda c: queries.turn(c, "t", "t-s-t1"),
     "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
     "a turn's tokens": lambda c: history.full_tokens(c, "t-s-t1"),
-    "a turn's session": lambda c: queries.session_of_turn(c, "t", "t-s-t1"),
+    "a turn's session": lambda c: queries.sessions_of_turns(c, "t", ["t-s-t1"]),
     "a turn's path": lambda c: session_records.turn_path(c, "t", "t-s-t2"),
     "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
     "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
     "a dialogue": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),
     "a conversation of the Responses API": lambda c: history.newest_in_conversation(c, "t", "s", "conv"),
-    "a repeated call": lambda c: queries.turn_by_request(c, "t", "s", "key"),
+    "a repeated call": lambda c: queries.stored_turn(c, "t", "s", request_key="key"),
     "counts of a tenant": lambda c: queries.counts(c, "t"),
     "the number of a tenant's sessions": lambda c: session_records.count_sessions(c, TENANT),
     "an export of a tenant": lambda c: list(session_records.session_records(c, TENANT)),
@@ -341,7 +341,7 @@ OF_ALL: dict[str, Ask] = {
         queries.updates(c, after=9, tenant="t"),
         queries.updates_after(c, 9),
     ),
-    "the last update": lambda c: (queries.last_update(c), queries.last_update(c, "trainer", policy_id=0)),
+    "the last update": lambda c: (queries.last_update(c), queries.last_update(c, policy_id=0)),
     "digests of an update": lambda c: trained.trained_digests(c, 1),
     "groups for the metrics": queries.unfinished_groups,
     "imported groups": groups.imported_groups,
@@ -365,8 +365,8 @@ OF_ALL: dict[str, Ask] = {
     "states of a version": _versions,
     "a hold-out": _holdout,
     "sessions for the sentinels": lambda c: (
-        played.first_sessions(c, 4),
-        played.newest_sessions(c, 4),
+        played.live_sessions(c, 4),
+        played.live_sessions(c, 4, newest=True),
         played.held_out_sessions(c, 1, 4),
     ),
     "a lease": _lease,
@@ -412,7 +412,7 @@ CALLS = {**OF_TENANT, **OF_ALL, **OF_THE_WHOLE_STORE}
 
 
 def _pk(conn: sa.Connection, session_id: str) -> int:
-    return int(queries.lock_session(conn, "t", session_id).session_pk)
+    return int(queries.session_row(conn, "t", session_id).session_pk)
 
 
 def _turn() -> Turn:

@@ -126,21 +126,23 @@ def claim(
                 groups.c.group_pk,
                 groups.c.group_id,
                 groups.c.tenant,
-                groups.c.fencing_token,
+                (groups.c.fencing_token + 1).label("fencing_token"),
                 _IS_SINGLE.label("is_single"),
             )
             .where(_is_claimable(instant, policy_id, with_imported=with_imported))
             .order_by(groups.c.ready_at, groups.c.group_pk)
             .limit(max_groups * singles_per_group)
             .with_for_update(skip_locked=True)
-        ).all()
-        places = itertools.accumulate(1 if row.is_single else singles_per_group for row in found)
-        found = [row for row, filled in zip(found, places, strict=True) if filled <= max_groups * singles_per_group]
-        if not found:
+        )
+        oldest = [ClaimedGroup(**row._mapping) for row in found]  # noqa: SLF001  SQLAlchemy's public name
+        places = itertools.accumulate(1 if group.is_single else singles_per_group for group in oldest)
+        most = max_groups * singles_per_group
+        claimed = tuple(group for group, filled in zip(oldest, places, strict=True) if filled <= most)
+        if not claimed:
             return None
         conn.execute(
             sa.update(groups)
-            .where(groups.c.group_pk.in_([row.group_pk for row in found]))
+            .where(groups.c.group_pk.in_([group.group_pk for group in claimed]))
             .values(
                 status=GroupStatus.CLAIMED.value,
                 trainer_id=trainer_id,
@@ -148,16 +150,6 @@ def claim(
                 leased_until=leased_until,
             )
         )
-    claimed = tuple(
-        ClaimedGroup(
-            group_pk=row.group_pk,
-            group_id=row.group_id,
-            tenant=row.tenant,
-            fencing_token=row.fencing_token + 1,
-            is_single=bool(row.is_single),
-        )
-        for row in found
-    )
     return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
 
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -32,6 +32,7 @@ from turnwise.types import (
     Credit,
     Json,
     Outcome,
+    Reward,
     Role,
     Session,
     SessionStatus,
@@ -42,7 +43,7 @@ from turnwise.types import (
 
 _SESSIONS_AT_ONCE = 32
 _TURNS_AT_ONCE = 500
-"""Turns of several sessions that are read at once."""
+"""Most sessions, and most turns of several sessions, that are read at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +151,21 @@ def experiences_of_sessions(
 ) -> Iterator[Experience]:
     """Yield one experience per chain of these sessions, oldest first; the reward of one without rewards is 0."""
     shape = Shape(roles=roles, merge="chain", with_unrewarded=True)
-    for start in range(0, len(session_pks), _SESSIONS_AT_ONCE):
-        found = conn.execute(
-            sa.select(sessions)
-            .where(sessions.c.session_pk.in_(session_pks[start : start + _SESSIONS_AT_ONCE]))
-            .order_by(sessions.c.session_pk)
-        ).all()
-        yield from _of_sessions(conn, found, shape)
+    return _stream(conn, [is_among(conn.dialect, sessions.c.session_pk, session_pks)], shape)
+
+
+def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Iterator[Sequence[rows.StoredRow]]:
+    """Yield the rows of sessions, oldest first: of some that have so few turns that these are read at once."""
+    behind = 0
+    while True:
+        page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
+        found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
+        totals = itertools.accumulate(row.num_turns for row in found)
+        batch = [row for row, total in zip(found, totals, strict=True) if total <= _TURNS_AT_ONCE] or found[:1]
+        if not batch:
+            return
+        behind = batch[-1].session_pk
+        yield batch
 
 
 def session_credit(conn: sa.Connection, session_pk: int) -> SessionCredit | None:
@@ -170,57 +179,39 @@ def session_credit(conn: sa.Connection, session_pk: int) -> SessionCredit | None
 
 
 def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: Shape) -> Iterator[Experience]:
-    behind = 0
-    while True:
-        found = conn.execute(
-            sa.select(sessions)
-            .where(*clauses, sessions.c.num_rewards > 0, sessions.c.session_pk > behind)
-            .order_by(sessions.c.session_pk)
-            .limit(_SESSIONS_AT_ONCE)
-        ).all()
-        if not found:
-            return
-        behind = found[-1].session_pk
-        yield from _of_sessions(conn, found, shape)
+    is_rewarded = [] if shape.with_unrewarded else [sessions.c.num_rewards > 0]
+    for found in rows_in_batches(conn, *clauses, *is_rewarded):
+        pks = [row.session_pk for row in found]
+        turns, lines = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks)
+        updates_of, hints = trained.trained_in(conn, pks), _hints(conn, pks)
+        for row in found:
+            pk = row.session_pk
+            in_session = [_trained(turn, shape) for turn in turns.get(pk, [])]
+            yield from _of_session(row, in_session, lines.get(pk, []), updates_of.get(pk, ()), hints[pk], shape)
 
 
-def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: Shape) -> Iterator[Experience]:
-    portion: list[rows.StoredRow] = []
-    for row in found:
-        if portion and sum(each.num_turns for each in (*portion, row)) > _TURNS_AT_ONCE:
-            yield from _of_portion(conn, portion, shape)
-            portion = []
-        portion.append(row)
-    yield from _of_portion(conn, portion, shape)
-
-
-def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: Shape) -> Iterator[Experience]:
-    pks = [row.session_pk for row in found]
-    turns = lineage.turns_of(conn, pks)
-    lines = lineage.rewards_of(conn, pks)
-    updates_of = trained.trained_in(conn, pks)
-    hints = _hints(conn, pks)
-    for row in found:
-        in_session = [_trained(turn, shape) for turn in turns.get(row.session_pk, [])]
-        in_force = latest_lines(lines.get(row.session_pk, []))
-        if not in_force and not shape.with_unrewarded:
-            continue
-        assigned = assign_credit(
-            in_session,
-            in_force,
-            shape.credit or Credit(row.credit),
-            gamma=row.gamma if shape.gamma is None else shape.gamma,
-            reward_bonus_coeff=shape.reward_bonus_coeff,
-        )
-        session = rows.session_from_row(row, assigned.reward)
-        sequences = merge_session(in_session) if shape.merge == "chain" else split_session(in_session)
-        by_id = {turn.turn_id: turn for turn in in_session}
-        for sequence in sequences:
-            agent = agent_digest(root_of(sequence.turns[0], by_id).messages)
-            found_in = updates_of.get(row.session_pk, ())
-            experience = _experience(session, sequence, assigned, found_in, agent, shape.credit)
-            own = {turn_id: hint for turn_id, hint in hints[row.session_pk].items() if turn_id in experience.turn_ids}
-            yield dataclasses.replace(experience, info=experience.info | {HINTS: own}) if own else experience
+def _of_session(
+    row: rows.StoredRow,
+    turns: Sequence[Turn],
+    lines: Sequence[Reward],
+    updates_of: Sequence[tuple[TrainedIn, trained.Advantages]],
+    hints: Mapping[str, Json],
+    shape: Shape,
+) -> Iterator[Experience]:
+    assigned = assign_credit(
+        turns,
+        latest_lines(lines),
+        shape.credit or Credit(row.credit),
+        gamma=row.gamma if shape.gamma is None else shape.gamma,
+        reward_bonus_coeff=shape.reward_bonus_coeff,
+    )
+    session = rows.session_from_row(row, assigned.reward)
+    by_id = {turn.turn_id: turn for turn in turns}
+    for sequence in merge_session(turns) if shape.merge == "chain" else split_session(turns):
+        agent = agent_digest(root_of(sequence.turns[0], by_id).messages)
+        experience = _experience(session, sequence, assigned, updates_of, agent, shape.credit)
+        own = {turn_id: hint for turn_id, hint in hints.items() if turn_id in experience.turn_ids}
+        yield dataclasses.replace(experience, info=experience.info | {HINTS: own}) if own else experience
 
 
 def _hints(conn: sa.Connection, session_pks: Sequence[int]) -> defaultdict[int, dict[str, Json]]:

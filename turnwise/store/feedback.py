@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from turnwise.chains import IMPORTED
 from turnwise.errors import InvalidRequest
 from turnwise.store import forks, idempotency, ledger, lineage, queries, retention, rows
+from turnwise.store.statements import insert_rows
 from turnwise.store.tables import feedback, sessions
 from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Outcome, Reward, Session, TokenIds, Turn
 
@@ -91,13 +92,13 @@ def add(
         InvalidRequest: the session has `MAX_FEEDBACK` others.
         Conflict: the key was used with another body.
     """
-    session_pk = queries.lock_session(conn, given.tenant, given.session_id).session_pk
+    session_pk = queries.session_row(conn, given.tenant, given.session_id, lock=True).session_pk
     if idempotency_key is not None:
         known = idempotency.claim_key(conn, given.tenant, given.session_id, idempotency_key, body_digest)
         if known is not None:
             return
     earlier = _replaced(conn, given, session_pk)
-    conn.execute(sa.insert(feedback).values(**_row(given, session_pk)))
+    insert_rows(conn, feedback, [rows.FEEDBACK.row(given, session_pk=session_pk)])
     if reward is not None:
         line = Reward(
             session_id=given.session_id,
@@ -122,13 +123,10 @@ def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedb
     Raises:
         NotFound: no such session.
     """
-    session = queries.session(conn, tenant, session_id)
-    found = conn.execute(
-        sa.select(feedback, sessions.c.session_id, sessions.c.tenant)
-        .join_from(feedback, sessions)
-        .where(sessions.c.tenant == tenant, sessions.c.session_id == session.session_id)
-    )
-    return sorted(map(rows.FEEDBACK.record, found), key=lambda each: each.created_at)
+    session_pk = queries.session_row(conn, tenant, session_id).session_pk
+    found = sa.select(feedback, sessions.c.session_id, sessions.c.tenant).join_from(feedback, sessions)
+    own = found.where(feedback.c.session_pk == session_pk).order_by(feedback.c.created_at)
+    return [rows.FEEDBACK.record(row) for row in conn.execute(own)]
 
 
 def _replaced(conn: sa.Connection, given: Feedback, session_pk: int) -> str | None:
@@ -147,11 +145,6 @@ def _replaced(conn: sa.Connection, given: Feedback, session_pk: int) -> str | No
             "target, kind and name"
         )
     return earlier
-
-
-def _row(given: Feedback, session_pk: int) -> dict[str, object]:
-    row = rows.FEEDBACK.row(given, session_pk=session_pk)
-    return {name: value for name, value in row.items() if name not in ("session_id", "tenant")}
 
 
 def _finish(conn: sa.Connection, one: Member) -> None:

@@ -37,7 +37,7 @@ def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bo
     Raises:
         NotFound: no such turn.
     """
-    session_pk = queries.session_pk_of_turn(conn, turn_id, session.tenant)
+    session_pk, _ = queries.place_of_turn(conn, turn_id, session.tenant)
     path = lineage.path_ids(conn, session_pk, turn_id)
     if before:
         path.pop()

@@ -11,12 +11,13 @@ import dataclasses
 import datetime
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
+from turnwise.store.queries import LockedSession
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, unindexed
 from turnwise.store.tables import groups, sessions, turns
@@ -218,19 +219,7 @@ def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
     conn.execute(revised.values(**_ready("revised")))
 
 
-class Member(Protocol):
-    """The columns of a session's row that its group needs."""
-
-    @property
-    def session_pk(self) -> int:
-        """The session."""
-
-    @property
-    def group_pk(self) -> int | None:
-        """Its group; None for a session that is never trained."""
-
-
-def finish(conn: sa.Connection, finished: Iterable[Member]) -> None:
+def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -> None:
     """Count sessions as finished in their groups, and make complete groups ready.
 
     A group also stores the oldest policy version among the trainable turns of its finished sessions.

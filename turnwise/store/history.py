@@ -9,7 +9,7 @@ from typing import Literal
 import sqlalchemy as sa
 
 from turnwise.store import lineage, rows, tables
-from turnwise.store.queries import session_pk_of_turn
+from turnwise.store.queries import place_of_turn
 from turnwise.types import Outcome, SessionStatus, TokenIds, Turn
 
 _ADDED_COLUMNS = [
@@ -133,4 +133,5 @@ def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
     Raises:
         NotFound: no such turn.
     """
-    return lineage.tokens_through(conn, session_pk_of_turn(conn, turn_id), turn_id)
+    session_pk, _ = place_of_turn(conn, turn_id)
+    return lineage.tokens_through(conn, session_pk, turn_id)

@@ -8,6 +8,7 @@ that finishes a session counts it in its group, and the write that finishes the 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +18,8 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, idempotency, new_turns, queries, rows, trials
+from turnwise.store.queries import LockedSession, lock_sessions
 from turnwise.store.rows import to_micros
-from turnwise.store.session_locks import LockedSession, lock_sessions, no_session
 from turnwise.store.statements import insert_ignoring, insert_rows, is_among
 from turnwise.store.tables import rewards, sessions, turns
 from turnwise.types import MAX_REWARD, Outcome, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
@@ -35,13 +36,13 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
     """
     if session.group_size is not None and session.group_id is None:
         raise InvalidRequest(f"group_size {session.group_size!r} needs a group_id; give one", param="group_id")
-    known = _session_row(conn, session.tenant, session.session_id)
-    if known is None:
-        (session,) = trials.assign(conn, [session])
-        group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
-        if insert_ignoring(conn, sessions, rows.session_row(session, group_pk)):
-            return dataclasses.replace(session, last_active_at=session.created_at), True
-        groups.leave(conn, group_pk)
+    with contextlib.suppress(NotFound):
+        return queries.session(conn, session.tenant, session.session_id), False
+    (session,) = trials.assign(conn, [session])
+    group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
+    if insert_ignoring(conn, sessions, rows.session_row(session, group_pk)):
+        return dataclasses.replace(session, last_active_at=session.created_at), True
+    groups.leave(conn, group_pk)
     return queries.session(conn, session.tenant, session.session_id), False
 
 
@@ -98,9 +99,7 @@ def end_session(
     """
     if reward is not None:
         add_rewards(conn, [reward])
-    row = _session_row(conn, tenant, session_id, lock=True)
-    if row is None:
-        raise no_session(session_id)
+    row = queries.session_row(conn, tenant, session_id, lock=True)
     if row.status == SessionStatus.EXPIRED:
         raise Conflict(f"session {session_id!r} has expired; create a new one", code="session_expired")
     if row.status == SessionStatus.OPEN:
@@ -198,11 +197,6 @@ def add_rewards(
     if idempotency_key is not None:
         idempotency.keep_answer(conn, tenant, scope, idempotency_key, reached)
     return reached
-
-
-def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow | None:
-    found = sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.session_id == session_id)
-    return conn.execute(found.with_for_update() if lock else found).one_or_none()
 
 
 def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) -> list[str]:

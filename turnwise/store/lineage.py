@@ -96,8 +96,7 @@ def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> lis
     size = size_of(conn.dialect.name, held.messages, held.tools, held.response, *arrays)
     # One by one: SQLite reads a text to measure it, and those behind the last one that fits may be large.
     sizes = (conn.execute(sa.select(size).where(held.turn_id == each)).scalar_one_or_none() or 0 for each in turn_ids)
-    num_turns, _ = num_fitting(sizes, len(turn_ids), max_bytes)
-    return list(turn_ids[:num_turns])
+    return list(turn_ids[: num_fitting(sizes, len(turn_ids), max_bytes)])
 
 
 def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenIds:

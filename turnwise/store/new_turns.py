@@ -14,9 +14,7 @@ import sqlalchemy as sa
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import queries
-from turnwise.store.chain_ids import ChainIds
 from turnwise.store.rows import finish_turn
-from turnwise.store.session_locks import lock_sessions
 from turnwise.store.statements import count_up, fetch_rows, insert_rows
 from turnwise.store.tables import turns
 from turnwise.types import Outcome, SessionKey, SessionStatus, Turn
@@ -46,9 +44,8 @@ def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
         Conflict: another session has a turn with this id.
     """
     states = _lock(conn, set(map(_session_of, batch)))
-    chain_ids = ChainIds(conn, [row["parent_turn_id"] for row in batch])
-    session_of_turn, stored_keys = _already_stored(conn, batch, states)
-    session_of_turn |= chain_ids.session_of_parent
+    session_of_turn, open_chains = _stored_turns(conn, batch)
+    stored_keys = _stored_keys(conn, batch, states)
     added: list[bool] = []
     for row in batch:
         state = states[_session_of(row)]
@@ -60,7 +57,9 @@ def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
             raise NotFound(f"turn {turn_id!r} extends {parent_id!r}, which its session does not hold")
         session_of_turn[turn_id] = state.session_pk
         stored_keys.add((state.session_pk, row["request_key"]))
-        row["chain_id"] = chain_ids.assign(turn_id, parent_id)
+        # Of several turns that extend one turn at the same time, the first continues its chain.
+        row["chain_id"] = turn_id if parent_id is None else open_chains.pop(parent_id, turn_id)
+        open_chains[turn_id] = row["chain_id"]
         state.place(row)
         finish_turn(row)
     new_rows = [row for row, is_added in zip(batch, added, strict=True) if is_added]
@@ -71,16 +70,22 @@ def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
 
 
 def stored_turn(conn: sa.Connection, replay: TurnRow) -> Turn:
-    """Return the stored turn of a replay.
-
-    Raises:
-        NotFound: it is not stored.
-    """
-    return queries.stored_turn(conn, *_session_of(replay), replay["turn_id"], replay["request_key"])
+    """Return the stored turn of a replay."""
+    names = {"turn_id": replay["turn_id"], "request_key": replay["request_key"]}
+    stored = queries.stored_turn(conn, *_session_of(replay), **names)
+    assert stored is not None
+    return stored
 
 
 def _session_of(row: TurnRow) -> SessionKey:
     return row["tenant"], row["session_id"]
+
+
+_HAS_CHILD = (
+    "EXISTS (SELECT 1 FROM turns AS child WHERE child.session_pk = turns.session_pk AND child.seq > turns.seq "
+    "AND child.parent_turn_id = turns.turn_id)"
+)
+"""Whether a turn extends this one; it reads only later turns of the session."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,27 +117,34 @@ class _SessionState:
 
 
 def _lock(conn: sa.Connection, wanted: set[SessionKey]) -> dict[SessionKey, _SessionState]:
-    locked = lock_sessions(conn, wanted) if wanted else []
+    locked = queries.lock_sessions(conn, wanted) if wanted else []
     return {
         (row.tenant, row.session_id): _SessionState(row.session_pk, row.status == SessionStatus.OPEN, row.num_turns)
         for row in locked
     }
 
 
-def _already_stored(
+def _stored_turns(conn: sa.Connection, batch: Sequence[TurnRow]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the sessions of the stored ones of the batch's turns and parents, and the chains that no turn extends.
+
+    The chain ids are keyed by the last turn of each chain. The parents' sessions are locked.
+    """
+    ids = {turn_id for row in batch for turn_id in (row["turn_id"], row["parent_turn_id"]) if turn_id is not None}
+    found = fetch_rows(conn, turns, ("turn_id", "session_pk", "chain_id", _HAS_CHILD), {"turn_id": list(ids)})
+    open_chains = {turn_id: chain_id for turn_id, _, chain_id, has_child in found if not has_child}
+    return {turn_id: session_pk for turn_id, session_pk, _, _ in found}, open_chains
+
+
+def _stored_keys(
     conn: sa.Connection, batch: Sequence[TurnRow], states: dict[SessionKey, _SessionState]
-) -> tuple[dict[str, int], set[tuple[int, str | None]]]:
-    """Return the stored ones of the batch's turns, with their session, and of its request keys."""
-    ids = [row["turn_id"] for row in batch]
-    session_of_turn = dict(fetch_rows(conn, turns, ("turn_id", "session_pk"), {"turn_id": ids}))
+) -> set[tuple[int, str | None]]:
+    """Return the stored ones of the batch's request keys, with their sessions."""
     keyed = [row for row in batch if row["request_key"] is not None]
-    if not keyed:
-        return session_of_turn, set()
     names = {
         "session_pk": [states[_session_of(row)].session_pk for row in keyed],
         "request_key": [row["request_key"] for row in keyed],
     }
-    return session_of_turn, set(fetch_rows(conn, turns, tuple(names), names))
+    return set(fetch_rows(conn, turns, tuple(names), names)) if keyed else set()
 
 
 def _is_replay(

@@ -6,6 +6,7 @@ neither decodes nor keeps the documents, and then the rows that fit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,15 +33,11 @@ def size_of(dialect: str, *columns: sa.ColumnElement[str | bytes]) -> sa.ColumnE
     return total
 
 
-def num_fitting(sizes: Iterable[int], limit: int, max_bytes: int) -> tuple[int, bool]:
-    """Return how many of the rows with these sizes fit into a page, and whether there are more."""
-    num_rows = total = 0
-    for size in sizes:
-        total += size + ROW_BYTES
-        if num_rows == limit or (num_rows and total > max_bytes):
-            return num_rows, True
-        num_rows += 1
-    return num_rows, False
+def num_fitting(sizes: Iterable[int], limit: int, max_bytes: int) -> int:
+    """Return how many of the rows with these sizes fit into a page, at most the limit."""
+    totals = itertools.accumulate(size + ROW_BYTES for size in itertools.islice(sizes, limit))
+    fitting = itertools.takewhile(lambda each: each[0] == 0 or each[1] <= max_bytes, enumerate(totals))
+    return sum(1 for _ in fitting)
 
 
 def read(
@@ -61,7 +58,6 @@ def read(
         max_bytes: Size at which the page ends before its limit; None for any size.
     """
     if size is not None and max_bytes is not None:
-        sizes = conn.execute(found.with_only_columns(size).limit(limit + 1)).scalars()
-        limit, _ = num_fitting(sizes, limit, max_bytes)
+        limit = num_fitting(conn.execute(found.with_only_columns(size).limit(limit)).scalars(), limit, max_bytes)
     page = list(conn.execute(found.limit(limit + 1)))
     return page[:limit], len(page) > limit

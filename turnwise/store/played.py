@@ -15,6 +15,8 @@ from turnwise.store.rows import StoredRow
 from turnwise.store.tables import sessions
 from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, SessionStatus, Split, Turn
 
+_OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
@@ -31,27 +33,13 @@ class Played:
         return max(turn.policy_version_last for turn in self.turns)
 
 
-def first_sessions(conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY) -> list[Played]:
-    """Return so many of a policy's live sessions that were over first."""
-    return _played(conn, num_sessions, policy_id, sessions.c.last_active_at.asc())
-
-
-def newest_sessions(conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY) -> list[Played]:
-    """Return so many of a policy's live sessions that were over last."""
-    return _played(conn, num_sessions, policy_id, sessions.c.last_active_at.desc())
-
-
-def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
-    """Return so many of the newest sessions of the hold-out of this version that are over."""
-    is_over = sessions.c.status.in_([SessionStatus.ENDED.value, SessionStatus.EXPIRED.value])
-    found = sa.select(sessions).where(sessions.c.split == Split.EVAL.value, sessions.c.arm == version, is_over)
-    return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
-
-
-def _played(conn: sa.Connection, num_sessions: int, policy_id: int, order: sa.ColumnElement[int]) -> list[Played]:
-    """Return live sessions of both ways to be over; each is read by its index."""
+def live_sessions(
+    conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY, *, newest: bool = False
+) -> list[Played]:
+    """Return so many of a policy's live sessions of each way to be over: those that were over first, or last."""
     found: list[StoredRow] = []
-    for status in (SessionStatus.ENDED, SessionStatus.EXPIRED):
+    at = sessions.c.last_active_at
+    for status in _OVER:
         # The index `ix_sessions_live` has the rows with the first two conditions.
         is_live = (
             sessions.c.group_id.is_(None),
@@ -59,9 +47,16 @@ def _played(conn: sa.Connection, num_sessions: int, policy_id: int, order: sa.Co
             sessions.c.split == Split.TRAIN.value,
             sessions.c.policy_id == policy_id,
         )
-        over = sa.select(sessions).where(sessions.c.status == status.value, *is_live)
-        found += conn.execute(over.order_by(order).limit(num_sessions)).all()
+        over = sa.select(sessions).where(sessions.c.status == status, *is_live).order_by(at.desc() if newest else at)
+        found += conn.execute(over.limit(num_sessions)).all()
     return _with_turns(conn, found)
+
+
+def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
+    """Return so many of the newest sessions of the hold-out of this version that are over."""
+    is_over = sessions.c.status.in_(_OVER)
+    found = sa.select(sessions).where(sessions.c.split == Split.EVAL.value, sessions.c.arm == version, is_over)
+    return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
 
 
 def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:

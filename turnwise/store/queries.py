@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -19,9 +21,9 @@ from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.rows import to_micros
-from turnwise.store.statements import is_among, unindexed
+from turnwise.store.statements import fetch_rows
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
-from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Session, Turn, UpdateRecord, utc_now
+from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Session, SessionKey, Turn, UpdateRecord, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
 """How far back failed calls are counted."""
@@ -53,16 +55,53 @@ def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
     Raises:
         NotFound: no such session.
     """
-    return sessions_from_rows(conn, [_session_row(conn, tenant, session_id)])[0]
+    return sessions_from_rows(conn, [session_row(conn, tenant, session_id)])[0]
 
 
-def lock_session(conn: sa.Connection, tenant: str, session_id: str) -> rows.StoredRow:
-    """Return a session's row, locked until the transaction ends.
+def session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:
+    """Return a session's row, which may be locked until the transaction ends.
 
     Raises:
         NotFound: no such session.
     """
-    return _session_row(conn, tenant, session_id, lock=True)
+    found = sa.select(tables.sessions).where(
+        tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id
+    )
+    row = conn.execute(found.with_for_update() if lock else found).one_or_none()
+    if row is None:
+        raise _no_session(session_id)
+    return row
+
+
+class LockedSession(NamedTuple):
+    """The columns of a session's row that a writer needs."""
+
+    session_pk: int
+    tenant: str
+    session_id: str
+    status: str
+    num_turns: int
+    num_rewards: int
+    group_pk: int | None
+
+
+def lock_sessions(conn: sa.Connection, wanted: Collection[SessionKey]) -> list[LockedSession]:
+    """Lock these sessions in a fixed order, so that two writers cannot deadlock; this is the hot path.
+
+    Raises:
+        NotFound: one of them is not stored.
+    """
+    names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
+    found = itertools.starmap(LockedSession, fetch_rows(conn, tables.sessions, LockedSession._fields, names, lock=True))
+    locked = [row for row in found if (row.tenant, row.session_id) in wanted]
+    if len(locked) < len(wanted):
+        missing = min(set(wanted) - {(row.tenant, row.session_id) for row in locked})
+        raise _no_session(missing[1])
+    return locked
+
+
+def _no_session(session_id: str) -> NotFound:
+    return NotFound(f"there is no session {session_id!r}", param="session_id")
 
 
 def sessions(
@@ -102,7 +141,7 @@ def session_rows(
     if after is not None:
         if wanted.tenant is None:
             raise ValueError("paging behind a session needs the filter's tenant")
-        clauses.append(held.session_pk < _session_row(conn, wanted.tenant, after).session_pk)
+        clauses.append(held.session_pk < session_row(conn, wanted.tenant, after).session_pk)
     newest = sa.select(tables.sessions).where(*clauses).order_by(held.session_pk.desc())
     size = pages.size_of(conn.dialect.name, held.metadata, held.sampling)
     return pages.read(conn, newest, limit, size=size, max_bytes=max_bytes)
@@ -114,9 +153,8 @@ def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool =
     Raises:
         NotFound: no such turn.
     """
-    session_pk = session_pk_of_turn(conn, turn_id, tenant)
-    found = lineage.session_turns(conn, session_pk, tables.turns.c.turn_id == turn_id, with_ancestors=whole_prompt)
-    return _views(conn, session_pk, found, first=found[-1].seq, whole_prompt=whole_prompt)[0]
+    session_pk, seq = place_of_turn(conn, turn_id, tenant)
+    return _views(conn, session_pk, seq, seq + 1, whole_prompt=whole_prompt)[0]
 
 
 def turns(
@@ -143,25 +181,22 @@ def turns(
     Raises:
         NotFound: no such session, or no turn `after` in it.
     """
-    held = _session_row(conn, tenant, session_id)
+    held = session_row(conn, tenant, session_id)
     first = 0
     if after is not None:
         first = 1 + (after if isinstance(after, int) else _seq_of(conn, held.session_pk, after))
     end = held.num_turns if limit is None else min(first + limit, held.num_turns)
     if max_bytes is not None:
         sizes = lineage.sizes_between(conn, held.session_pk, first, end, whole_prompt=whole_prompt)
-        end = first + pages.num_fitting(sizes, end - first, max_bytes)[0]
+        end = first + pages.num_fitting(sizes, end - first, max_bytes)
+    return _views(conn, held.session_pk, first, end, whole_prompt=whole_prompt), end < held.num_turns
+
+
+def _views(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> list[TurnView]:
+    """Return a session's turns with `first` ≤ `seq` < `end`, with their rewards and the updates that trained them."""
     seq = tables.turns.c.seq
-    found = lineage.session_turns(conn, held.session_pk, seq >= first, seq < end, with_ancestors=whole_prompt)
-    return _views(conn, held.session_pk, found, first=first, whole_prompt=whole_prompt), end < held.num_turns
-
-
-def _views(
-    conn: sa.Connection, session_pk: int, found: Sequence[Turn], *, first: int, whole_prompt: bool
-) -> list[TurnView]:
-    """Return turns of a session with their rewards and the updates that trained them."""
+    found = lineage.session_turns(conn, session_pk, seq >= first, seq < end, with_ancestors=whole_prompt)
     lines = lineage.rewards_of(conn, [session_pk])[session_pk]
-    views = lineage.turn_views(found, lines, first=first, whole_prompt=whole_prompt)
     updates_of = trained.trained_in(conn, [session_pk]).get(session_pk, ())
     return [
         dataclasses.replace(
@@ -176,67 +211,58 @@ def _views(
                 if view.turn.turn_id in advantages
             ),
         )
-        for view in views
+        for view in lineage.turn_views(found, lines, first=first, whole_prompt=whole_prompt)
     ]
-
-
-def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str) -> str | None:
-    """Return the id of the turn's session; None if this tenant has no such turn."""
-    return conn.execute(
-        sa.select(tables.sessions.c.session_id)
-        .join_from(tables.turns, tables.sessions)
-        .where(tables.turns.c.turn_id == turn_id, tables.sessions.c.tenant == tenant)
-    ).scalar_one_or_none()
 
 
 def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str]) -> dict[str, str]:
     """Return the session id of each of these turns that this tenant has."""
-    if not turn_ids:
-        return {}
-    found = conn.execute(
-        sa.select(tables.turns.c.turn_id, tables.sessions.c.session_id)
+    pk_of = dict(fetch_rows(conn, tables.turns, ("turn_id", "session_pk"), {"turn_id": list(turn_ids)}))
+    wanted = {"session_pk": list(set(pk_of.values()))}
+    found = fetch_rows(conn, tables.sessions, ("session_pk", "session_id", "tenant"), wanted)
+    own = {session_pk: session_id for session_pk, session_id, holder in found if holder == tenant}
+    return {turn_id: own[session_pk] for turn_id, session_pk in pk_of.items() if session_pk in own}
+
+
+def stored_turn(
+    conn: sa.Connection, tenant: str, session_id: str, *, turn_id: str | None = None, request_key: str | None = None
+) -> Turn | None:
+    """Return the session's turn with this id, or of an earlier call with this key; None if there is none."""
+    names = {tables.turns.c.turn_id: turn_id, tables.turns.c.request_key: request_key}
+    row = conn.execute(
+        sa.select(*tables.turns.c, tables.sessions.c.session_id, tables.sessions.c.tenant)
         .join_from(tables.turns, tables.sessions)
         .where(
-            is_among(conn.dialect, tables.turns.c.turn_id, turn_ids),
-            # SQLite must search by the ids, not through all turns of the tenant.
-            unindexed(tables.sessions.c.tenant) == tenant,
+            tables.sessions.c.tenant == tenant,
+            tables.sessions.c.session_id == session_id,
+            sa.or_(*(column == name for column, name in names.items() if name is not None)),
         )
-    )
-    return {row.turn_id: row.session_id for row in found}
-
-
-def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:
-    """Return the stored turn of an earlier call with this key."""
-    return _one_turn(conn, tenant, session_id, tables.turns.c.request_key == request_key)
-
-
-def stored_turn(conn: sa.Connection, tenant: str, session_id: str, turn_id: str, request_key: str | None) -> Turn:
-    """Return the stored turn of a replay, found by its turn id or its request key.
-
-    Raises:
-        NotFound: it is not stored.
-    """
-    same = tables.turns.c.turn_id == turn_id
-    if request_key is not None:
-        same = sa.or_(same, tables.turns.c.request_key == request_key)
-    stored = _one_turn(conn, tenant, session_id, same)
-    if stored is None:
-        raise NotFound(f"there is no turn {turn_id!r} in session {session_id!r}", param="turn_id")
-    return stored
+        .order_by(tables.turns.c.seq)
+        .limit(1)
+    ).one_or_none()
+    return None if row is None else rows.TURNS.record(row)
 
 
 def updates(
-    conn: sa.Connection, *, limit: int = 100, after: int | None = None, tenant: str | None = None
+    conn: sa.Connection,
+    *,
+    limit: int = 100,
+    after: int | None = None,
+    tenant: str | None = None,
+    policy_id: int | None = None,
 ) -> tuple[list[UpdateRecord], bool]:
     """Return updates below `after`, newest first, and whether there are more.
 
-    With a tenant only those of the policies that it may read.
+    With a tenant only those of the policies that it may read, with a policy only its own.
     """
-    found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc())
+    held = tables.updates.c
+    found = sa.select(tables.updates).order_by(held.update_id.desc())
     if after is not None:
-        found = found.where(tables.updates.c.update_id < after)
+        found = found.where(held.update_id < after)
     if tenant is not None:
-        found = found.where(named_policies.is_shown_to(tenant, tables.updates.c.policy_id))
+        found = found.where(named_policies.is_shown_to(tenant, held.policy_id))
+    if policy_id is not None:
+        found = found.where(held.policy_id == policy_id)
     page, has_more = pages.read(conn, found, limit)
     return [rows.UPDATES.record(row) for row in page], has_more
 
@@ -248,17 +274,10 @@ def updates_after(conn: sa.Connection, update_id: int, policy_id: int = DEFAULT_
     return [rows.UPDATES.record(row) for row in conn.execute(found.order_by(tables.updates.c.update_id))]
 
 
-def last_update(
-    conn: sa.Connection, trainer_id: str | None = None, *, policy_id: int | None = None
-) -> UpdateRecord | None:
-    """Return the newest update; with a trainer id or a policy, the newest of this trainer or policy."""
-    found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(1)
-    if trainer_id is not None:
-        found = found.where(tables.updates.c.trainer_id == trainer_id)
-    if policy_id is not None:
-        found = found.where(tables.updates.c.policy_id == policy_id)
-    row = conn.execute(found).one_or_none()
-    return None if row is None else rows.UPDATES.record(row)
+def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateRecord | None:
+    """Return the newest update, of one policy or of all."""
+    newest, _ = updates(conn, limit=1, policy_id=policy_id)
+    return newest[0] if newest else None
 
 
 def unfinished_groups(conn: sa.Connection, *, limit: int = MOST_UNFINISHED) -> dict[str, int]:
@@ -275,50 +294,30 @@ def unfinished_groups(conn: sa.Connection, *, limit: int = MOST_UNFINISHED) -> d
 
 def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
     """Count the rows of the store, or of one tenant, with the updates of its policies and of the default one."""
-    held = tables.sessions.c
+    held, failed = tables.sessions.c, tables.turns.c
+    of_tenant = [] if tenant is None else [held.tenant == tenant]
+    is_shown = [] if tenant is None else [named_policies.is_shown_to(tenant, tables.updates.c.policy_id)]
     sums = sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in (held.num_turns, held.num_rewards)))
-    num_updates = sa.select(sa.func.count()).select_from(tables.updates)
-    if tenant is not None:
-        num_updates = num_updates.where(named_policies.is_shown_to(tenant, tables.updates.c.policy_id))
-    num_turns, num_rewards = conn.execute(sums if tenant is None else sums.where(held.tenant == tenant)).one()
+    num_turns, num_rewards = conn.execute(sums.where(*of_tenant)).one()
+    num_failed = sa.select(sa.func.count()).join_from(tables.turns, tables.sessions).where(*of_tenant)
+    # The index of failed calls serves only a query with its literal condition.
+    is_failed = failed.outcome == sa.literal_column("'error'"), failed.created_at >= to_micros(utc_now() - RECENTLY)
+    num_updates = sa.select(sa.func.count()).select_from(tables.updates).where(*is_shown)
     return Counts(
         sessions=_by_status(conn, tables.sessions, tenant),
         groups=_by_status(conn, tables.groups, tenant),
         num_turns=int(num_turns),
         num_rewards=int(num_rewards),
-        num_failed_calls=_failed_calls(conn, tenant, utc_now() - RECENTLY),
+        num_failed_calls=conn.execute(num_failed.where(*is_failed)).scalar_one(),
         num_updates=conn.execute(num_updates).scalar_one(),
         trainers=trainer_statuses(conn, tenant),
     )
 
 
-def _failed_calls(conn: sa.Connection, tenant: str | None, since: datetime.datetime) -> int:
-    """Count the calls that ended with an error since then."""
-    held = tables.turns.c
-    # The index of failed calls serves only a query with its literal condition.
-    failed = sa.and_(held.outcome == sa.literal_column("'error'"), held.created_at >= to_micros(since))
-    counted = sa.select(sa.func.count()).join_from(tables.turns, tables.sessions).where(failed)
-    if tenant is not None:
-        counted = counted.where(tables.sessions.c.tenant == tenant)
-    return int(conn.execute(counted).scalar_one())
-
-
 def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict[str, int]:
-    counted = sa.select(table.c.status, sa.func.count().label("number")).group_by(table.c.status)
-    if tenant is None:
-        counted = counted.where(table.c.tenant != tables.NO_TENANT)
-    found = conn.execute(counted if tenant is None else counted.where(table.c.tenant == tenant))
-    return {status: count for status, count in found}  # noqa: C416  a Row is a tuple, but not to the type checker
-
-
-def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:
-    found = sa.select(tables.sessions).where(
-        tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id
-    )
-    row = conn.execute(found.with_for_update() if lock else found).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no session {session_id!r}", param="session_id")
-    return row
+    is_counted = table.c.tenant != tables.NO_TENANT if tenant is None else table.c.tenant == tenant
+    counted = sa.select(table.c.status, sa.func.count().label("number")).where(is_counted).group_by(table.c.status)
+    return {row.status: row.number for row in conn.execute(counted)}
 
 
 def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
@@ -337,18 +336,6 @@ def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> 
     ]
 
 
-def _one_turn(conn: sa.Connection, tenant: str, session_id: str, wanted: sa.ColumnElement[bool]) -> Turn | None:
-    in_session = (tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
-    row = conn.execute(
-        sa.select(*tables.turns.c, tables.sessions.c.session_id, tables.sessions.c.tenant)
-        .join_from(tables.turns, tables.sessions)
-        .where(*in_session, wanted)
-        .order_by(tables.turns.c.seq)
-        .limit(1)
-    ).one_or_none()
-    return None if row is None else rows.TURNS.record(row)
-
-
 def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:
     seq = conn.execute(
         sa.select(tables.turns.c.seq).where(tables.turns.c.session_pk == session_pk, tables.turns.c.turn_id == turn_id)
@@ -358,16 +345,16 @@ def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:
     return int(seq)
 
 
-def session_pk_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> int:
-    """Return the key of a turn's session.
+def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> tuple[int, int]:
+    """Return the key of a turn's session and its place in it.
 
     Raises:
         NotFound: no such turn, or none of this tenant.
     """
-    found = sa.select(tables.turns.c.session_pk).where(tables.turns.c.turn_id == turn_id)
+    found = sa.select(tables.turns.c.session_pk, tables.turns.c.seq).where(tables.turns.c.turn_id == turn_id)
     if tenant is not None:
         found = found.join(tables.sessions).where(tables.sessions.c.tenant == tenant)
-    session_pk = conn.execute(found).scalar_one_or_none()
-    if session_pk is None:
+    row = conn.execute(found).one_or_none()
+    if row is None:
         raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-    return int(session_pk)
+    return row.session_pk, row.seq

@@ -83,7 +83,7 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
     Raises:
         NotFound: no such session.
     """
-    row = queries.lock_session(conn, tenant, session_id)
+    row = queries.session_row(conn, tenant, session_id, lock=True)
     own = sa.select(feedback.c.group_id).where(feedback.c.session_pk == row.session_pk)
     if copies := _sessions_of_groups(conn, tenant, own.where(feedback.c.group_id.is_not(None))):
         return dataclasses.replace(_delete(conn, copies), has_more=True)

@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import sqlalchemy as sa
 
-from turnwise.errors import NotFound
+from turnwise.store import queries
 from turnwise.store.statements import is_among
-from turnwise.store.tables import sessions, turns
+from turnwise.store.tables import turns
 from turnwise.types import Role
 
 
@@ -18,23 +18,15 @@ def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason
     conn.execute(changed.values(role=role.value, role_reason=reason))
 
 
-def set_chain_role(conn: sa.Connection, tenant: str, turn_id: str, role: Role) -> tuple[str, list[str]]:
-    """Set the role of all turns in a turn's chain, with the reason `corrected`.
-
-    Returns:
-        The id of their session, and the ids of the turns.
+def set_chain_role(conn: sa.Connection, tenant: str, turn_id: str, role: Role) -> list[str]:
+    """Set the role of all turns in a turn's chain, with the reason `corrected`; return their ids.
 
     Raises:
         NotFound: this tenant has no such turn.
     """
-    row = conn.execute(
-        sa.select(turns.c.session_pk, turns.c.chain_id, sessions.c.session_id)
-        .join_from(turns, sessions)
-        .where(turns.c.turn_id == turn_id, sessions.c.tenant == tenant)
-    ).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-    in_chain = sa.select(turns.c.turn_id).where(turns.c.session_pk == row.session_pk, turns.c.chain_id == row.chain_id)
+    session_pk, _ = queries.place_of_turn(conn, turn_id, tenant)
+    chain = sa.select(turns.c.chain_id).where(turns.c.turn_id == turn_id).scalar_subquery()
+    in_chain = sa.select(turns.c.turn_id).where(turns.c.session_pk == session_pk, turns.c.chain_id == chain)
     turn_ids = list(conn.execute(in_chain.order_by(turns.c.seq)).scalars())
     set_roles(conn, turn_ids, role, "corrected")
-    return row.session_id, turn_ids
+    return turn_ids

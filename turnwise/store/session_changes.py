@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -40,7 +39,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
         NotFound: no such session.
         Conflict: one of the fields can no longer change.
     """
-    row = queries.lock_session(conn, wanted.tenant, wanted.session_id)
+    row = queries.session_row(conn, wanted.tenant, wanted.session_id, lock=True)
     stored = rows.session_from_row(row, None)
     changes = {name: getattr(wanted, name) for name in CHANGEABLE if name in given}
     changes = {name: value for name, value in changes.items() if value != getattr(stored, name)}
@@ -48,7 +47,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
         return queries.session(conn, wanted.tenant, wanted.session_id)
     if stored.status is not SessionStatus.OPEN:
         _reject_changes(changes.keys() - {"metadata", "user_id"}, stored, f"it is {stored.status.value}")
-    values: dict[str, Any] = rows.session_values(changes)
+    values = rows.SESSIONS.values(changes)
     if _GROUPING & changes.keys():
         values["group_pk"] = _regroup(conn, row.group_pk, stored, dataclasses.replace(stored, **changes))
     conn.execute(sa.update(sessions).where(sessions.c.session_pk == row.session_pk).values(**values))
@@ -89,7 +88,7 @@ def set_label(conn: sa.Connection, tenant: str, session_id: str, label: Label) -
         NotFound: no such session.
         InvalidRequest: the session has `MAX_LABELS` other labels.
     """
-    session_pk = queries.lock_session(conn, tenant, session_id).session_pk
+    session_pk = queries.session_row(conn, tenant, session_id, lock=True).session_pk
     others = session_labels.c.session_pk == session_pk, session_labels.c.label != label.label
     if conn.execute(sa.select(sa.func.count()).where(*others)).scalar_one() >= MAX_LABELS:
         raise InvalidRequest(f"session {session_id!r} has {MAX_LABELS} labels, which is the limit; remove one")
@@ -104,7 +103,7 @@ def remove_label(conn: sa.Connection, tenant: str, session_id: str, label: str) 
     Raises:
         NotFound: no such session.
     """
-    _delete_label(conn, queries.lock_session(conn, tenant, session_id).session_pk, label)
+    _delete_label(conn, queries.session_row(conn, tenant, session_id, lock=True).session_pk, label)
     return queries.session(conn, tenant, session_id)
 
 

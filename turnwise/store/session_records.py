@@ -12,14 +12,11 @@ from collections.abc import Iterator
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.errors import NotFound
-from turnwise.store import lineage, named_policies, rows
-from turnwise.store.experiences import SessionFilter
+from turnwise.store import lineage, named_policies, queries, rows
+from turnwise.store.experiences import SessionFilter, rows_in_batches
 from turnwise.store.labels import labels_of
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Credit, Reward, Session, Turn
-
-_SESSIONS_AT_ONCE = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,17 +48,8 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
         conn: A transaction that stays open while the iterator is read.
         wanted: Which sessions.
     """
-    behind, names = 0, named_policies.names_of_policies(conn)
-    while True:
-        found = conn.execute(
-            sa.select(sessions)
-            .where(*wanted.clauses(), sessions.c.session_pk > behind)
-            .order_by(sessions.c.session_pk)
-            .limit(_SESSIONS_AT_ONCE)
-        ).all()
-        if not found:
-            return
-        behind = found[-1].session_pk
+    names = named_policies.names_of_policies(conn)
+    for found in rows_in_batches(conn, *wanted.clauses()):
         pks = [row.session_pk for row in found]
         stored, lines, labels = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks), labels_of(conn, pks)
         for row in found:
@@ -77,11 +65,5 @@ def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
     Raises:
         NotFound: this tenant has no such turn.
     """
-    session_pk = conn.execute(
-        sa.select(turns.c.session_pk)
-        .join_from(turns, sessions)
-        .where(turns.c.turn_id == turn_id, sessions.c.tenant == tenant)
-    ).scalar_one_or_none()
-    if session_pk is None:
-        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-    return lineage.session_turns(conn, session_pk, turns.c.turn_id == turn_id)
+    session_pk, seq = queries.place_of_turn(conn, turn_id, tenant)
+    return lineage.session_turns(conn, session_pk, turns.c.seq == seq)

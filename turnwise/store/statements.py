@@ -6,6 +6,7 @@ would take longer than running it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -64,10 +65,8 @@ def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
     Raises:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
-    try:
+    with _translated(conn, sql, values):
         return conn.connection.dbapi_connection.execute(sql, values)  # type: ignore[union-attr]
-    except _driver(conn).Error as error:
-        raise _translated(conn, error, sql, values) from error
 
 
 def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -76,22 +75,18 @@ def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> list[tuple[
     Raises:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
-    cursor = execute(conn, sql, values)
+    with _translated(conn, sql, values):
+        return execute(conn, sql, values).fetchall()  # type: ignore[no-any-return]  # the driver is not typed
+
+
+@contextlib.contextmanager
+def _translated(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Iterator[None]:
+    """Raise the error that SQLAlchemy raises for an error of the driver."""
+    driver: Any = conn.dialect.dbapi
     try:
-        return cursor.fetchall()  # type: ignore[no-any-return]  # the driver is not typed
-    except _driver(conn).Error as error:
-        raise _translated(conn, error, sql, values) from error
-
-
-def _driver(conn: sa.Connection) -> Any:
-    """Return the module of the database's driver."""
-    assert conn.dialect.dbapi is not None
-    return conn.dialect.dbapi
-
-
-def _translated(conn: sa.Connection, error: Exception, sql: str, values: tuple[Any, ...]) -> sa.exc.DBAPIError:
-    """Return the error that SQLAlchemy raises for an error of the driver."""
-    return sa.exc.DBAPIError.instance(sql, values, error, _driver(conn).Error, dialect=conn.dialect)  # type: ignore[return-value]
+        yield
+    except driver.Error as error:
+        raise sa.exc.DBAPIError.instance(sql, values, error, driver.Error, dialect=conn.dialect) from error
 
 
 def fetch_rows(

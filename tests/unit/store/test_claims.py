@@ -126,7 +126,7 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
     assert (groups["a"].status, groups["a"].update_id, groups["a"].reason) == ("trained", 1, None)
     assert (groups["b"].status, groups["b"].update_id, groups["b"].reason) == ("dropped", 1, "gap")
     with database.read() as connection:
-        assert queries.last_update(connection, "t") == queries.last_update(connection)
+        assert queries.last_update(connection, policy_id=0) == queries.last_update(connection)
         recorded, has_more = queries.updates(connection)
         assert policies.get_policy(connection, 1).update_id == 1
         assert queries.updates(connection, after=1) == ([], False)

@@ -279,8 +279,8 @@ def test_sessions_are_compared_within_their_policy(database: Database, two: tupl
     with database.read() as conn:
         newer, older = arms.arms_since(conn, since, (1, 2), a)
         assert (newer.num_sessions, older.num_sessions) == (1, 0)
-        assert [one.session_id for one in played.newest_sessions(conn, 9, a)] == ["of-a"]
-        assert [one.session_id for one in played.first_sessions(conn, 9, b)] == ["of-b"]
+        assert [one.session_id for one in played.live_sessions(conn, 9, a, newest=True)] == ["of-a"]
+        assert [one.session_id for one in played.live_sessions(conn, 9, b)] == ["of-b"]
         named = {
             policy_id: evaluations.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two
         }

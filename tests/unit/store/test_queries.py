@@ -80,7 +80,6 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
         (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
         (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),
         (lambda: history.full_tokens(connection, "t9"), "no turn 't9'"),
-        (lambda: queries.stored_turn(connection, "default", "s", "t9", None), "no turn 't9' in session 's'"),
         (lambda: policies.get_policy(connection, 7), "policy version 7"),
     ):
         with pytest.raises(NotFound, match=says):
@@ -100,12 +99,12 @@ def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection:
 
 
 def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
-    found = queries.turn_by_request(connection, "default", "s", "key")
+    found = queries.stored_turn(connection, "default", "s", request_key="key")
     assert found is not None
     assert found.turn_id == "t4"
-    assert queries.turn_by_request(connection, "default", "s", "other") is None
-    assert queries.session_of_turn(connection, "default", "t4") == "s"
-    assert queries.session_of_turn(connection, "other", "t4") is None
+    assert queries.stored_turn(connection, "default", "s", request_key="other") is None
+    assert queries.sessions_of_turns(connection, "default", ["t4", "t9"]) == {"t4": "s"}
+    assert queries.sessions_of_turns(connection, "other", ["t4"]) == {}
 
 
 def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> None:

@@ -64,7 +64,7 @@ def test_a_session_has_the_credit_of_its_own_policy(database: Database) -> None:
     with database.write() as connection:
         ledger.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])
     with database.read() as connection:
-        credit = experiences.session_credit(connection, queries.session_pk_of_turn(connection, "s-t1"))
+        credit = experiences.session_credit(connection, queries.session_row(connection, "default", "s").session_pk)
     assert credit is not None
     assert credit.turn_rewards == {"s-t1": 1.0, "s-t2": 1.0}
     # 1 + 0.5 * 1 = 1.5

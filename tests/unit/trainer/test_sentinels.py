@@ -106,7 +106,9 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         moved = sentinels.check(conn, {"kl": 0.4})
         assert moved is not None
         assert moved.startswith("sentinel 'kl' of version 1 is 0.5 against 0 of what sampled its batch, beyond its")
-        assert len(played.newest_sessions(conn, 99)) == 40, "sessions of groups and of evaluations are not watched"
+        assert len(played.live_sessions(conn, 99, newest=True)) == 40, (
+            "sessions of groups and of evaluations are not watched"
+        )
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm is not None
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
