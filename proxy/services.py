@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import datetime
 import ipaddress
 import logging
@@ -61,33 +60,72 @@ GAUGES_SECONDS = 1.0
 """How often a worker stores its gauges for the other workers."""
 
 
-@dataclasses.dataclass(slots=True)
 class Services:
-    """The services that handle requests."""
+    """The services that handle requests, on an open store."""
 
-    settings: ProxySettings
-    metrics: Metrics
-    database: Database
-    exports: Database
-    """Used for answers that are streamed from an open transaction, so that slow clients do not block other readers."""
-    writer: Writer
-    pool: EnginePool
-    model_names: ModelNames
-    sessions: Sessions
-    relay: Relay
-    reloader: Reloader
-    files: VersionFiles
-    """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
-    authenticator: Authenticator
-    limits: Limits
-    bodies: Bodies
-    budgets: Budgets
-    counts: RecentCounts
-    replays: Replays
-    events: Events
-    searches: asyncio.Semaphore
-    """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""
-    peers: Peers
+    def __init__(
+        self, settings: ProxySettings, database: Database, secret: bytes, peers: Peers, metrics_directory: Path | None
+    ) -> None:
+        url, faults = settings.database.get_secret_value(), FaultPoints(settings.fault)
+        self.settings = settings
+        self.peers = peers
+        self.metrics = metrics = Metrics(metrics_directory)
+        self.database = database
+        self.exports = Database(url, pool_size=NUM_EXPORTS)
+        """Used for answers streamed from an open transaction, so that slow clients do not block other readers."""
+        self.writer = Writer(
+            url,
+            metrics,
+            timeout_seconds=settings.commit_timeout_seconds,
+            fault=settings.fault,
+            log_format=settings.log_format,
+        )
+        self.pool = EnginePool(
+            settings.engine,
+            metrics,
+            timeout_seconds=settings.engine_timeout_seconds,
+            max_concurrent_calls=settings.max_concurrent_calls,
+            wait_seconds=settings.engine_wait_seconds,
+            gone_seconds=settings.engine_gone_seconds,
+            access=engine_access(settings),
+        )
+        self.model_names = ModelNames(settings.model_names, self.pool, database)
+        self.sessions = Sessions(database, self.writer, settings, metrics, faults)
+        self.relay = Relay(
+            database,
+            self.pool,
+            self.sessions,
+            self.writer,
+            metrics,
+            faults,
+            max_reply_bytes=settings.max_reply_bytes,
+        )
+        self.reloader = Reloader(
+            database,
+            self.writer,
+            self.pool,
+            settings,
+            metrics,
+            check_engine=self._check_engine,
+            faults=faults,
+            announce=lambda engine: peers.confirm(
+                WeightsLoaded(engine.url, str(engine.loaded_version), random_hex(16)), ANNOUNCE_SECONDS
+            ),
+            reserve=lambda engine: peers.confirm(
+                EngineReserved(engine.url, random_hex(16)), DRAIN_SECONDS + ANNOUNCE_SECONDS
+            ),
+        )
+        self.files = VersionFiles()
+        """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
+        self.authenticator = Authenticator(database, secret)
+        self.limits = Limits(settings, metrics)
+        self.bodies = Bodies(settings.max_body_bytes)
+        self.budgets = Budgets(settings, database, self.writer, metrics)
+        self.counts = RecentCounts(database)
+        self.replays = Replays(settings.replay_bytes)
+        self.events = Events(database, metrics)
+        self.searches = asyncio.Semaphore(MAX_SEARCHES)
+        """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""
 
     def forget_session(self, tenant: str, session_id: str) -> None:
         """Remove a session from the memory of all workers, because its row in the store has changed."""
@@ -113,6 +151,67 @@ class Services:
             case WeightsLoaded(engine_url, label, _):
                 self.pool.note_label(engine_url, label)
 
+    async def _check_engine(self, engine: Engine) -> None:
+        """Check an engine's features, and reject it if capture would not be exact.
+
+        Raises:
+            EngineUnsuitable: it lacks a required feature, and the check is strict.
+        """
+        if self.settings.engine_check == "off":
+            if self.sessions.template is None:
+                self.sessions.learn_template(await load_unchecked_template(engine, self.settings.tokenizer))
+            return
+        try:
+            await engine.check_features()
+        except EngineUnsuitable as unsuitable:
+            if self.settings.engine_check == "strict":
+                raise
+            log.warning("%s", unsuitable)
+        if self.sessions.template is None:
+            self.sessions.learn_template(await find_template(engine, self.settings.tokenizer))
+
+    async def _prune(self) -> None:
+        """Delete sessions that are older than the retention, if one is set."""
+        days = self.settings.retention_days
+        if days is None:
+            return
+        deleted = await self.writer.delete_all(retention.prune, utc_now() - datetime.timedelta(days=days))
+        for tenant, session_id in deleted.sessions:
+            self.forget_session(tenant, session_id)
+
+    async def sweep(self) -> None:
+        """Expire idle sessions, and delete old stored answers and the rows of deleted sessions, until cancelled."""
+        idle = datetime.timedelta(seconds=self.settings.session_idle_seconds)
+        remembered = datetime.timedelta(seconds=self.settings.reward_replay_seconds)
+        while True:
+            try:
+                while await self.writer.do(idempotency.forget_answers, utc_now() - remembered):
+                    pass
+                while expired := await self.writer.do(ledger.expire_idle_sessions, utc_now() - idle):
+                    for tenant, session_id in expired:
+                        self.forget_session(tenant, session_id)
+                    self.metrics.sessions.labels("expired").inc(len(expired))
+                await self._prune()
+                await self.writer.sweep()
+            except TurnwiseError as error:
+                self.metrics.background_errors.labels("sweep").inc()
+                log.warning("could not expire idle sessions and delete old data, will retry: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.writer.has_deleted.wait(), SWEEP_SECONDS)
+
+    async def close(self) -> None:
+        """Wait for running calls to be stored, then close engines, writer and store."""
+        await self.events.close()
+        with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
+            await asyncio.wait_for(self.relay.wait_idle(), self.settings.commit_timeout_seconds)
+        self.pool.close()
+        self.peers.close()
+        await self.budgets.close()
+        await self.authenticator.close()
+        await self.writer.close()
+        for opened in (self.database, self.exports):
+            opened.close()
+
 
 def services_of(request: Request) -> Services:
     """Return the services of the app that serves this request."""
@@ -131,13 +230,17 @@ async def running_services(
         EngineUnsuitable: an engine lacks a feature that exact capture requires, and the check is strict.
     """
     keep_freed_memory()
-    services = await _open_services(settings, peers, Metrics(metrics_directory))
+    database = Database(settings.database.get_secret_value(), pool_size=NUM_READERS)
+    await asyncio.to_thread(database.check_schema)
+    secret = await asyncio.to_thread(_read_secret, database, settings)
+    services = Services(settings, database, secret, peers, metrics_directory)
+    await services.writer.start()
     await peers.connect(services.apply_change)
     await services.reloader.start()
     background = [
         services.reloader.run(),
         ActivityRecorder(services.pool, services.writer, services.metrics).run(),
-        _sweep(services),
+        services.sweep(),
         _refresh_gauges(services.metrics),
         return_freed_memory(lambda: services.sessions.num_bytes_read),
     ]
@@ -148,87 +251,7 @@ async def running_services(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await _close_services(services)
-
-
-async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics) -> Services:
-    """Open the store, start the writer, and create the services on them."""
-    url = settings.database.get_secret_value()
-    database = Database(url, pool_size=NUM_READERS)
-    exports = Database(url, pool_size=NUM_EXPORTS)
-    await asyncio.to_thread(database.check_schema)
-    secret = await asyncio.to_thread(_read_secret, database, settings)
-    faults = FaultPoints(settings.fault)
-    writer = Writer(
-        url,
-        metrics,
-        timeout_seconds=settings.commit_timeout_seconds,
-        fault=settings.fault,
-        log_format=settings.log_format,
-    )
-    await writer.start()
-    pool = EnginePool(
-        settings.engine,
-        metrics,
-        timeout_seconds=settings.engine_timeout_seconds,
-        max_concurrent_calls=settings.max_concurrent_calls,
-        wait_seconds=settings.engine_wait_seconds,
-        gone_seconds=settings.engine_gone_seconds,
-        access=engine_access(settings),
-    )
-    sessions = Sessions(database, writer, settings, metrics, faults)
-    relay = Relay(database, pool, sessions, writer, metrics, faults, max_reply_bytes=settings.max_reply_bytes)
-    reloader = Reloader(
-        database,
-        writer,
-        pool,
-        settings,
-        metrics,
-        check_engine=lambda engine: _check_engine(engine, sessions, settings),
-        faults=faults,
-        announce=lambda engine: peers.confirm(
-            WeightsLoaded(engine.url, str(engine.loaded_version), random_hex(16)), ANNOUNCE_SECONDS
-        ),
-        reserve=lambda engine: peers.confirm(
-            EngineReserved(engine.url, random_hex(16)), DRAIN_SECONDS + ANNOUNCE_SECONDS
-        ),
-    )
-    return Services(
-        settings=settings,
-        metrics=metrics,
-        database=database,
-        exports=exports,
-        writer=writer,
-        pool=pool,
-        model_names=ModelNames(settings.model_names, pool, database),
-        sessions=sessions,
-        relay=relay,
-        reloader=reloader,
-        files=VersionFiles(),
-        authenticator=Authenticator(database, secret),
-        limits=Limits(settings, metrics),
-        bodies=Bodies(settings.max_body_bytes),
-        budgets=Budgets(settings, database, writer, metrics),
-        counts=RecentCounts(database),
-        replays=Replays(settings.replay_bytes),
-        events=Events(database, metrics),
-        searches=asyncio.Semaphore(MAX_SEARCHES),
-        peers=peers,
-    )
-
-
-async def _close_services(services: Services) -> None:
-    """Wait for running calls to be stored, then close engines, writer and store."""
-    await services.events.close()
-    with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
-        await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
-    services.pool.close()
-    services.peers.close()
-    await services.budgets.close()
-    await services.authenticator.close()
-    await services.writer.close()
-    for opened in (services.database, services.exports):
-        opened.close()
+        await services.close()
 
 
 def engine_access(settings: ProxySettings) -> Access:
@@ -274,59 +297,8 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def _check_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:
-    """Check an engine's features, and reject it if capture would not be exact.
-
-    Raises:
-        EngineUnsuitable: it lacks a required feature, and the check is strict.
-    """
-    if settings.engine_check == "off":
-        if sessions.template is None:
-            sessions.learn_template(await load_unchecked_template(engine, settings.tokenizer))
-        return
-    try:
-        await engine.check_features()
-    except EngineUnsuitable as unsuitable:
-        if settings.engine_check == "strict":
-            raise
-        log.warning("%s", unsuitable)
-    if sessions.template is None:
-        sessions.learn_template(await find_template(engine, settings.tokenizer))
-
-
-async def _prune(services: Services) -> None:
-    """Delete sessions that are older than the retention, if one is set."""
-    days = services.settings.retention_days
-    if days is None:
-        return
-    deleted = await services.writer.delete_all(retention.prune, utc_now() - datetime.timedelta(days=days))
-    for tenant, session_id in deleted.sessions:
-        services.forget_session(tenant, session_id)
-
-
 async def _refresh_gauges(metrics: Metrics) -> None:
     """Store this worker's gauges until cancelled."""
     while True:
         metrics.refresh()
         await asyncio.sleep(GAUGES_SECONDS)
-
-
-async def _sweep(services: Services) -> None:
-    """Expire idle sessions, and delete old stored answers and the rows of deleted sessions, until cancelled."""
-    idle = datetime.timedelta(seconds=services.settings.session_idle_seconds)
-    remembered = datetime.timedelta(seconds=services.settings.reward_replay_seconds)
-    while True:
-        try:
-            while await services.writer.do(idempotency.forget_answers, utc_now() - remembered):
-                pass
-            while expired := await services.writer.do(ledger.expire_idle_sessions, utc_now() - idle):
-                for tenant, session_id in expired:
-                    services.forget_session(tenant, session_id)
-                services.metrics.sessions.labels("expired").inc(len(expired))
-            await _prune(services)
-            await services.writer.sweep()
-        except TurnwiseError as error:
-            services.metrics.background_errors.labels("sweep").inc()
-            log.warning("could not expire idle sessions and delete old data, will retry: %s", error)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(services.writer.has_deleted.wait(), SWEEP_SECONDS)

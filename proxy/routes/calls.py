@@ -308,39 +308,28 @@ def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids:
     """
     metadata = call.body.get("metadata") or {}
     name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
-    given = _metadata_step(metadata["step"]) if "step" in metadata else None
-    if b"x-step" in headers or given is not None:
-        call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or given)
+    if header := headers.get(b"x-step"):
+        call.step = _step(header.decode("latin-1"), is_metadata=False)
+    elif "step" in metadata:
+        call.step = _step(metadata["step"], is_metadata=True)
     if key := headers.get(b"idempotency-key"):
-        call.idempotency_key = _idempotency_key(key)
+        if len(key) > MAX_KEY_LENGTH:
+            raise InvalidRequest(
+                f"an Idempotency-Key has at most {MAX_KEY_LENGTH} characters, not {len(key)}", param="Idempotency-Key"
+            )
+        call.idempotency_key = key.decode("latin-1")
 
 
-def _metadata_step(given: object) -> object:
-    """Return the step in the metadata, where an application may keep any text under that name."""
-    is_other_text = isinstance(given, str) and not (_is_digits(given) and int(given) <= MAX_STEP)
-    return None if is_other_text else given
-
-
-def _is_digits(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= MAX_STEP_DIGITS
-
-
-def _step(given: object) -> int | None:
-    if given is None:
+def _step(given: object, *, is_metadata: bool) -> int | None:
+    """Return the step that a request names; None for other text in its metadata, which is the application's own."""
+    step = given
+    if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= MAX_STEP_DIGITS:
+        step = int(given)
+    if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MAX_STEP:
+        return step
+    if given is None or (is_metadata and isinstance(given, str)):
         return None
-    if isinstance(given, str) and _is_digits(given):
-        given = int(given)
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_STEP:
-        raise InvalidRequest(f"a step is a number from 0 to {MAX_STEP}, not {given!r:.80}", param="step")
-    return given
-
-
-def _idempotency_key(raw: bytes) -> str:
-    if len(raw) > MAX_KEY_LENGTH:
-        raise InvalidRequest(
-            f"an Idempotency-Key has at most {MAX_KEY_LENGTH} characters, not {len(raw)}", param="Idempotency-Key"
-        )
-    return raw.decode("latin-1")
+    raise InvalidRequest(f"a step is a number from 0 to {MAX_STEP}, not {given!r:.80}", param="step")
 
 
 def query_of(scope: Scope) -> dict[str, str]:
