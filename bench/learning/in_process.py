@@ -23,7 +23,8 @@ import torch
 from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from proxy.continuation.template import ChatTemplate, Reply
+from proxy.continuation.outline import Continued
+from proxy.continuation.template import ChatTemplate
 from turnwise.store import ledger, policies
 from turnwise.store.database import Database
 from turnwise.types import Json, Session, Turn
@@ -198,9 +199,8 @@ class InProcessProxy:
         if not chain.turns:
             return self._template.tokenise(self._template.render(messages, tools, {}, generate=True))
         last = chain.tokens[-1]
-        ending = Reply(last_token=last, ended=last in self._template.end_tokens, reasoning="")
         replied = chain.num_messages - 1
-        between = self._template.continuation(messages, replied, ending, tools, {}, keep_thinking=False)
+        between = self._template.continuation(Continued(messages, replied, last, "", tools, {}, keep_thinking=False))
         return chain.tokens + between.tolist()
 
     def _answer(self) -> None:

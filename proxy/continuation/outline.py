@@ -56,14 +56,22 @@ class Kind(NamedTuple):
     """The template's marks in its text."""
 
 
-class Shortened(NamedTuple):
-    """A conversation that is short before its reply."""
+class Continued(NamedTuple):
+    """A conversation with a sampled reply, after which the next one is sampled."""
 
-    messages: list[Json]
+    messages: Sequence[Json]
+    """The whole conversation."""
     replied: int
-    """The reply's index."""
-    kinds: tuple[int, ...]
-    """The kinds of all its messages, as `Outliner.kind` has them."""
+    """Index of the reply in it."""
+    last_token: int
+    """The last sampled token: one that ends a turn, or another where a length or a stop string cut the reply off."""
+    reasoning: str
+    """The thinking that was sampled; empty without any."""
+    tools: Any
+    arguments: Json
+    """The template's own arguments."""
+    keep_thinking: bool
+    """Whether to stay on the chain although the template drops earlier thinking."""
 
 
 def marks_of(source: str) -> tuple[str, ...] | None:
@@ -89,28 +97,26 @@ class Outliner:
         """Whether long lists of tools are shortened too."""
 
     def shortened(
-        self,
-        messages: Sequence[Json],
-        replied: int,
-        known: list[int] | None = None,
-        thinking: Mapping[int, str] = NO_THINKING,
-    ) -> Shortened:
-        """Return a conversation that is short before the reply at index `replied`.
+        self, continued: Continued, known: list[int], thinking: Mapping[int, str]
+    ) -> tuple[Continued, tuple[int, ...]]:
+        """Return a conversation that is short before its reply, and the kinds of all its messages.
 
         Args:
-            messages: the conversation.
-            replied: the reply's index.
-            known: kinds of the first messages, used again and completed up to the last message.
+            continued: the whole conversation.
+            known: kinds of the first messages, completed up to the last message.
             thinking: what is put into replies that were sent without it, by position.
         """
-        known = [] if known is None else known
-        known += map(self.kind, messages[len(known) :])
-        messages, kinds = restored(messages, thinking), known[:]
+        replied = continued.replied
+        known += map(self.kind, continued.messages[len(known) :])
+        messages, kinds = restored(continued.messages, thinking), known[:]
         for position in thinking:
             kinds[position] = self.kind(messages[position])
         positions = kept_positions(kinds[:replied]) if replied >= MIN_MESSAGES else range(replied)
         kept = [outlined(messages[at], has_marks=kinds[at] < 0) for at in positions]
-        return Shortened([*kept, *messages[replied:]], len(kept), (*(kinds[at] for at in positions), *kinds[replied:]))
+        short = continued._replace(
+            messages=[*kept, *messages[replied:]], replied=len(kept), tools=self.outline_tools(continued.tools)
+        )
+        return short, (*(kinds[at] for at in positions), *kinds[replied:])
 
     def outline_tools(self, tools: Any) -> Any:
         """Return the first and the last tool, without their parameters; tools with a mark are kept as they are."""

@@ -16,7 +16,8 @@ import numpy as np
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import History, has_media
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
-from proxy.continuation.forest import Forest, KnownTurn, Reply
+from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.outline import Continued
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import Call, template_arguments
 from turnwise.types import TokenIds
@@ -58,69 +59,48 @@ async def plan_call(
     keep_thinking: bool,
 ) -> Plan:
     """Plan a call that may extend `parent`, whose prompt and sampled ids are `parent_tokens`."""
-    history = conversation.history
     if parent is None or parent_tokens is None:
         return new_chain(conversation, break_reason(conversation, forest))
     reason = _reason_not_to_extend(call, template)
     if reason is not None or template is None:
         return new_chain(conversation, reason)
+    thinking = sampled_thinking(forest, parent)
+    continued = Continued(
+        messages=call.messages,
+        replied=parent.num_messages - 1,
+        last_token=parent_tokens.last_id,
+        reasoning=parent.reasoning,
+        tools=call.tools,
+        arguments=template_arguments(call.body),
+        keep_thinking=keep_thinking,
+    )
+    # A copy: another call that begins with the same messages may complete the list at the same time.
+    kinds = conversation.prefix.kinds[:]
+
+    def extend() -> tuple[TokenIds, EncodedIds]:
+        between = template.continuation(continued, kinds, thinking)
+        return between, encode_ids(between, parent_tokens) if len(between) else parent_tokens
+
+    is_outlined = (
+        bool(kinds) and continued.replied >= len(kinds) and template.renders_in_short(call.messages, continued.replied)
+    )
+    num_rendered = conversation.prefix.num_bytes - (conversation.prefix.num_old_bytes if is_outlined else 0)
     try:
-        between, prompt = await _extended_prompt(
-            call, conversation, forest, template, parent, parent_tokens, keep_thinking=keep_thinking
-        )
+        if num_rendered > RENDERED_HERE:
+            between, prompt = await asyncio.get_running_loop().run_in_executor(RENDERING, extend)
+        else:
+            between, prompt = extend()
     except Unsafe as unsafe:
         return new_chain(conversation, unsafe.reason)
+    conversation.prefix.kinds = kinds
     return Plan(
-        history=history,
+        history=conversation.history,
         parent=parent,
         prompt=prompt,
         parent_tokens=parent_tokens,
         between=between,
         reason=break_reason(conversation, forest, parent),
     )
-
-
-async def _extended_prompt(
-    call: Call,
-    conversation: Conversation,
-    forest: Forest,
-    template: ChatTemplate,
-    parent: KnownTurn,
-    parent_tokens: EncodedIds,
-    *,
-    keep_thinking: bool,
-) -> tuple[TokenIds, EncodedIds]:
-    """Return the ids after the parent's, and the whole prompt; a long text is rendered and tokenised in a thread.
-
-    Raises:
-        Unsafe: the template cannot continue the parent.
-    """
-    messages, replied = call.messages, parent.num_messages - 1
-    thinking = sampled_thinking(forest, parent)
-    # A copy: another call that begins with the same messages may complete the list at the same time.
-    kinds = conversation.prefix.kinds[:]
-    last_token = parent_tokens.last_id
-    reply = Reply(last_token=last_token, ended=last_token in template.end_tokens, reasoning=parent.reasoning)
-
-    def extend() -> tuple[TokenIds, EncodedIds]:
-        between = template.continuation(
-            messages,
-            replied,
-            reply,
-            call.tools,
-            template_arguments(call.body),
-            keep_thinking=keep_thinking,
-            kinds=kinds,
-            thinking=thinking,
-        )
-        return between, encode_ids(between, parent_tokens) if len(between) else parent_tokens
-
-    is_outlined = bool(kinds) and replied >= len(kinds) and template.renders_in_short(messages, replied)
-    num_rendered = conversation.prefix.num_bytes - (conversation.prefix.num_old_bytes if is_outlined else 0)
-    is_long = num_rendered > RENDERED_HERE
-    extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
-    conversation.prefix.kinds = kinds
-    return extended
 
 
 def new_chain(conversation: Conversation, reason: str | None) -> Plan:

@@ -22,9 +22,8 @@ import numpy as np
 import orjson
 
 from proxy.continuation.digests import CALL_IDS, NAME
-from proxy.continuation.forest import Reply
-from proxy.continuation.outline import NO_THINKING, Outliner, answers_earlier_call, marks_of, restored
-from proxy.continuation.template_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES, LongProbe, long_probes
+from proxy.continuation.outline import NO_THINKING, Continued, Outliner, answers_earlier_call, marks_of, restored
+from proxy.continuation.template_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES, long_probes, with_other_text
 from turnwise.tokenizer import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
 
@@ -183,11 +182,6 @@ class ChatTemplate:
         """Whether long lists of tools are rendered in short too; None where nothing is."""
         return None if self._outliner is None else self._outliner.shortens_tools
 
-    @property
-    def shortens(self) -> bool:
-        """Whether long conversations are rendered in short."""
-        return self._outliner is not None
-
     def renders_in_short(self, messages: Sequence[Json], replied: int) -> bool:
         """Return whether what is before the reply at index `replied` is rendered in short.
 
@@ -195,35 +189,23 @@ class ChatTemplate:
         """
         return self._outliner is not None and not answers_earlier_call(messages[replied:])
 
-    def _continues_alike(self, probe: LongProbe) -> bool:
+    def _continues_alike(self, probe: Continued) -> bool:
         """Return whether the short way answers like the whole way, also once it knows the kind of conversation."""
-        probes = [probe] if probe.reply.reasoning else [probe, probe.with_other_text()]
+        probes = [probe] if probe.reasoning else [probe, with_other_text(probe)]
         return all(
             self._answer(self.continuation, each) == self._answer(self.whole_continuation, each) for each in probes
         )
 
     @staticmethod
-    def _answer(continuation: Callable[..., TokenIds], probe: LongProbe) -> list[int] | Reason:
+    def _answer(continuation: Callable[[Continued], TokenIds], probe: Continued) -> list[int] | Reason:
         """Return the answer to a probe: ids, or the reason of a refusal."""
         try:
-            found = continuation(
-                probe.messages, probe.replied, probe.reply, probe.tools, {}, keep_thinking=probe.keep_thinking
-            )
-            return list(map(int, found))
+            return list(map(int, continuation(probe)))
         except Unsafe as unsafe:
             return unsafe.reason
 
     def continuation(
-        self,
-        messages: Sequence[Json],
-        replied: int,
-        reply: Reply,
-        tools: Any,
-        arguments: Json,
-        *,
-        keep_thinking: bool,
-        kinds: list[int] | None = None,
-        thinking: Mapping[int, str] = NO_THINKING,
+        self, continued: Continued, kinds: list[int] | None = None, thinking: Mapping[int, str] = NO_THINKING
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
 
@@ -236,110 +218,91 @@ class ChatTemplate:
         Raises:
             Unsafe: as `whole_continuation`.
         """
-        if self._outliner is None or not self.renders_in_short(messages, replied):
-            messages = restored(messages, thinking)
-            return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-        messages, replied, all_kinds = self._outliner.shortened(messages, replied, kinds, thinking)
-        tools = self._outliner.outline_tools(tools)
-        if reply.reasoning:  # whether a template prints thinking may depend on its text
-            return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-        end_token = reply.last_token if reply.ended else None
-        given = orjson.dumps([tools, arguments], option=orjson.OPT_SORT_KEYS)
-        key = (all_kinds, replied, end_token, keep_thinking, blake2b(given, digest_size=GIVEN_BYTES).digest())
+        if self._outliner is None or not self.renders_in_short(continued.messages, continued.replied):
+            return self.whole_continuation(continued._replace(messages=restored(continued.messages, thinking)))
+        short, all_kinds = self._outliner.shortened(continued, [] if kinds is None else kinds, thinking)
+        if short.reasoning:  # whether a template prints thinking may depend on its text
+            return self.whole_continuation(short)
+        end_token = short.last_token if short.last_token in self._ends else None
+        given = orjson.dumps([short.tools, short.arguments], option=orjson.OPT_SORT_KEYS)
+        given_digest = blake2b(given, digest_size=GIVEN_BYTES).digest()
+        key = (all_kinds, short.replied, end_token, short.keep_thinking, given_digest)
         known = self._closings.get(key)
         if known is not None:
-            plain = [_without_thinking(message) for message in messages] if keep_thinking else messages
-            has_calls = bool(messages[replied].get("tool_calls"))
             try:
-                rest = self._after_marker(_with_marker(plain, replied), tools, arguments, generate=True)
-                return self._tokenise(reply, *self._split_at_end(rest, known, reply, has_calls=has_calls))
+                rest = self._after_marker(_with_marker(_printed(short)), generate=True)
+                return self._tokenise(short, *self._split_at_end(rest, known, short))
             except Unsafe:
                 pass  # the check of the whole decides
-        return self.whole_continuation(
-            messages, replied, reply, tools, arguments, keep_thinking=keep_thinking, closing_key=key
-        )
+        return self.whole_continuation(short, closing_key=key)
 
-    def whole_continuation(
-        self,
-        messages: Sequence[Json],
-        replied: int,
-        reply: Reply,
-        tools: Any,
-        arguments: Json,
-        *,
-        keep_thinking: bool,
-        closing_key: Hashable = None,
-    ) -> TokenIds:
+    def whole_continuation(self, continued: Continued, *, closing_key: Hashable = None) -> TokenIds:
         """Return the tokens between the sampled reply and the next one.
 
         Args:
-            messages: the whole conversation, thinking put back where it was sampled.
-            replied: index in `messages` of the reply that is extended.
-            reply: how that reply ended.
-            tools: tool schemas.
-            arguments: the template's own arguments.
-            keep_thinking: stay on the chain although the template drops earlier thinking.
+            continued: the conversation, thinking put back where it was sampled.
             closing_key: what decides the text that closes the reply, where that text is kept for later calls.
 
         Raises:
             Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
         """
-        if keep_thinking:
-            messages = [_without_thinking(message) for message in messages]
-        whole = self.render(messages, tools, arguments, generate=True)
-        marked = _with_marker(messages, replied)
-        closing = self._after_marker(marked[: replied + 1], tools, arguments, generate=False)
-        rest = self._after_marker(marked, tools, arguments, generate=True)
-        end, after = self._split_at_end(rest, closing, reply, has_calls=bool(messages[replied].get("tool_calls")))
+        continued = _printed(continued)
+        messages, replied, keep_thinking = continued.messages, continued.replied, continued.keep_thinking
+        whole = self._rendered(continued, generate=True)
+        marked = _with_marker(continued)
+        closing = self._after_marker(marked._replace(messages=marked.messages[: replied + 1]), generate=False)
+        end, after = self._split_at_end(self._after_marker(marked, generate=True), closing, continued)
         if not whole.endswith(end + after):
             raise Unsafe("template_unsafe")
         reply_end = len(whole) - len(end + after)
         # The text before the reply must be the text that the reply was sampled after.
-        before = self.render(messages[:replied], tools, arguments, generate=True)
-        thinking_shown = keep_thinking or reply.reasoning.strip() in whole[len(before) : reply_end]
+        before = self._rendered(continued._replace(messages=messages[:replied]), generate=True)
+        thinking_shown = keep_thinking or continued.reasoning.strip() in whole[len(before) : reply_end]
         if not (whole.startswith(before) and len(before) <= reply_end and thinking_shown):
-            plain = [_without_thinking(message) for message in messages]
-            history = self.render(plain[:replied], tools, arguments, generate=False)
-            if not self.render(plain, tools, arguments, generate=True).startswith(history):
+            plain = continued._replace(messages=[_without_thinking(message) for message in messages])
+            history = self._rendered(plain._replace(messages=plain.messages[:replied]), generate=False)
+            if not self._rendered(plain, generate=True).startswith(history):
                 raise Unsafe("template_unsafe")
             if not keep_thinking:
                 raise Unsafe("thinking_stripped")
-        ids = self._tokenise(reply, end, after)
+        ids = self._tokenise(continued, end, after)
         if closing_key is not None:
             with self._lock:  # calls do this in several threads
                 self._closings[closing_key] = closing
         return ids
 
-    def _tokenise(self, reply: Reply, end: str, after: str) -> TokenIds:
+    def _rendered(self, continued: Continued, *, generate: bool) -> str:
+        return self.render(continued.messages, continued.tools, continued.arguments, generate=generate)
+
+    def _tokenise(self, continued: Continued, end: str, after: str) -> TokenIds:
         """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one.
 
         The text is tokenised with that token before it: some tokenizers treat the start of a text differently.
         """
         ids = self.tokenise(end + after)
         if end:
-            if ids[:1] != [reply.last_token]:
+            if ids[:1] != [continued.last_token]:
                 raise Unsafe("tokenizer_differs")
             ids = ids[1:]
         return np.asarray(ids, np.int32)
 
-    def _after_marker(self, marked: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
+    def _after_marker(self, marked: Continued, *, generate: bool) -> str:
         """Return the text after the marked reply's content."""
-        _, found, rest = self.render(marked, tools, arguments, generate=generate).rpartition(MARKER)
+        _, found, rest = self._rendered(marked, generate=generate).rpartition(MARKER)
         if not found:
             raise Unsafe("template_unsafe")
         return rest
 
-    def _split_at_end(self, rest: str, closing: str, reply: Reply, *, has_calls: bool) -> tuple[str, str]:
+    def _split_at_end(self, rest: str, closing: str, continued: Continued) -> tuple[str, str]:
         """Return the sampled end-of-turn token, empty where none was sampled, and the text that follows the reply.
 
         Args:
             rest: the text after the reply's content, with the messages that follow.
             closing: the same for the reply as the last message.
-            reply: how it ended.
-            has_calls: whether it calls tools; then syntax that was sampled stands between content and end.
+            continued: the conversation; where its reply calls tools, sampled syntax stands between content and end.
         """
-        if reply.ended and reply.last_token is not None:
-            end = self._ends[reply.last_token]
+        end = self._ends.get(continued.last_token)
+        if end is not None:
             at = _last_common(closing, rest, end)
             # Some templates have no closing: the token that opens the next message is what ends the turn.
             if at is None and end not in closing and rest.startswith(closing + end):
@@ -347,7 +310,7 @@ class ChatTemplate:
             if at is None:
                 raise Unsafe("template_unsafe")
             return end, rest[at + len(end) :]
-        if not has_calls:
+        if not continued.messages[continued.replied].get("tool_calls"):
             return "", rest
         found = [at for end in self._ends.values() if (at := _last_common(closing, rest, end)) is not None]
         if not found:
@@ -355,15 +318,23 @@ class ChatTemplate:
         return "", rest[max(found) :]
 
 
-def _with_marker(messages: Sequence[Json], replied: int) -> list[Json]:
-    """Return the messages with the marker as the last part that a template prints of the reply at index `replied`."""
+def _with_marker(continued: Continued) -> Continued:
+    """Return the conversation with the marker as the last part that a template prints of the reply."""
+    messages, replied = continued.messages, continued.replied
     reply = messages[replied]
     if reply.get("tool_calls"):
         marked = copy.deepcopy(reply)
         marked["tool_calls"][-1]["function"]["arguments"] = json.dumps({MARKER: MARKER})
     else:
         marked = {**_without_thinking(reply), "content": MARKER}
-    return [*messages[:replied], marked, *messages[replied + 1 :]]
+    return continued._replace(messages=[*messages[:replied], marked, *messages[replied + 1 :]])
+
+
+def _printed(continued: Continued) -> Continued:
+    """Return the conversation without the thinking that its template may drop."""
+    if not continued.keep_thinking:
+        return continued
+    return continued._replace(messages=[_without_thinking(message) for message in continued.messages])
 
 
 def _without_thinking(message: Json) -> Json:

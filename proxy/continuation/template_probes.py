@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from proxy.continuation.digests import CALL_IDS, NAME
-from proxy.continuation.forest import Reply
+from proxy.continuation.outline import Continued
 from turnwise.types import Json
 
 PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"
@@ -69,20 +68,11 @@ THOUGHT: Json = {**ANSWER, "reasoning": LONG_TEXT}
 EMBEDDED_THOUGHT: Json = {"role": "assistant", "content": f"<think>\n{LONG_TEXT}\n</think>\n\n{LONG_TEXT}"}
 
 
-class LongProbe(NamedTuple):
-    """A conversation whose reply at index `replied` is continued."""
-
-    messages: list[Json]
-    replied: int
-    reply: Reply
-    tools: list[Json] | None
-    keep_thinking: bool
-
-    def with_other_text(self) -> LongProbe:
-        """Return a conversation with the same kinds of messages: with other texts, functions and ids of calls."""
-        text = json.dumps([self.messages, self.reply.reasoning]).replace(LONG_TEXT, OTHER_TEXT)
-        messages, reply = json.loads(text.replace(CALLED, OTHER_CALLED).replace("call_", "made_"))
-        return self._replace(messages=messages, reply=dataclasses.replace(self.reply, reasoning=reply))
+def with_other_text(probe: Continued) -> Continued:
+    """Return a conversation with the same kinds of messages: with other texts, functions and ids of calls."""
+    text = json.dumps([probe.messages, probe.reasoning]).replace(LONG_TEXT, OTHER_TEXT)
+    messages, reasoning = json.loads(text.replace(CALLED, OTHER_CALLED).replace("call_", "made_"))
+    return probe._replace(messages=messages, reasoning=reasoning)
 
 
 def _call(number: int, content: str = "", *, name: str = CALLED, first: int = 0, **fields: Any) -> Json:
@@ -128,14 +118,16 @@ REPLIES: Sequence[tuple[Json, list[Json]]] = (
 """Replies, and what follows them."""
 
 
-def long_probes(end_token: int) -> Iterator[LongProbe]:
+def long_probes(end_token: int) -> Iterator[Continued]:
     """Yield the probes; `end_token` is what ends a reply that was not cut off."""
     for before, (reply, after), keep_thinking in itertools.product(BEFORE, REPLIES, (False, True)):
         has_calls = any(message.get("tool_calls") for message in [*before, reply])
-        yield LongProbe(
-            [*before, reply, *after],
-            len(before),
-            Reply(last_token=end_token, ended=True, reasoning=reply.get("reasoning", "")),
-            TOOLS if has_calls else None,
-            keep_thinking,
+        yield Continued(
+            messages=[*before, reply, *after],
+            replied=len(before),
+            last_token=end_token,
+            reasoning=reply.get("reasoning", ""),
+            tools=TOOLS if has_calls else None,
+            arguments={},
+            keep_thinking=keep_thinking,
         )

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
-from proxy.continuation.forest import Reply
-from proxy.continuation.outline import Kind, Outliner
+from proxy.continuation.outline import Continued, Kind, Outliner
 from proxy.continuation.template import ChatTemplate, Unsafe
 
 LONG = "A text that is much longer than what is kept of it. " * 20
@@ -45,7 +44,7 @@ def kind(role: str, **fields: object) -> Kind:
 )
 def test_a_template_that_numbers_its_messages_or_reads_early_calls_is_rendered_whole(source: str):
     """The second one names a result by the first call with its id: of calls with the same id, not the reply's."""
-    assert not template_from(source).shortens
+    assert template_from(source).shortens_tools is None
 
 
 def work(number: int) -> list[dict]:
@@ -62,16 +61,15 @@ def work(number: int) -> list[dict]:
 def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls: int, late: list[dict]):
     """After a result of the reply's own call or in its place, also where the kind of conversation is known."""
     template = template_from(LAST_CALL)
-    assert template.shortens
-    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
+    assert template.shortens_tools is not None
+    end = min(template.end_tokens)
     messages = [USER, *(message for number in range(num_calls) for message in work(number))]
     replied = len(messages) - 2
     other = [*messages[:-1], {**messages[-1], "tool_call_id": "c2"}]
     for sent in (messages, [*messages, *late], other):
-        found = template.continuation(sent, replied, reply, None, {}, keep_thinking=False)
-        assert (
-            found.tolist() == template.whole_continuation(sent, replied, reply, None, {}, keep_thinking=False).tolist()
-        )
+        continued = Continued(sent, replied, end, "", None, {}, keep_thinking=False)
+        found = template.continuation(continued)
+        assert found.tolist() == template.whole_continuation(continued).tolist()
         assert ("f.do_2" in template.text_of(list(found))) == (sent is other or sent[-1:] == late)
 
 
@@ -79,7 +77,7 @@ def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls: int, lat
     "family", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "glm4moe", "gptoss", "gemma3"]
 )
 def test_the_templates_of_widely_used_models_can_be_rendered_in_short(family: str):
-    assert shortened(family).shortens
+    assert shortened(family).shortens_tools is not None
 
 
 @functools.cache
@@ -93,7 +91,7 @@ def template_from(source: str) -> ChatTemplate:
 
 def shortened(family: str) -> ChatTemplate:
     template = template_from(LAST_CALL) if family == "last call" else template_of(family)
-    if not template.shortens:
+    if template.shortens_tools is None:
         template.shorten_if_alike()
     return template
 
@@ -134,10 +132,10 @@ def patterns(draw: st.DrawFn, place: int) -> list[dict]:
     return [reply, *results, *([{"role": "user", "content": draw(TEXTS)}] if draw(st.booleans()) else [])]
 
 
-def answered(continuation, messages: list[dict], replied: int, reply: Reply, *, keep_thinking: bool):
-    has_calls = any(message.get("tool_calls") for message in messages)
+def answered(continuation, messages: list[dict], replied: int, ending: tuple[int, str], *, keep_thinking: bool):
+    tools = TOOLS if any(message.get("tool_calls") for message in messages) else None
     try:
-        found = continuation(messages, replied, reply, TOOLS if has_calls else None, {}, keep_thinking=keep_thinking)
+        found = continuation(Continued(messages, replied, *ending, tools, {}, keep_thinking))
     except Unsafe as unsafe:
         return unsafe.reason
     return found.tolist()
@@ -152,18 +150,17 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
     Also where a client sends no thinking, and the kinds of the first half are known from an earlier call.
     """
     template, (messages, replied) = shortened(family), conversation
-    last = min(template.end_tokens) if ended else 5
-    reply = Reply(last_token=last, ended=ended, reasoning=messages[replied].get("reasoning", ""))
-    whole = answered(template.whole_continuation, messages, replied, reply, keep_thinking=keep_thinking)
-    assert answered(template.continuation, messages, replied, reply, keep_thinking=keep_thinking) == whole
+    ending = (min(template.end_tokens) if ended else 5), messages[replied].get("reasoning", "")
+    whole = answered(template.whole_continuation, messages, replied, ending, keep_thinking=keep_thinking)
+    assert answered(template.continuation, messages, replied, ending, keep_thinking=keep_thinking) == whole
     sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
     thinking = {at: message["reasoning"] for at, message in enumerate(messages) if "reasoning" in message}
     continuation, half = functools.partial(template.continuation, kinds=[]), sent[: len(sent) // 2]
     if (first := next((at for at, message in enumerate(half) if message["role"] == "assistant"), None)) is not None:
         earlier = {at: text for at, text in thinking.items() if at < len(half)}
-        answered(functools.partial(continuation, thinking=earlier), half, first, reply, keep_thinking=keep_thinking)
+        answered(functools.partial(continuation, thinking=earlier), half, first, ending, keep_thinking=keep_thinking)
     continuation = functools.partial(continuation, thinking=thinking)
-    assert answered(continuation, sent, replied, reply, keep_thinking=keep_thinking) == whole
+    assert answered(continuation, sent, replied, ending, keep_thinking=keep_thinking) == whole
 
 
 def test_a_growing_conversation_is_shortened_as_if_nothing_of_it_was_known():
@@ -175,7 +172,8 @@ def test_a_growing_conversation_is_shortened_as_if_nothing_of_it_was_known():
         sent, replied = messages[:number], number - 2
         if replied in range(202, 282, 8):
             thinking[replied] = f"{replied} {LONG}"
-        assert outliner.shortened(sent, replied, known, thinking) == outliner.shortened(sent, replied, None, thinking)
+        continued = Continued(sent, replied, 5, "", None, {}, keep_thinking=False)
+        assert outliner.shortened(continued, known, thinking) == outliner.shortened(continued, [], thinking)
     assert len(known) == len(messages) - 2
 
 
@@ -190,8 +188,8 @@ def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
     template.shorten_if_alike()
     messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Yes."}] * 20
     messages.append({"role": "user", "content": LONG})
-    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": name}} for name in ("a", "b", "c")]
-    found = template.continuation(messages, 39, reply, tools, {}, keep_thinking=False)
-    assert template.shortens
-    assert found.tolist() == template.whole_continuation(messages, 39, reply, tools, {}, keep_thinking=False).tolist()
+    continued = Continued(messages, 39, min(template.end_tokens), "", tools, {}, keep_thinking=False)
+    found = template.continuation(continued)
+    assert template.shortens_tools is not None
+    assert found.tolist() == template.whole_continuation(continued).tolist()

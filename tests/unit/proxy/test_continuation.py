@@ -10,8 +10,8 @@ import pytest
 from support.conversations import conversation_of, history_of
 
 from proxy.continuation.encoded_ids import encode_ids
-from proxy.continuation.forest import Forest, KnownTurn, Reply
-from proxy.continuation.outline import restored
+from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.outline import Continued, restored
 from proxy.continuation.plan import Plan, break_reason, plan_call, sampled_thinking
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.chat import ChatCompletions
@@ -147,15 +147,12 @@ async def test_the_plan_of_a_call_that_extends_no_turn_has_its_reason():
 class Canned:
     """A template that puts two tokens after every reply, or refuses."""
 
-    end_tokens = frozenset({2})
-    shortens = False
-
     def __init__(self, refuses: Unsafe | None = None) -> None:
         self.refuses = refuses
-        self.seen: list[tuple[list[Json], int, Reply]] = []
+        self.seen: list[Continued] = []
 
-    def continuation(self, messages, replied, reply, tools, arguments, *, keep_thinking, kinds=None, thinking=None):
-        self.seen.append((restored(messages, thinking), replied, reply))
+    def continuation(self, continued, kinds, thinking):
+        self.seen.append(continued._replace(messages=restored(continued.messages, thinking)))
         if self.refuses:
             raise self.refuses
         return np.array([8, 9], np.int32)
@@ -177,10 +174,9 @@ async def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens(
     assert plan.between.tolist() == [8, 9]
     assert plan.reason is None
     assert plan.parent.num_messages == len([USER, said("A")])
-    messages, replied, reply = template.seen[0]
-    assert replied == 1
-    assert messages[1]["reasoning"] == "hm"
-    assert reply == Reply(last_token=2, ended=True, reasoning="hm")
+    (continued,) = template.seen
+    assert continued.messages[1]["reasoning"] == "hm"
+    assert (continued.replied, continued.last_token, continued.reasoning) == (1, 2, "hm")
 
 
 class Waiting(Canned):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from proxy.continuation.digests import CALL_IDS, NAME
-from proxy.continuation.forest import Reply
+from proxy.continuation.outline import Continued
 from proxy.continuation.template import ChatTemplate, Unsafe
 from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
 
@@ -153,12 +153,7 @@ def verdict(family: str, case: str, *, keep_thinking: bool) -> str:
     last = sampled[-1]
     try:
         between = template.continuation(
-            [*before, reply, *after],
-            len(before),
-            Reply(last_token=last, ended=last in template.end_tokens, reasoning=thinking),
-            tools,
-            {},
-            keep_thinking=keep_thinking,
+            Continued([*before, reply, *after], len(before), last, thinking, tools, {}, keep_thinking)
         )
     except Unsafe as unsafe:
         return unsafe.reason
