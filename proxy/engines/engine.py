@@ -75,8 +75,8 @@ class Engine(EngineKind):
         """Samples with its base weights."""
         self.loaded_version: int | None = UNLABELLED
         """Version of the base weights, from their label; None during an exchange, or after one that was interrupted."""
-        self.active_lane = self.base_lane
-        """What calls sample with, unless a canary takes them."""
+        self.served_adapter: int | None = None
+        """Version of the adapter that the default policy is served with; None where it is served with whole weights."""
         self.adapters: dict[int, Lane] = {}
         """Its LoRA adapters by policy version, in the order of loading."""
         self.draining_since = 0.0
@@ -100,6 +100,13 @@ class Engine(EngineKind):
     def state(self) -> EngineState:
         """What the proxy may do with it now."""
         return self.status.current
+
+    @property
+    def active_lane(self) -> Lane:
+        """What the default policy's calls sample with: its adapter, unless other whole weights were loaded since."""
+        if self.served_adapter is None or self.base_lane.version:
+            return self.base_lane
+        return self.adapters.get(self.served_adapter, self.base_lane)
 
     @property
     def num_calls(self) -> int:

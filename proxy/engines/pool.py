@@ -206,7 +206,6 @@ class EnginePool:
         engine = self.engine_at(url)
         if engine is not None:
             engine.apply_label(label)
-            engine.active_lane = engine.base_lane
             if engine.state is EngineState.DRAINING:
                 engine.status.change(EngineState.READY)
 

@@ -64,7 +64,7 @@ class Arms:
         settings: ProxySettings,
         metrics: Metrics,
         *,
-        reserve: Callable[[Engine], Awaitable[None]] | None = None,
+        reserve: Callable[[Engine], Awaitable[None]],
     ) -> None:
         self._policy_id = policy_id
         self._database = database
@@ -282,11 +282,7 @@ class Arms:
 
     async def _drain(self, engine: Engine) -> None:
         """Route new calls to other engines and wait for the running ones: no control session may sample the canary."""
-        draining = self._pool.drain(engine, DRAIN_SECONDS)
-        if self._reserve is None:
-            await draining
-        else:
-            await asyncio.gather(draining, self._reserve(engine))
+        await asyncio.gather(self._pool.drain(engine, DRAIN_SECONDS), self._reserve(engine))
 
     async def _drift_reason(self, policy: PolicyVersion, active: PolicyVersion) -> str | None:
         """Return why the version is too far from the served one for a trial, None if it is not."""
@@ -319,7 +315,7 @@ class Arms:
         An adapter is unloaded once it has no calls.
         """
         for engine in self._pool.serving:
-            if active is not None and engine.active_lane is engine.base_lane and engine.version == policy.version:
+            if active is not None and engine.base_lane.version == policy.version:
                 try:
                     await self._loader.exchange(engine, active, None)
                 except (BadCheckpoint, EngineError, FilesNotRead) as error:

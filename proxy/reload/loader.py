@@ -48,7 +48,7 @@ class Loader:
         metrics: Metrics,
         faults: FaultPoints,
         transfers: Transfers,
-        announce: Callable[[Engine], Awaitable[None]] | None = None,
+        announce: Callable[[Engine], Awaitable[None]],
     ) -> None:
         self._database = database
         self._settings = settings
@@ -153,9 +153,8 @@ class Loader:
             async with asyncio.timeout(seconds):
                 if policy.kind is PolicyKind.LORA:
                     paused = await self._load_base(engine)
-                    engine.active_lane = await self._load_adapter(
-                        engine, policy, await self.probe(policy, engine, seconds=None)
-                    )
+                    await self._load_adapter(engine, policy, await self.probe(policy, engine, seconds=None))
+                    engine.served_adapter = policy.version
                     return paused
                 return await self._load_weights(engine, policy, received)
         except TimeoutError as error:
@@ -179,7 +178,6 @@ class Loader:
 
     async def _load_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
         if has_loaded(engine, policy):
-            engine.active_lane = engine.base_lane
             return 0.0
         probe = received.probe if received else await self.probe(policy, engine, seconds=None)
         await self._compare_base(engine, probe)
@@ -219,9 +217,7 @@ class Loader:
         await load()
         self._faults.point("mid_reload")
         await engine.label_weights(version)
-        engine.active_lane = engine.base_lane
-        if self._announce is not None:
-            await self._announce(engine)
+        await self._announce(engine)
         await engine.resume()
         return time.perf_counter() - started
 

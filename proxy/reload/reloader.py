@@ -66,9 +66,9 @@ class Reloader:
         metrics: Metrics,
         *,
         check_engine: Callable[[Engine], Awaitable[None]],
-        faults: FaultPoints | None = None,
-        announce: Callable[[Engine], Awaitable[None]] | None = None,
-        reserve: Callable[[Engine], Awaitable[None]] | None = None,
+        faults: FaultPoints,
+        announce: Callable[[Engine], Awaitable[None]],
+        reserve: Callable[[Engine], Awaitable[None]],
     ) -> None:
         self._writer = writer
         self._pool = pool
@@ -78,7 +78,7 @@ class Reloader:
         self.lease = DriverLease(database, writer)
         self._transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._sleeper = Sleeper(pool, self._transfers, self.lease, seconds=settings.reload_timeout_seconds)
-        self._loader = Loader(database, settings, metrics, faults or FaultPoints(), self._transfers, announce)
+        self._loader = Loader(database, settings, metrics, faults, self._transfers, announce)
         self._served = ServedVersions(database, pool)
         pool.read_served = self._served.refresh
         pool.load_adapter = self._loader.load_at_call
@@ -212,11 +212,8 @@ class Reloader:
         """Read from the engines what another process has loaded into them."""
         for engine in self._pool.serving:
             await engine.read_label()
-            if active is None or active.kind is PolicyKind.FULL:
-                engine.active_lane = engine.base_lane
-                continue
-            await engine.fetch_models()
-            self._served.choose_adapter(engine)
+            if active is not None and active.kind is PolicyKind.LORA:
+                await engine.fetch_models()
 
     async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> float:
         """Load the target into one engine, then into the others; return how long they were paused, seconds.
@@ -297,7 +294,7 @@ class Reloader:
         """Return whether an engine was restarted between two checks."""
         if engine.active_lane.adapter is not None:
             await engine.fetch_models()
-            return engine.active_lane.version not in engine.adapters
+            return engine.active_lane.adapter is None
         if engine.loaded_version == UNLABELLED or await _has_version(engine):
             return False
         if self._settings.engine_sleep and await engine.is_sleeping():
@@ -315,7 +312,6 @@ class Reloader:
         await self._served.refresh()
         state = self._served.state(DEFAULT_POLICY)
         active = state.active
-        engine.active_lane = engine.base_lane
         served = [policy for policy in (active, state.canary, state.holdout) if policy is not None]
         if active is not None and not any(serves(engine, policy) for policy in served):
             await self._loader.compare_with_own_model(active, [engine])

@@ -18,7 +18,7 @@ from turnwise.errors import EngineError
 from turnwise.store import named_policies, policies
 from turnwise.store.database import Connection, Database
 from turnwise.store.policies import NO_VERSIONS, ServingState
-from turnwise.types import DEFAULT_POLICY, Policy, PolicyKind, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, Policy, PolicyKind
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ class ServedVersions:
         await asyncio.gather(*(_find_adapter(engine, version) for engine, version in missing))
 
     def _apply(self, states: Mapping[int, ServingState], named: Sequence[Policy]) -> None:
-        """Set the versions of each policy; let calls sample with another adapter if another version is wanted."""
-        before = self.state(DEFAULT_POLICY).active
+        """Set the versions of each policy, and the adapter that the default policy's calls sample with."""
         pool = self._pool
         pool.policies = {(policy.tenant, policy.name): policy for policy in named}
         pool.policy_names = {policy.policy_id: policy.name for policy in named}
@@ -91,23 +90,16 @@ class ServedVersions:
         self.ended |= versions_in_use(state for number, state in pool.served.items() if number not in live)
         pool.served = states
         self.in_use = versions_in_use(states.values())
-        if _version(before) != _version(self.state(DEFAULT_POLICY).active):
-            for engine in pool.serving:
-                self.choose_adapter(engine)
-
-    def choose_adapter(self, engine: Engine) -> None:
-        """Let the default policy's calls on an engine sample with its served adapter, if the engine has that."""
         active = self.state(DEFAULT_POLICY).active
-        if active is not None and active.kind is PolicyKind.LORA:
-            engine.active_lane = engine.adapters.get(active.version, engine.active_lane)
+        for engine in pool.engines:
+            if active is None or active.kind is PolicyKind.FULL:
+                engine.served_adapter = None
+            elif active.version in engine.adapters:
+                engine.served_adapter = active.version
 
 
 def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]]:
     return policies.serving_states(connection), named_policies.list_named_policies(connection)
-
-
-def _version(policy: PolicyVersion | None) -> int | None:
-    return None if policy is None else policy.version
 
 
 async def _find_adapter(engine: Engine, version: int) -> None:

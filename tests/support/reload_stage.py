@@ -15,6 +15,7 @@ from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
+from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
@@ -43,6 +44,7 @@ class Process:
             given,
             metrics,
             check_engine=self._probe,
+            faults=FaultPoints(),
             announce=self._announce,
             reserve=self._reserve,
         )
