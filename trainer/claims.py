@@ -63,7 +63,7 @@ class Claims:
         needed = -(-size // SMALLEST_PART) if config.refill_seconds is None else size
         while len(claimed.claim.groups) < most:
             uniform = {key for key, why in self.select(claimed, state).refused.items() if why == UNIFORM}
-            num_uniform = claimed.claim.size_of(uniform, config.singles_per_group)
+            num_uniform = claimed.claim.size(config.singles_per_group, uniform)
             missing = needed - (claimed.claim.size(config.singles_per_group) - num_uniform)
             if missing <= 0:
                 break

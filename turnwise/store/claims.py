@@ -77,13 +77,9 @@ class Claim:
         """The groups' keys, for `experiences.experiences_of_groups`."""
         return [group.group_pk for group in self.groups]
 
-    def size(self, singles_per_group: int) -> int:
-        """Return the places of a batch that the claim fills."""
-        return self.size_of({group.key for group in self.groups}, singles_per_group)
-
-    def size_of(self, keys: Collection[GroupKey], singles_per_group: int) -> int:
-        """Return the places of a batch that these groups fill."""
-        counted = [group for group in self.groups if group.key in keys]
+    def size(self, singles_per_group: int, keys: Collection[GroupKey] | None = None) -> int:
+        """Return the places of a batch that all of its groups fill, or those with these keys."""
+        counted = [group for group in self.groups if keys is None or group.key in keys]
         num_singles = sum(group.is_single for group in counted)
         return len(counted) - num_singles + -(-num_singles // singles_per_group)
 

@@ -217,11 +217,12 @@ def _views(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_
 
 def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str]) -> dict[str, str]:
     """Return the session id of each of these turns that this tenant has."""
-    pk_of = dict(fetch_rows(conn, tables.turns, ("turn_id", "session_pk"), {"turn_id": list(turn_ids)}))
-    wanted = {"session_pk": list(set(pk_of.values()))}
-    found = fetch_rows(conn, tables.sessions, ("session_pk", "session_id", "tenant"), wanted)
-    own = {session_pk: session_id for session_pk, session_id, holder in found if holder == tenant}
-    return {turn_id: own[session_pk] for turn_id, session_pk in pk_of.items() if session_pk in own}
+    if not turn_ids:
+        return {}
+    of_session = "(SELECT {} FROM sessions WHERE sessions.session_pk = turns.session_pk)"
+    columns = "turn_id", of_session.format("session_id"), of_session.format("tenant")
+    found = fetch_rows(conn, tables.turns, columns, {"turn_id": list(turn_ids)})
+    return {turn_id: session_id for turn_id, session_id, holder in found if holder == tenant}
 
 
 def stored_turn(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 
 import sqlalchemy as sa
 
@@ -116,33 +115,21 @@ def search_sessions(
     matching: list[Session] = []
     num_searched = num_bytes = 0
     deadline = time.monotonic() + MAX_SECONDS
-    for window, has_more in _windows(conn, wanted, after, max_bytes):
+    while True:
+        window, has_more = queries.session_rows(conn, wanted, limit=WINDOW, after=after, max_bytes=max_bytes)
         pks = _matching_pks(conn, window, contents)
         own = [row for row in window if row.session_pk in pks]
         found = {each.session_id: each for each in queries.sessions_from_rows(conn, own)} if own else {}
-        for at, row in enumerate(window, 1):
-            num_searched += 1
+        for row in window:
+            num_searched, after = num_searched + 1, row.session_id
             session = found.get(row.session_id)
             if session is not None and contents.has_reward(session):
                 matching.append(session)
                 num_bytes += len(row.metadata) + len(row.sampling) + pages.ROW_BYTES
             if len(matching) == limit or num_bytes > max_bytes:
-                return Found(matching, row.session_id if has_more or at < len(window) else None, num_searched)
-        if has_more and (num_searched >= MAX_SEARCHED or time.monotonic() > deadline):
-            return Found(matching, window[-1].session_id, num_searched)
-    return Found(matching, None, num_searched)
-
-
-def _windows(
-    conn: sa.Connection, wanted: SessionFilter, after: str | None, max_bytes: int
-) -> Iterator[tuple[list[rows.StoredRow], bool]]:
-    """Yield the rows of sessions that satisfy a filter, some at once, and whether there are more."""
-    has_more = True
-    while has_more:
-        window, has_more = queries.session_rows(conn, wanted, limit=WINDOW, after=after, max_bytes=max_bytes)
-        if window:
-            yield window, has_more
-            after = window[-1].session_id
+                return Found(matching, after if has_more or row is not window[-1] else None, num_searched)
+        if not has_more or num_searched >= MAX_SEARCHED or time.monotonic() > deadline:
+            return Found(matching, after if has_more else None, num_searched)
 
 
 def _matching_pks(conn: sa.Connection, window: list[rows.StoredRow], contents: Contents) -> set[int]:

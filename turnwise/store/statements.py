@@ -76,7 +76,7 @@ def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> list[tuple[
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
     with _translated(conn, sql, values):
-        return execute(conn, sql, values).fetchall()  # type: ignore[no-any-return]  # the driver is not typed
+        return conn.connection.dbapi_connection.execute(sql, values).fetchall()  # type: ignore[no-any-return, union-attr]
 
 
 @contextlib.contextmanager
