@@ -6,10 +6,8 @@ becomes a group of sessions that SFT and DPO train, see `turnwise.store.feedback
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -20,12 +18,12 @@ from proxy.auth import Principal
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import template_arguments
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Number, RewardValue, Text
-from proxy.routes.serialise import PUBLIC, Caller, Here, answer, describe_answer, page
-from proxy.services import Services
+from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
 from proxy.settings import FeedbackRewards
 from turnwise.chains import is_trainable
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import feedback, queries
+from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
 from turnwise.types import Feedback, FeedbackKind, Json, Session
 
@@ -106,17 +104,11 @@ async def post_feedback(
     sessions with rewards 1 and 0 that SFT, DPO and CHORD train. A comment or an edited reply is a correction, which the
     algorithm of this name trains. The request can be repeated.
     """
-    given, original = await asyncio.to_thread(_feedback, services, principal, wanted)
-    group: Sequence[feedback.Member] = ()
-    if given.kind is FeedbackKind.DEMONSTRATION:
-        given = dataclasses.replace(given, group_id=feedback.group_of(given))
-        group = await asyncio.to_thread(_group, services, principal, given, original, wanted)
-        for one in group:
-            is_written = one.written is not None
-            await services.sessions.fork(one.session, one.turn_id, before=is_written, is_sampled_here=not is_written)
-    if isinstance(wanted.value, str):
-        hint = await asyncio.to_thread(_hint, services, given)
-        given = dataclasses.replace(given, content=given.content | ({} if hint is None else {"hint": hint}))
+    template = services.sessions.template
+    given, group = await services.database.fetch(_feedback, template, principal, wanted)
+    for one in group:
+        is_written = one.written is not None
+        await services.sessions.fork(one.session, one.turn_id, before=is_written, is_sampled_here=not is_written)
     await services.writer.do(
         feedback.add,
         given,
@@ -135,30 +127,33 @@ async def post_feedback(
 async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Response:
     """List the feedback of a session and its turns that is in force, oldest first; there is only one page."""
     found = await services.database.fetch(feedback.feedback_of, principal.tenant, session_id)
-    return answer(page(list(map(_feedback_json, found)), has_more=False))
+    return page(map(_feedback_json, found))
 
 
-def _feedback(services: Services, principal: Principal, wanted: NewFeedback) -> tuple[Feedback, Session]:
-    """Return the feedback as a record, and its session.
+def _feedback(
+    connection: Connection, template: ChatTemplate | None, principal: Principal, wanted: NewFeedback
+) -> tuple[Feedback, list[feedback.Member]]:
+    """Return the feedback as a record, and the sessions of a demonstration's group, the better reply first.
 
     Raises:
         NotFound: this tenant has no such session or turn.
         Forbidden: the caller's key is for another session.
+        InvalidRequest: as `_group`.
     """
     session_id = wanted.session_id
-    with services.database.read() as connection:
-        if wanted.turn_id is not None:
-            holder = queries.sessions_of_turns(connection, principal.tenant, [wanted.turn_id]).get(wanted.turn_id)
-            if holder is None or session_id not in (None, holder):
-                raise NotFound(f"there is no turn {wanted.turn_id!r}" + _where(session_id), param="turn_id")
-            session_id = holder
-        assert session_id is not None
-        principal.require_session(session_id)
-        original = queries.session(connection, principal.tenant, session_id)
+    if wanted.turn_id is not None:
+        holder = queries.sessions_of_turns(connection, principal.tenant, [wanted.turn_id]).get(wanted.turn_id)
+        if holder is None or session_id not in (None, holder):
+            where = "" if session_id is None else f" in session {session_id!r}"
+            raise NotFound(f"there is no turn {wanted.turn_id!r}{where}", param="turn_id")
+        session_id = holder
+    assert session_id is not None
+    principal.require_session(session_id)
+    original = queries.session(connection, principal.tenant, session_id)
     content: Json = {"value": wanted.value}
     content |= {} if wanted.scale is None else {"scale": list(wanted.scale)}
     content |= {"over": wanted.over} if wanted.over else {}
-    record = Feedback(
+    given = Feedback(
         session_id=session_id,
         tenant=principal.tenant,
         turn_id=wanted.turn_id or "",
@@ -168,30 +163,30 @@ def _feedback(services: Services, principal: Principal, wanted: NewFeedback) -> 
         source=wanted.source,
         written_by=principal.key_id,
     )
-    return record, original
+    group: list[feedback.Member] = []
+    if given.kind is FeedbackKind.DEMONSTRATION:
+        given = dataclasses.replace(given, group_id=feedback.group_of(given))
+        group = _group(connection, template, principal, given, original)
+    if isinstance(wanted.value, str) and (hint := _hint(connection, template, given)) is not None:
+        given = dataclasses.replace(given, content=content | {"hint": hint})
+    return given, group
 
 
-def _hint(services: Services, given: Feedback) -> Json | None:
+def _hint(connection: Connection, template: ChatTemplate | None, given: Feedback) -> Json | None:
     """Return a comment or an edited reply as it is put into the prompt of its turn, or of its session's first turn."""
-    with services.database.read() as connection:
-        turn_id = given.turn_id
-        if not turn_id:
-            first, _ = queries.turns(connection, given.tenant, given.session_id, limit=1)
-            if not first:
-                return None
-            turn_id = first[0].turn.turn_id
-        view = queries.turn(connection, given.tenant, turn_id, whole_prompt=True)
+    if given.turn_id:
+        view = queries.turn(connection, given.tenant, given.turn_id, whole_prompt=True)
+    else:
+        first, _ = queries.turns(connection, given.tenant, given.session_id, limit=1, whole_prompt=True)
+        if not first:
+            return None
+        (view,) = first
     text = given.content["value"]
-    hint = text if given.kind is FeedbackKind.COMMENT else BETTER_REPLY.format(text)
-    return hint_of(services.sessions.template, view, hint)
-
-
-def _where(session_id: str | None) -> str:
-    return "" if session_id is None else f" in session {session_id!r}"
+    return hint_of(template, view, text if given.kind is FeedbackKind.COMMENT else BETTER_REPLY.format(text))
 
 
 def _group(
-    services: Services, principal: Principal, given: Feedback, original: Session, wanted: NewFeedback
+    connection: Connection, template: ChatTemplate | None, principal: Principal, given: Feedback, original: Session
 ) -> list[feedback.Member]:
     """Return the sessions of a demonstration's group, the better reply first.
 
@@ -200,11 +195,10 @@ def _group(
         Forbidden: the caller's key is for another session than one of these turns.
         InvalidRequest: the replies are to different prompts, or a written one cannot be tokenised.
     """
-    with services.database.read() as connection:
-        views = [
-            queries.turn(connection, given.tenant, turn_id, whole_prompt=True)
-            for turn_id in (given.turn_id, *dict.fromkeys(wanted.over))
-        ]
+    views = [
+        queries.turn(connection, given.tenant, turn_id, whole_prompt=True)
+        for turn_id in (given.turn_id, *dict.fromkeys(given.content.get("over", ())))
+    ]
     prompt = views[0].prompt_token_ids
     for view in views[1:]:
         principal.require_session(view.turn.session_id)
@@ -214,10 +208,10 @@ def _group(
                 "were sampled from the same one",
                 param="over",
             )
-    text = wanted.value if isinstance(wanted.value, str) else None
+    text: str | None = given.content["value"]
     if text is None and not is_trainable(views[0].turn):
         raise InvalidRequest(f"turn {given.turn_id!r} has no reply that was captured exactly", param="turn_id")
-    token_ids = None if text is None else np.array(_reply_ids(services.sessions.template, views[0], text), np.int32)
+    token_ids = None if text is None else np.array(_reply_ids(template, views[0], text), np.int32)
     others = [view.turn for view in (views[1:] if text is None else views) if is_trainable(view.turn)]
     size = 1 + len(others)
     better = feedback.Member(
@@ -289,4 +283,4 @@ def _feedback_json(record: Feedback) -> Json:
     """Return feedback as the API's JSON."""
     content = record.content
     named = {"value": content["value"], "scale": content.get("scale"), "over": content.get("over", [])}
-    return {name: getattr(record, name) for name in PUBLIC[Feedback]} | {"turn_id": record.turn_id or None} | named
+    return record_json(record) | {"turn_id": record.turn_id or None} | named

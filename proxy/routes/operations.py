@@ -125,7 +125,7 @@ async def list_updates(
 ) -> Response:
     """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
     found, more = await services.database.fetch(trained.list_updates, principal.tenant, limit=limit, after=after)
-    return answer(page([update_json(view) for view in found], more))
+    return page(map(update_json, found), has_more=more)
 
 
 @control.get("/updates/summaries", responses=describe_answer("UpdateSummaries"))
@@ -135,8 +135,7 @@ async def summarise_updates(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> Response:
     """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
-    found = await services.database.fetch(update_summaries.summarise_updates, principal.tenant, limit=limit)
-    return answer(page([dataclasses.asdict(each) for each in found], has_more=False))
+    return page(await services.database.fetch(update_summaries.summarise_updates, principal.tenant, limit=limit))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))
@@ -149,8 +148,7 @@ async def examine(services: Here, principal: Caller) -> Response:
     settings = services.settings
     tenant = None if await is_operator(services, principal) else principal.tenant
     engines, database = [engine.url for engine in services.pool.engines], settings.database.get_secret_value()
-    found = await asyncio.to_thread(lambda: list(installation.examine_running(engines, database, tenant)))
-    return answer(page([dataclasses.asdict(each) for each in found], has_more=False))
+    return await asyncio.to_thread(lambda: page(installation.examine_running(engines, database, tenant)))
 
 
 @router.get("/openapi.json", include_in_schema=False)

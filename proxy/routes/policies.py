@@ -6,7 +6,6 @@ only its owner may change it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -34,6 +33,7 @@ from proxy.routes.serialise import (
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
 from turnwise.store import named_policies, pages, policies
+from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
@@ -120,19 +120,18 @@ async def list_policies(
     Only keys that may publish a directory see the default policy's directories; for others `path` is null.
     """
 
-    def read() -> tuple[list[Policy], list[PolicyVersion], bool, int | None]:
-        with services.database.read() as connection:
-            named = named_policies.list_named_policies(connection, principal.tenant)
-            chosen = named_policies.policy_named(connection, principal.tenant, policy or DEFAULT_POLICY_NAME)
-            wanted = {each.policy_id for each in named} if policy is None else {chosen.policy_id}
-            found, more = policies.list_policies(
-                connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
-            )
-            pinned = [policies.pinned_version(connection, each.policy_id) for each in named]
-            listed = [dataclasses.replace(each, pinned_version=pin) for each, pin in zip(named, pinned, strict=True)]
-            return listed, found, more, pinned[named.index(chosen)]
+    def read(connection: Connection) -> tuple[list[Policy], list[PolicyVersion], bool, int | None]:
+        named = named_policies.list_named_policies(connection, principal.tenant)
+        chosen = named_policies.policy_named(connection, principal.tenant, policy or DEFAULT_POLICY_NAME)
+        wanted = {each.policy_id for each in named} if policy is None else {chosen.policy_id}
+        found, more = policies.list_policies(
+            connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
+        )
+        pinned = [policies.pinned_version(connection, each.policy_id) for each in named]
+        listed = [dataclasses.replace(each, pinned_version=pin) for each, pin in zip(named, pinned, strict=True)]
+        return listed, found, more, pinned[named.index(chosen)]
 
-    named, found, more, pinned = await asyncio.to_thread(read)
+    named, found, more, pinned = await services.database.fetch(read)
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
     if not await is_operator(services, principal):
         shared = {each.version for each in found if each.policy_id == DEFAULT_POLICY}
@@ -140,21 +139,20 @@ async def list_policies(
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
     own = next((each.name for each in named if each.policy_id == principal.policy_id), DEFAULT_POLICY_NAME)
-    return answer({**page(listed, more), "pinned_version": pinned, "key_policy": own, "policies": rows})
+    return page(listed, has_more=more, pinned_version=pinned, key_policy=own, policies=rows)
 
 
 async def _summaries(services: Services, principal: Principal, named: list[Policy]) -> dict[int, Json]:
     """Return what policies hold, by their numbers; `num_bytes` is null where the file system does not answer."""
 
-    def read() -> tuple[dict[int, named_policies.PolicySummary], dict[int, list[PolicyVersion]]]:
-        with services.database.read() as connection:
-            held = named_policies.policy_summaries(connection, principal.tenant)
-            return held, {
-                number: policies.list_policies(connection, limit=policies.MAX_MEASURED, policy_ids=[number])[0]
-                for number in held
-            }
+    def read(
+        connection: Connection,
+    ) -> tuple[dict[int, named_policies.PolicySummary], dict[int, list[PolicyVersion]]]:
+        held = named_policies.policy_summaries(connection, principal.tenant)
+        limit = policies.MAX_MEASURED
+        return held, {each: policies.list_policies(connection, limit=limit, policy_ids=[each])[0] for each in held}
 
-    held, versions = await asyncio.to_thread(read)
+    held, versions = await services.database.fetch(read)
 
     def measure() -> dict[int, int | None]:
         return {number: policies.num_bytes_on_disk(found) for number, found in versions.items()}
@@ -163,10 +161,7 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
     with contextlib.suppress(FilesNotRead):
         key = ("sizes", *(str(each.policy_id) for each in named))
         sizes = await services.files.read(key, "the versions", measure, seconds=PATIENCE_SECONDS)
-    return {
-        number: dataclasses.asdict(dataclasses.replace(each, num_bytes=sizes.get(number)))
-        for number, each in held.items()
-    }
+    return {number: dataclasses.asdict(each) | {"num_bytes": sizes.get(number)} for number, each in held.items()}
 
 
 @router.post("", responses=describe_answer("PolicyAnswer", "NamedPolicy"))
@@ -244,16 +239,15 @@ async def activate_policy(
     """
     pin = (how or Activation()).pin
 
-    def read() -> tuple[PolicyVersion, Policy]:
-        with services.database.read() as connection:
-            found = policies.get_policy(connection, version)
-            return found, named_policies.policy_of_tenant(connection, principal.tenant, found)
+    def read(connection: Connection) -> tuple[PolicyVersion, Policy]:
+        found = policies.get_policy(connection, version)
+        return found, named_policies.policy_of_tenant(connection, principal.tenant, found)
 
     def read_newest() -> list[PolicyVersion]:
         with services.database.read() as connection:
             return policies.list_policies(connection, limit=1000, policy_ids=[policy.policy_id])[0]
 
-    policy, owned = await asyncio.to_thread(read)
+    policy, owned = await services.database.fetch(read)
     check = functools.partial(policies.check_files_exist, policy, read_newest)
     key = ("activate", str(version), policy.status.value, policy.path)
     await services.files.read(key, policy.path, check, seconds=CHECK_SECONDS)

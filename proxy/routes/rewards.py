@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Generator
 from typing import Annotated, Literal
 
-import msgspec
 import orjson
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -21,8 +20,6 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 
@@ -30,7 +27,8 @@ from proxy.auth import Principal
 from proxy.http.asgi import Receive, Scope, Send
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, RewardValue, Text
 from proxy.routes.search import session_filter
-from proxy.routes.serialise import Caller, Here, describe_answer
+from proxy.routes.serialise import Caller, Here, answer, describe_answer
+from proxy.routes.sessions import GAMMA_UNUSED
 from proxy.services import Services
 from proxy.settings import ProxySettings
 from proxy.writer.process import add_pickled
@@ -43,8 +41,6 @@ from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000
 """Most reward lines in one request."""
-SLICE_LINES = 200
-"""Lines that are decoded, checked and pickled together; other threads run between two slices."""
 
 
 class RewardLine(Body):
@@ -70,33 +66,24 @@ def _as_list(lines: object) -> object:
     return lines if isinstance(lines, list) else [lines]
 
 
-class CheckedLines(list[RewardLine]):
-    """Lines that have been checked; to check 10,000 at once would hold the event loop."""
-
-
-def _skip_checked(lines: object, check: ValidatorFunctionWrapHandler) -> object:
-    return lines if isinstance(lines, CheckedLines) else check(lines)
-
-
 RewardLines = Annotated[
     list[RewardLine],
-    Field(min_length=1, max_length=MAX_LINES),
+    Field(min_length=1, max_length=MAX_LINES, fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=RewardLine | list[RewardLine]),
-    WrapValidator(_skip_checked),
 ]
-"""One line or many."""
-_slice = TypeAdapter(list[RewardLine])
+"""One line or many. Lines that the route has checked are not checked again."""
+_lines: TypeAdapter[list[RewardLine]] = TypeAdapter(RewardLines)
 
 
 class RewardsRoute(CheckedRoute):
-    """A route whose body may be long: it is decoded and checked in a thread, in slices."""
+    """A route whose body may be long: it is decoded and checked in a thread."""
 
     def limits(self, settings: ProxySettings) -> tuple[int, dict[str, int]]:
         """Return the limits of a model call's body."""
         return settings.max_body_bytes, settings.json_limits
 
-    async def decode(self, raw: bytes) -> CheckedLines | None:
-        """Return the lines; None leaves a body that is no list of lines to FastAPI, which names the error.
+    async def decode(self, raw: bytes) -> list[RewardLine] | None:
+        """Return the lines; None leaves a body that is not JSON to FastAPI, which names the error.
 
         Raises:
             RequestValidationError: naming the line and its field.
@@ -104,27 +91,21 @@ class RewardsRoute(CheckedRoute):
         return await asyncio.to_thread(read_lines, raw)
 
 
-def read_lines(raw: bytes) -> CheckedLines | None:
-    """Decode and check reward lines; between two slices other threads can run."""
+def read_lines(raw: bytes) -> list[RewardLine] | None:
+    """Decode and check reward lines; None for a body that is not JSON. Other threads run between two lines.
+
+    Raises:
+        RequestValidationError: naming the first wrong line and its field.
+    """
     try:
-        encoded = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    except msgspec.DecodeError:
+        decoded = orjson.loads(raw)
+    except orjson.JSONDecodeError:
         return None
-    if not 0 < len(encoded) <= MAX_LINES:
-        return None
-    lines = CheckedLines()
-    for start in range(0, len(encoded), SLICE_LINES):
-        part = b"[" + b",".join(encoded[start : start + SLICE_LINES]) + b"]"
-        try:
-            lines += _slice.validate_python(orjson.loads(part))
-        except orjson.JSONDecodeError:
-            return None
-        except ValidationError as error:
-            found = [
-                {**each, "loc": ("body", start + int(each["loc"][0]), *each["loc"][1:])} for each in error.errors()
-            ]
-            raise RequestValidationError(found, body=lines) from error
-    return lines
+    try:
+        return _lines.validate_python(decoded)
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(found, body=decoded) from error
 
 
 router = APIRouter(prefix="/v1", route_class=RewardsRoute, tags=["rewards"])
@@ -158,21 +139,18 @@ async def post_rewards(
     A request that is repeated with its `Idempotency-Key` writes once. A key is unique within a session, or within the
     requests for several sessions.
     """
-    slices, digest = await asyncio.to_thread(_pickle_rewards, wanted, await request.body(), principal)
+    pickled, digest = await asyncio.to_thread(_pickle_rewards, wanted, await request.body(), principal)
     reached = await services.writer.do(
         add_pickled,
-        slices,
+        pickled,
         idempotency_key=idempotency_key,
         body_digest=digest,
         retrain=services.settings.retrain_revised,
     )
-    return Response(
-        await asyncio.to_thread(_answer_rewards, services, principal.tenant, wanted, reached),
-        media_type="application/json",
-    )
+    return await asyncio.to_thread(_answer_rewards, services, principal.tenant, wanted, reached)
 
 
-def _pickle_rewards(lines: list[RewardLine], raw: bytes, principal: Principal) -> tuple[list[bytes], bytes]:
+def _pickle_rewards(lines: list[RewardLine], raw: bytes, principal: Principal) -> tuple[bytes, bytes]:
     """Return the rewards of the lines for the writing process, and the digest of the body.
 
     Raises:
@@ -181,11 +159,8 @@ def _pickle_rewards(lines: list[RewardLine], raw: bytes, principal: Principal) -
     for line in lines:
         if line.session_id is not None:
             principal.require_session(line.session_id)
-    slices = [
-        pickle.dumps([_reward(line, principal) for line in lines[start : start + SLICE_LINES]], pickle.HIGHEST_PROTOCOL)
-        for start in range(0, len(lines), SLICE_LINES)
-    ]
-    return slices, hashlib.blake2b(raw, digest_size=16).digest()
+    pickled = pickle.dumps([_reward(line, principal) for line in lines], pickle.HIGHEST_PROTOCOL)
+    return pickled, hashlib.blake2b(raw, digest_size=16).digest()
 
 
 def _reward(line: RewardLine, principal: Principal) -> Reward:
@@ -202,23 +177,17 @@ def _reward(line: RewardLine, principal: Principal) -> Reward:
     )
 
 
-def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], reached: list[int]) -> bytes:
-    """Count the stored lines by their targets, and return the answer's JSON."""
+def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], reached: list[int]) -> Response:
+    """Count the stored lines by their targets, and answer with the last update that trained each line's session."""
     targets = ("turn" if line.turn_id else "step" if line.step is not None else "session" for line in lines)
     for target, num_lines in collections.Counter(targets).items():
         services.metrics.rewards.labels(target).inc(num_lines)
-    updates = _last_updates(services, tenant, lines)
-    rows = [{"turns": count, "trained_in": update} for count, update in zip(reached, updates, strict=True)]
-    return orjson.dumps({"object": "list", "data": rows})
-
-
-def _last_updates(services: Services, tenant: str, lines: list[RewardLine]) -> list[int | None]:
-    """Return the last update that trained each line's session."""
     with services.database.read() as connection:
         of_turns = queries.sessions_of_turns(connection, tenant, {line.turn_id for line in lines if line.turn_id})
         session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id or "" for line in lines]
         updates = trained.last_updates(connection, tenant, session_ids)
-    return [updates.get(session_id) for session_id in session_ids]
+    counted = zip(reached, session_ids, strict=True)
+    return answer({"object": "list", "data": [{"turns": n, "trained_in": updates.get(each)} for n, each in counted]})
 
 
 @router.get("/experiences", response_class=StreamingResponse)
@@ -242,11 +211,7 @@ async def list_experiences(
     sessions of the group that are over now, and null for a session without a group.
     """
     if gamma and credit is Credit.PROPAGATE:
-        raise InvalidRequest(
-            "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, or "
-            "leave `gamma` out",
-            param="gamma",
-        )
+        raise InvalidRequest(GAMMA_UNUSED, param="gamma")
     wanted = dataclasses.replace(matching, session_id=session_id)
     roles = TRAINED_ROLES if role is None else frozenset(role)
     shape = Shape(credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, roles=roles, merge=merge)

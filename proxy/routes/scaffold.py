@@ -52,21 +52,24 @@ def _solid_text(
     """Return the text of tokens without white space, and the range of tokens that each of its characters is in."""
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
-    solid = {token: _without_space(pieces[token]) for token in set(token_ids)}
-    behind = 0
-    for at, token in enumerate(token_ids):
-        if at < behind:
-            continue
-        part = solid[token]
-        behind = at + 1
-        if BROKEN in part and (whole := whole_character(token_ids, at, decode)):
-            part, behind = _without_space(whole[0]), whole[1]
-        parts.append(part)
-        spans += [(at, behind)] * len(part)
+    for start, end, text in spelled(token_ids, pieces, decode):
+        parts.append(_without_space(text))
+        spans += [(start, end)] * len(parts[-1])
     return "".join(parts), spans
 
 
-def whole_character(token_ids: Sequence[int], at: int, decode: Decode) -> tuple[str, int] | None:
+def spelled(token_ids: Sequence[int], pieces: Mapping[int, str], decode: Decode) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and text of each token, or of the fewest tokens that form whole characters together."""
+    at = 0
+    while at < len(token_ids):
+        text, end = pieces[token_ids[at]], at + 1
+        if BROKEN in text:
+            text, end = _whole_character(token_ids, at, decode) or (text, end)
+        yield at, end, text
+        at = end
+
+
+def _whole_character(token_ids: Sequence[int], at: int, decode: Decode) -> tuple[str, int] | None:
     """Return the text of the fewest tokens from here that hold whole characters, and where they end; None without."""
     for behind in range(at + 2, min(at + MAX_PARTS, len(token_ids)) + 1):
         if BROKEN not in (text := decode(token_ids[at:behind])):

@@ -108,13 +108,8 @@ Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
 
 
-def page(rows: list[Json], has_more: bool) -> Json:
-    """Return one page of a list."""
-    return {"object": "list", "data": rows, "has_more": has_more}
-
-
-def record_json(record: Session | Reward | Policy | PolicyVersion | UpdateRecord | Key) -> Json:
-    """Return a record as the API's JSON."""
+def record_json(record: Session | Turn | Reward | Feedback | Policy | PolicyVersion | UpdateRecord | Key) -> Json:
+    """Return the public fields of a record."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 
@@ -175,8 +170,7 @@ def update_json(view: UpdateView) -> Json:
 
 def turn_json(view: TurnView) -> Json:
     """Return a turn as the API's JSON."""
-    shown = {name: getattr(view.turn, name) for name in PUBLIC[Turn]}
-    return shown | {
+    return record_json(view.turn) | {
         "messages": view.messages,
         "tools": view.tools,
         "prompt_token_ids": view.prompt_token_ids,
@@ -198,10 +192,17 @@ def describe_answer(*models: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"content": {"application/json": {"schema": schema}}}}
 
 
-def encode_page(rows: Iterable[Json], *, has_more: bool) -> bytes:
-    """Return the JSON of a page; each row is encoded by itself, so that in a thread it does not hold the event loop."""
+def page(rows: Iterable[Any], *, has_more: bool = False, **others: Any) -> Response:
+    """Answer with a page; each row is encoded by itself, so that in a thread it does not hold the event loop.
+
+    Args:
+        rows: The rows, as JSON or records.
+        has_more: Whether another page follows.
+        others: Further fields of the answer.
+    """
     encoded = b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
-    return b"".join((b'{"object":"list","data":[', encoded, b'],"has_more":', orjson.dumps(has_more), b"}"))
+    rest = orjson.dumps({"has_more": has_more, **others})
+    return Response(b'{"object":"list","data":[%b],%b' % (encoded, rest[1:]), media_type="application/json")
 
 
 def answer(content: Json) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from proxy.routes.serialise import (
     Here,
     answer,
     describe_answer,
-    encode_page,
     page,
     record_json,
     session_json,
@@ -70,6 +68,10 @@ PINNABLE = frozenset(
     }
 )
 """Request fields that a session can set for all of its calls."""
+GAMMA_UNUSED = (
+    "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, or leave "
+    "`gamma` out"
+)
 
 
 class NewSession(Body):
@@ -108,10 +110,7 @@ class NewSession(Body):
     @model_validator(mode="after")
     def _gamma_has_an_effect(self) -> NewSession:
         if self.gamma and self.credit is Credit.PROPAGATE:
-            raise ValueError(
-                "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, "
-                "or leave `gamma` out"
-            )
+            raise ValueError(GAMMA_UNUSED)
         return self
 
 
@@ -196,9 +195,9 @@ async def list_sessions(
         found, said = await services.database.fetch(read)
     rows = await sessions_json(found.sessions, services)
     for row, own in zip(rows, said, strict=False):
-        row["summary"] = dataclasses.asdict(own)
-    listed = page(rows, found.next_after is not None)
-    return answer({**listed, "next_after": found.next_after, "num_searched": found.num_searched})
+        row["summary"] = own
+    more = found.next_after is not None
+    return page(rows, has_more=more, next_after=found.next_after, num_searched=found.num_searched)
 
 
 @router.get("/sessions/{session_id}", responses=describe_answer("ReadSession"))
@@ -228,14 +227,14 @@ async def list_turns(
     of several turns ends at about 8 MiB, also before `limit`: `has_more` is true then.
     """
 
-    def read(connection: Connection) -> bytes:
+    def read(connection: Connection) -> Response:
         whole, size = prompt == "whole", pages.MAX_BYTES
         views, more = queries.turns(
             connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=whole, max_bytes=size
         )
-        return encode_page(map(turn_json, views), has_more=more)
+        return page(map(turn_json, views), has_more=more)
 
-    return Response(await services.database.fetch(read), media_type="application/json")
+    return await services.database.fetch(read)
 
 
 @router.get("/turns/{turn_id}", responses=describe_answer("TurnAnswer"))
@@ -243,10 +242,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
     """Read one turn with the part that it adds to its parent's prompt; `prompt=whole` returns the whole prompt."""
 
     def read(connection: Connection) -> Json:
-        view = queries.turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole")
-        if principal.session_id not in (None, view.turn.session_id):
-            raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-        return turn_json(view)
+        return turn_json(queries.turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole"))
 
     return answer(await services.database.fetch(read))
 
@@ -303,13 +299,10 @@ async def _finish_deletion(services: Services, deleted: retention.Deleted) -> Js
     for tenant, session_id in deleted.sessions:
         services.forget_session(tenant, session_id)
 
-    def finish() -> Json:
-        with services.database.read() as connection:
-            report = retention.report(connection, deleted)
-            in_use = policies.paths_in_use(connection, deleted.deleted_versions)
-        return report | {"directories_left": policies.remove_files(deleted.deleted_versions, in_use)}
-
-    return await asyncio.to_thread(finish)
+    report = await services.database.fetch(retention.report, deleted)
+    in_use = await services.database.fetch(policies.paths_in_use, deleted.deleted_versions)
+    left = await asyncio.to_thread(policies.remove_files, deleted.deleted_versions, in_use)
+    return report | {"directories_left": left}
 
 
 class NewLabel(Body):

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 
 from proxy.continuation.template import ChatTemplate
 from proxy.routes.checked_route import CheckedRoute, Id
-from proxy.routes.scaffold import BROKEN, Decode, scaffold_flags, whole_character
+from proxy.routes.scaffold import Decode, scaffold_flags, spelled
 from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
@@ -73,13 +73,9 @@ def _tokens(
 
 def characters(token_ids: Sequence[int], pieces: Mapping[int, str], text_of: Decode) -> Iterator[Json]:
     """Yield the shortest runs of tokens that begin with a part of a character and form whole characters."""
-    at = 0
-    while at < len(token_ids):
-        end = at + 1
-        if BROKEN in pieces[token_ids[at]] and (whole := whole_character(token_ids, at, text_of)):
-            text, end = whole
-            yield {"start": at, "end": end, "text": text}
-        at = end
+    for start, end, text in spelled(token_ids, pieces, text_of):
+        if end - start > 1:
+            yield {"start": start, "end": end, "text": text}
 
 
 def _prompt_parts(turn: Turn, template: ChatTemplate | None, pieces: Mapping[int, str]) -> list[tuple[str, int]]:

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -323,14 +323,14 @@ def _kill_both(proxy_pid: int) -> None:
 
 def add_pickled(
     connection: Connection,
-    slices: Sequence[bytes],
+    pickled: bytes,
     *,
     idempotency_key: str | None,
     body_digest: bytes,
     retrain: bool,
 ) -> list[int]:
-    """Do what `ledger.add_rewards` does with lines in slices: one pickle of all would hold the loop."""
-    lines: list[Reward] = [line for piece in slices for line in pickle.loads(piece)]  # noqa: S301  from our own process
+    """Do what `ledger.add_rewards` does with lines that a thread has pickled, because that would hold the loop."""
+    lines: list[Reward] = pickle.loads(pickled)  # noqa: S301  from our own process
     return ledger.add_rewards(
         connection, lines, idempotency_key=idempotency_key, body_digest=body_digest, retrain=retrain
     )

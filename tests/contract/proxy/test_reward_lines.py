@@ -1,4 +1,4 @@
-"""Many reward lines in one request are read in slices outside of the event loop, with the same result."""
+"""Many reward lines in one request are checked outside of the event loop, with the same result."""
 
 from __future__ import annotations
 
