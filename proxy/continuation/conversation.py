@@ -177,6 +177,6 @@ async def _encode(messages: Sequence[Json], pauses: _Pauses) -> bytes:
     """Return the JSON array of messages as an engine accepts them."""
     pieces = []
     for start in range(0, len(messages), SLICE_MESSAGES):
-        pieces.append(orjson.dumps(with_readable_arguments(list(messages[start : start + SLICE_MESSAGES])))[1:-1])
+        pieces.append(orjson.dumps(with_readable_arguments(messages[start : start + SLICE_MESSAGES]))[1:-1])
         await pauses.pause()
     return b"[%b]" % b",".join(pieces)

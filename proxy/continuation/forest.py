@@ -29,7 +29,7 @@ class Root(NamedTuple):
     side_task: str | None
     """`roles.side_task` of its call."""
     system_digest: bytes
-    """`roles.system_digest` of its messages."""
+    """The digest of the system messages before the first other message."""
 
 
 NO_ROOT = Root(None, b"")

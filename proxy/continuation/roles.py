@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from proxy.continuation.digests import SYSTEM_ROLES, canonical_content, text_digest
@@ -103,7 +102,7 @@ class Correction(NamedTuple):
 
 def read_root(messages: Sequence[Json], tools: Any, parameters: Json) -> Root:
     """Return what a call without a parent shows about the chain that it starts."""
-    return Root(side_task(messages, tools, parameters), system_digest(messages))
+    return Root(side_task(messages, tools, parameters), text_digest(_system_text(messages, None)))
 
 
 def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None, *, is_named: bool = True) -> Found:
@@ -203,11 +202,6 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
         return None
     text = _asked_text(messages)
     return next((name for name, pattern in TASKS.items() if pattern.is_in(text)), None)
-
-
-def system_digest(messages: Sequence[Json]) -> bytes:
-    """Return the digest of the system messages before the first other message."""
-    return blake2b(_system_text(messages, None).encode(errors="replace"), digest_size=8).digest()
 
 
 def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTERS) -> str:

@@ -124,12 +124,9 @@ class Sessions:
         before = over.session_id
         for number in itertools.count(self._generations.get(name, 2)):
             session_id = next_id(over.session_id, number)
-            wanted = dataclasses.replace(
-                _opened_by_call(session_id, Caller(over.tenant, "", over.policy_id), call), continues=before
-            )
-            live = await self.open(
-                wanted if wanted.user_id is not None else dataclasses.replace(wanted, user_id=over.user_id)
-            )
+            wanted = _opened_by_call(session_id, Caller(over.tenant, "", over.policy_id), call)
+            user_id = over.user_id if wanted.user_id is None else wanted.user_id
+            live = await self.open(dataclasses.replace(wanted, continues=before, user_id=user_id))
             if live.session.status is SessionStatus.OPEN:
                 self._generations[name] = number
                 return live
@@ -241,16 +238,15 @@ class Sessions:
 
     async def refresh(self, live: LiveSession) -> None:
         """Add the turns that other processes have committed, or this process before a restart."""
-        found, live.num_read = await asyncio.to_thread(self._read_unknown, live)
+        found, live.num_read = await self._database.fetch(self._read_unknown, live)
         # Some may have been committed here meanwhile.
         self._live.add_turns(live, [turn for turn in found if turn.turn_id not in live.forest.by_id])
 
-    def _read_unknown(self, live: LiveSession) -> tuple[list[KnownTurn], int]:
+    def _read_unknown(self, connection: Connection, live: LiveSession) -> tuple[list[KnownTurn], int]:
         """Return the stored turns that are not in memory, and the `seq` after the last stored turn."""
         tenant, session_id = live.key
         by_id = dict(live.forest.by_id)
-        with self._database.read() as connection:
-            unknown, num_read = history.unknown_turns(connection, tenant, session_id, first=live.num_read, known=by_id)
+        unknown, num_read = history.unknown_turns(connection, tenant, session_id, first=live.num_read, known=by_id)
         return known_turns(unknown, by_id, self.fields_read), num_read
 
     @property

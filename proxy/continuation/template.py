@@ -23,7 +23,7 @@ import orjson
 
 from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.outline import NO_THINKING, Continued, Outliner, answers_earlier_call, marks_of, restored
-from proxy.continuation.template_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES, long_probes, with_other_text
+from proxy.continuation.template_probes import PROBES, long_probes, with_other_text, with_other_value
 from turnwise.tokenizer import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
 
@@ -81,24 +81,16 @@ class ChatTemplate:
     def fields_read(self) -> frozenset[str]:
         """What the template prints besides role, content and tool calls: `NAME`, `CALL_IDS`.
 
-        Found by rendering: the same conversation with other names or ids gives another text. Both values are nine
-        letters and digits, because some templates refuse other ids.
+        Found by rendering: the same conversation with other names or ids gives another text.
         """
-        return frozenset(field for field in (NAME, CALL_IDS) if self._prints(field))
+        return frozenset(field for field in (NAME, CALL_IDS) if any(self._prints(field, probe) for probe in PROBES))
 
-    def _prints(self, field: str) -> bool:
-        for probe in PROBES:
-            values = {NAME: PROBE_VALUE, CALL_IDS: PROBE_VALUE}
-            try:
-                texts = {
-                    self.render(probe({**values, field: value}), None, {}, generate=False)
-                    for value in (PROBE_VALUE, OTHER_PROBE_VALUE)
-                }
-            except Unsafe:
-                continue  # the template refuses this kind of conversation, so no such conversation is ever extended
-            if len(texts) > 1:
-                return True
-        return False
+    def _prints(self, field: str, probe: list[Json]) -> bool:
+        shown = (probe, with_other_value(probe, field))
+        try:
+            return len({self.render(messages, None, {}, generate=False) for messages in shown}) > 1
+        except Unsafe:  # the template refuses this kind of conversation, so no such conversation is ever extended
+            return False
 
     def render(self, messages: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
         """Return the prompt's text.

@@ -4,45 +4,42 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.outline import Continued
 from turnwise.types import Json
 
-PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"
-"""Nine letters and digits, because some templates refuse other ids of tool calls."""
-
-
-def _named_probe(values: dict[str, str]) -> list[Json]:
-    """Return a conversation with names."""
-    name = values[NAME]
-    return [
-        {"role": "user", "content": "a", "name": name},
-        {"role": "assistant", "content": "b", "name": name},
-        {"role": "user", "content": "c", "name": name},
-    ]
-
-
-def _system_probe(values: dict[str, str]) -> list[Json]:
-    """Return a conversation with a named system message."""
-    return [{"role": "system", "content": "a", "name": values[NAME]}, {"role": "user", "content": "b"}]
-
-
-def _tool_probe(values: dict[str, str]) -> list[Json]:
-    """Return a conversation with a tool call."""
-    call = {"id": values[CALL_IDS], "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    return [
+PROBE_VALUES = {NAME: "probename", CALL_IDS: "probecall"}
+OTHER_VALUE = "otherwise"
+"""Nine letters, because some templates refuse other ids of tool calls."""
+_NAME, _CALL_ID = PROBE_VALUES[NAME], PROBE_VALUES[CALL_IDS]
+PROBES: Sequence[list[Json]] = (
+    [
+        {"role": "user", "content": "a", "name": _NAME},
+        {"role": "assistant", "content": "b", "name": _NAME},
+        {"role": "user", "content": "c", "name": _NAME},
+    ],
+    [{"role": "system", "content": "a", "name": _NAME}, {"role": "user", "content": "b"}],
+    [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": values[CALL_IDS], "name": values[NAME], "content": "b"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": "b"},
         {"role": "assistant", "content": "c"},
-    ]
+    ],
+)
+"""Conversations with names and ids of calls; a template may refuse some of them."""
 
 
-PROBES: Sequence[Callable[[dict[str, str]], list[Json]]] = (_named_probe, _system_probe, _tool_probe)
-"""Kinds of conversations; a template may refuse some of them."""
+def with_other_value(probe: list[Json], field: str) -> list[Json]:
+    """Return the same conversation with another name, or with another id of its call."""
+    other: list[Json] = json.loads(json.dumps(probe).replace(PROBE_VALUES[field], OTHER_VALUE))
+    return other
 
 
 REPEATED = 12

@@ -248,26 +248,22 @@ class Caller(NamedTuple):
     """The policy of the sessions that it may continue without naming them."""
 
 
-class InferredSessions:
+class InferredSessions(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
     """Keeps ids of sessions by their conversations, up to a number in all; the least recently used are dropped."""
 
     def __init__(self, max_ids: int) -> None:
+        super().__init__(max_ids, len)
         self._max_of_conversation = min(MAX_COMPARED, max_ids)
-        self._found: cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]] = cachetools.LRUCache(max_ids, len)
 
     def find(self, caller: Caller, digest: bytes) -> tuple[str, ...]:
         """Return the sessions of this caller that contain the conversation with this digest, the oldest first."""
-        return self._found.get((caller, digest), ())
+        return self.get((caller, digest), ())
 
     def add(self, caller: Caller, digest: bytes, session_id: str) -> None:
         """Add a session as the newest of its conversation."""
         session_ids = self.find(caller, digest)
         if session_id not in session_ids:
-            self._found[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]
-
-    def clear(self) -> None:
-        """Drop all of them."""
-        self._found.clear()
+            self[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]
 
 
 class Candidate(NamedTuple):

@@ -101,30 +101,28 @@ def readable_messages(call: Call) -> orjson.Fragment | list[Json]:
     return orjson.Fragment(call.messages_json) if call.messages_json else with_readable_arguments(call.messages)
 
 
-def with_readable_arguments(messages: list[Json]) -> list[Json]:
+def with_readable_arguments(messages: Sequence[Json]) -> list[Json]:
     """Return messages in which the arguments of every tool call are an object; others become an empty object.
 
     A sampled call with broken JSON would otherwise end its conversation: engines refuse every later request with it.
     """
-    readable = messages
-    for position, message in enumerate(messages):
-        if "tool_calls" not in message:
-            continue
-        calls = message["tool_calls"]
-        if isinstance(calls, list) and not all(map(_is_readable, calls)):
-            readable = messages[:] if readable is messages else readable
-            readable[position] = {**message, "tool_calls": list(map(_readable_call, calls))}
-    return readable
+    return [_readable(message) if "tool_calls" in message else message for message in messages]
+
+
+def _readable(message: Json) -> Json:
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or all(map(_is_readable, calls)):
+        return message
+    without = [
+        call if _is_readable(call) else {**call, "function": {**call["function"], "arguments": "{}"}} for call in calls
+    ]
+    return {**message, "tool_calls": without}
 
 
 def _is_readable(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     return not isinstance(arguments, str) or not arguments or json_object(arguments) is not None
-
-
-def _readable_call(call: Any) -> Any:
-    return call if _is_readable(call) else {**call, "function": {**call["function"], "arguments": "{}"}}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -103,7 +103,7 @@ class Messages(ChatCompletions):
         blocks = list(blocks_of(choice["message"]))
         message = _head(decoded, self.id_prefix)
         message |= {
-            "content": [_whole_block(block, message["id"]) for block in blocks],
+            "content": [_content(block, message["id"]) for block in blocks],
             "stop_reason": stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), blocks),
             "stop_sequence": _stop_sequence(choice.get("stop_reason")),
             "usage": _usage(decoded.get("usage") or {}),
@@ -148,11 +148,7 @@ class MessageEncoder(BlockEncoder):
 
     def opening(self, block: Block) -> bytes:
         """Open a block."""
-        contents = {
-            "thinking": {"type": "thinking", "thinking": "", "signature": ""},
-            "text": {"type": "text", "text": ""},
-        }
-        content = contents.get(block.kind) or _tool_use(block) | {"input": {}}
+        content = _content(block, "")
         return named_event("content_block_start", {"index": len(self.closed), "content_block": content})
 
     def growing(self, block: Block, logprobs: Json | None) -> bytes:  # noqa: ARG002  Anthropic has none
@@ -201,18 +197,15 @@ def _head(reply: Json, id_prefix: str) -> Json:
     return {"id": own_id(reply["id"], id_prefix), "type": "message", "role": "assistant", "model": reply["model"]}
 
 
-def _whole_block(block: Block, message_id: str) -> Json:
+def _content(block: Block, signature: str) -> Json:
     match block.kind:
         case "thinking":
-            return {"type": "thinking", "thinking": block.text, "signature": message_id}
+            return {"type": "thinking", "thinking": block.text, "signature": signature}
         case "text":
             return {"type": "text", "text": block.text}
         case _:
-            return _tool_use(block) | {"input": json_object(block.text) or {}}
-
-
-def _tool_use(block: Block) -> Json:
-    return {"type": "tool_use", "id": block.tool_call_id, "name": block.name}
+            called = {"id": block.tool_call_id, "name": block.name, "input": json_object(block.text) or {}}
+            return {"type": "tool_use", **called}
 
 
 def _stop_sequence(stop: Any) -> str | None:
