@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +267,13 @@ def test_tokens_are_compared_with_the_served_version(window: Visit) -> None:
     assert "under version 0" in page.inner_text(".token-detail")
 
 
-def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old(window: Visit) -> None:
+def answering(answer: dict[str, Any]) -> Callable[[Any], None]:
+    return lambda route: route.fulfill(**answer)
+
+
+def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_of_another_form_is_an_error(
+    window: Visit,
+) -> None:
     page = window.open("#health")
     page.route("**/readyz", lambda route: route.abort())
     page.wait_for_selector("#problem:text('The proxy does not answer')", timeout=60_000)
@@ -275,6 +281,16 @@ def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old(window: Visit)
     page.unroute("**/readyz")
     page.wait_for_selector("#state .good", timeout=60_000)
     page.wait_for_selector("#problem:empty", state="attached")
+    for view, path, answer, said in (
+        ("#health", "**/readyz", {"body": "<html>", "content_type": "text/html"}, "text/html, not application/json"),
+        ("#health", "**/v1/budget", {"json": {}}, "not of the form that this page reads"),
+        ("#runs", "**/v1/policies?*", {"json": {"data": [], "has_more": True}}, "pages that do not end"),
+    ):
+        page.route(path, answering(answer))
+        page.evaluate("hash => { location.hash = hash; }", view)
+        page.wait_for_selector(f"#problem:has-text('{said}')", timeout=60_000)
+        assert page.get_attribute("main", "aria-busy") == "false"
+        page.unroute(path)
     assert {line for line in window.console if "ERR_FAILED" not in line} == set()
     window.console.clear()
 

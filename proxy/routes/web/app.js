@@ -7,10 +7,28 @@ import {runs} from "./runs.js";
 import {sessions} from "./sessions.js";
 import {session} from "./session.js";
 
-const REFRESH_MS = 15000;
-// A view returns {content, wants, refresh}: its elements, whether an event concerns it, and how it shows the change.
+// A view returns {content, wants, refresh, polls}: its elements, whether an event concerns it, how it shows the change,
+// and what it does in between for what is no event: pairs of milliseconds and a function.
 const VIEWS = {overview, health, runs, sessions, session};
-let numShows = 0, current = {wants: () => false}, stopListening = () => {};
+const NONE = {wants: () => false, refresh: () => show()};
+let numShows = 0, current = NONE, timers = [], failed = null, stopListening = () => {};
+
+function enter(view) {
+  timers.forEach(clearInterval);
+  timers = (view.polls ?? []).map(([everyMs, poll]) => setInterval(() => attempt(poll), everyMs));
+  current = view;
+}
+
+// Does what shows changes, unless nobody sees them. Why it could not is shown until it can.
+async function attempt(work) {
+  if (document.hidden) return;
+  const mine = numShows;
+  let problem = null;
+  try { await work(); } catch (error) { problem = error; }
+  if (mine !== numShows || (problem === null && failed !== work)) return;
+  failed = problem === null ? null : work;
+  showProblem(problem);
+}
 
 async function show() {
   const mine = ++numShows;
@@ -25,8 +43,7 @@ async function show() {
     // A filter is a query string, which is decoded as such; every other part is one encoded name.
     const view = await VIEWS[name](...parts.map((part) => name === "sessions" ? part : decodeURIComponent(part)));
     if (mine !== numShows) return;
-    current.close?.();
-    current = {wants: () => false, ...view};
+    enter(view);
     replaceContent(current.content);
     current.shown?.();
     showProblem(null);
@@ -43,17 +60,7 @@ function replaceContent(content) {
   if (address) [...byId("main").querySelectorAll("a")].find((anchor) => anchor.getAttribute("href") === address)?.focus();
 }
 
-async function refresh() {
-  if (document.hidden) return;
-  if (!current.refresh) return show();
-  const mine = numShows;
-  try {
-    await current.refresh();
-    if (mine === numShows) showProblem(null);
-  } catch (error) {
-    if (mine === numShows) showProblem(error);
-  }
-}
+const refresh = () => attempt(current.refresh);
 
 function startListening() {
   stopListening();
@@ -67,10 +74,8 @@ function startListening() {
 }
 
 byId("login").onsubmit = (event) => { event.preventDefault(); setKey(byId("key").value.trim()); startListening(); show(); };
-window.onhashchange = () => { byId("main").setAttribute("aria-busy", "true"); byId("main").replaceChildren(); current.close?.(); current = {wants: () => false}; show(); };
+window.onhashchange = () => { byId("main").setAttribute("aria-busy", "true"); byId("main").replaceChildren(); enter(NONE); show(); };
 document.addEventListener("visibilitychange", refresh);
-// Gauges and what trainers report are not events.
-setInterval(() => { if (current.isPolled) refresh(); }, REFRESH_MS);
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); byId("main").focus(); };
 startListening();
 show();

@@ -1,5 +1,5 @@
 // The turns from the root of a chain to one leaf, as a conversation; the other leaves are branches beside it.
-import {card, facts, link, make, message, number, path, request, select, seconds, status, text, time} from "./page.js";
+import {card, facts, link, make, makeForm, mean, message, number, path, plural, request, select, seconds, status, text, time} from "./page.js";
 import {ribbon} from "./ribbon.js";
 
 // Earlier turns of a longer conversation are made when somebody asks for them.
@@ -82,9 +82,8 @@ function feedbackForms(each, changed) {
     try { await post(each.turn_id, kind, value); answer.textContent = said; await changed(); } catch (error) { answer.textContent = error.message; }
   };
   const form = (label, button, kind, value, said) => {
-    const field = make("textarea", {...NOTE, value}), made = make("form", {className: "note"}, make("label", {}, label, field), make("button", {}, button));
-    made.onsubmit = (event) => { event.preventDefault(); send(kind, field.value, said); };
-    return made;
+    const field = make("textarea", {...NOTE, value});
+    return makeForm("note", () => send(kind, field.value, said), make("label", {}, label, field), make("button", {}, button));
   };
   const thumb = (value, label, sign) => make("button", {type: "button", ariaLabel: label, title: label, onclick: () => send("boolean", value, "Stored as a reward of this turn.")}, sign);
   return make("div", {}, make("p", {}, thumb(true, "Good reply", "👍"), " ", thumb(false, "Bad reply", "👎")), form("Comment", "Comment", "comment", "", "The comment is stored."),
@@ -103,36 +102,33 @@ export function rewardChips(lines) {
 
 function details(each, turns, sessionId, changed) {
   const versions = each.policy_version_first === each.policy_version_last ? each.policy_version_first : `${each.policy_version_first} to ${each.policy_version_last}`;
-  const logprobs = each.logprobs ?? [], mean = logprobs.length ? logprobs.reduce((sum, value) => sum + value, 0) / logprobs.length : null;
   const trained = each.trained_in.map((one) => `update ${one.update_id} with advantage ${number(one.advantage)}`);
   const parent = turns.find((other) => other.turn_id === each.parent_turn_id);
   return make("div", {}, facts([["id", each.turn_id], ["step", number(each.step)], ["outcome", make("span", {}, status(each.outcome), each.reason ? ` (${each.reason})` : "")],
     ["continues", parent ? `Turn ${parent.seq}` : "nothing: it is the root of a chain"], ["role", each.role_reason ? `${each.role} (${each.role_reason})` : each.role],
     ["rewards", each.rewards.map((line) => `${line.name} ${number(line.value)}${line.source ? ` (${line.source})` : ""}`).join(", ")],
     ["trained", trained.join("; ")], ["tokens", `${number(each.prompt_length)} in the prompt, ${number(each.token_ids.length)} sampled`],
-    ["mean logprob", number(mean)], ["finish reason", each.finish_reason], ["policy version", String(versions)], ["dialect", each.dialect],
+    ["mean logprob", number(mean(each.logprobs ?? []))], ["finish reason", each.finish_reason], ["policy version", String(versions)], ["dialect", each.dialect],
     ["took", seconds(each.duration_seconds) + (each.ttft_seconds === null ? "" : `, first token after ${seconds(each.ttft_seconds)}`)]]),
     rewardForm([["turn", `turn ${each.seq}`, {turn_id: each.turn_id}], ["step", `step ${each.step}`, {session_id: sessionId, step: each.step}]], changed));
 }
 
 // Targets are [value, label, fields of the reward line].
 export function rewardForm(targets, changed) {
-  const form = make("form", {className: "filters"}, make("label", {}, "Reward", make("input", {name: "value", type: "number", step: "any", required: true, size: 6})),
-    targets.length > 1 ? select("target", "For", targets, targets[0][0]) : null, make("label", {}, "Name", make("input", {name: "name", value: "reward", size: 10, required: true, maxLength: 256})),
-    make("button", {}, "Give or revise"), make("span", {role: "status", className: "quiet"}));
-  form.onsubmit = async (event) => {
-    event.preventDefault();
+  const give = async (form) => {
     const {value, target, name} = form.elements, [, , where] = targets.find(([each]) => each === (target?.value ?? targets[0][0]));
     try {
       const answer = await request("v1/rewards", {method: "POST", body: JSON.stringify({...where, value: Number(value.value), name: name.value, source: "page"})});
       const {turns, trained_in: update} = answer.data[0];
-      form.lastChild.textContent = `Stored; it is for ${number(turns)} ${turns === 1 ? "turn" : "turns"}.${update === null ? "" : ` Update ${update} trained the session before this reward came.`}`;
+      form.lastChild.textContent = `Stored; it is for ${plural(turns, "turn")}.${update === null ? "" : ` Update ${update} trained the session before this reward came.`}`;
       await changed();
     } catch (error) {
       form.lastChild.textContent = error.message;
     }
   };
-  return form;
+  return makeForm("filters", give, make("label", {}, "Reward", make("input", {name: "value", type: "number", step: "any", required: true, size: 6})),
+    targets.length > 1 ? select("target", "For", targets, targets[0][0]) : null, make("label", {}, "Name", make("input", {name: "name", value: "reward", size: 10, required: true, maxLength: 256})),
+    make("button", {}, "Give or revise"), make("span", {role: "status", className: "quiet"}));
 }
 
 // Where a turn lost the chain that it seemed to continue: the reply that was stored, and what the client sent instead.

@@ -1,20 +1,16 @@
 // Health: engines, store, queues, limits and keys, live curves while the view is open, and what the doctor finds.
-import {card, facts, make, number, optional, request, showProblem, samples, status, table, tally, time} from "./page.js";
+import {card, facts, make, mean, number, optional, readMetrics, request, status, table, tally, time, total} from "./page.js";
 import {chart} from "./chart.js";
 import {countedAt, readiness, serving, trainerWords} from "./overview.js";
 
 const SAMPLE_MS = 2000, KEPT = 150;
 const VERDICTS = {ok: "good", warn: "warn", fail: "bad"};
 
-const sum = (found, name, labels = {}) => found.filter((sample) => sample.name === name && Object.entries(labels).every(([label, value]) => sample.labels[label] === value))
-  .reduce((total, sample) => total + sample.value, 0);
-
 export async function health() {
   const parts = make("div", {className: "cards"}), curves = make("div", {className: "charts"}), rows = make("div", {}), points = [];
   const show = async () => {
     const ready = await readiness();
-    const [exposition, counts, budget, keys] = await Promise.all([request("metrics"), optional("v1/counts", {sessions: {}, groups: {}, trainers: []}), optional("v1/budget", null), optional("v1/keys", null)]);
-    const found = samples(exposition);
+    const [found, counts, budget, keys] = await Promise.all([readMetrics(), optional("v1/counts", {sessions: {}, groups: {}, trainers: []}), optional("v1/budget", null), optional("v1/keys", null)]);
     points.push(measure(found));
     if (points.length > KEPT) points.shift();
     parts.replaceChildren(serving(ready, null), queues(found), limits(found, budget), card("Sessions", tally(counts.sessions), countedAt(counts)), card("Trainer", tally(counts.groups), ...trainerWords(counts.trainers)), ...(keys ? [keyCard(keys)] : []));
@@ -22,16 +18,15 @@ export async function health() {
     rows.replaceChildren(metricTable(found));
   };
   await show();
-  const timer = setInterval(() => { if (!document.hidden) show().then(() => showProblem(null), showProblem); }, SAMPLE_MS);
   return {content: [parts, make("h2", {}, "While this view is open"), curves, make("h2", {}, "Doctor"), doctor(), make("h2", {}, "Metrics of this proxy that are not zero"), rows],
-    wants: () => false, refresh: show, close: () => clearInterval(timer)};
+    wants: () => false, refresh: show, polls: [[SAMPLE_MS, show]]};
 }
 
 function queues(found) {
-  const commits = sum(found, "turnwise_commit_seconds_count"), waited = sum(found, "turnwise_commit_seconds_sum");
-  return card("Queues", facts([["calls in flight", number(sum(found, "turnwise_calls_in_flight"))], ["calls that wait for a limit", number(sum(found, "turnwise_queued_calls"))],
-    ["writes that wait", number(sum(found, "turnwise_writer_queue"))], ["mean wait for a commit", commits ? `${number(Number((1000 * waited / commits).toPrecision(3)))} ms` : ""],
-    ["listeners to events", number(sum(found, "turnwise_event_listeners"))], ["failures in the background", number(sum(found, "turnwise_background_errors_total"))]]));
+  const commits = total(found, "turnwise_commit_seconds_count"), waited = total(found, "turnwise_commit_seconds_sum");
+  return card("Queues", facts([["calls in flight", number(total(found, "turnwise_calls_in_flight"))], ["calls that wait for a limit", number(total(found, "turnwise_queued_calls"))],
+    ["writes that wait", number(total(found, "turnwise_writer_queue"))], ["mean wait for a commit", commits ? `${number(Number((1000 * waited / commits).toPrecision(3)))} ms` : ""],
+    ["listeners to events", number(total(found, "turnwise_event_listeners"))], ["failures in the background", number(total(found, "turnwise_background_errors_total"))]]));
 }
 
 function limits(found, budget) {
@@ -47,16 +42,16 @@ function keyCard(keys) {
 }
 
 function measure(found) {
-  return {at: Date.now() / 1000, calls: sum(found, "turnwise_calls_in_flight"), queued: sum(found, "turnwise_queued_calls"), writes: sum(found, "turnwise_writer_queue"),
-    sampled: sum(found, "turnwise_tokens_total", {kind: "sampled"}), turns: sum(found, "turnwise_turns_total"),
-    engines: sum(found, "turnwise_engine_up"), idle: found.filter((sample) => sample.name === "turnwise_engine_calls" && sample.value === 0).length};
+  return {at: Date.now() / 1000, calls: total(found, "turnwise_calls_in_flight"), queued: total(found, "turnwise_queued_calls"), writes: total(found, "turnwise_writer_queue"),
+    sampled: total(found, "turnwise_tokens_total", {kind: "sampled"}), turns: total(found, "turnwise_turns_total"),
+    engines: total(found, "turnwise_engine_up"), idle: found.filter((sample) => sample.name === "turnwise_engine_calls" && sample.value === 0).length};
 }
 
 function liveCurves(points) {
   const line = (value) => points.map((each) => [each.at, value(each)]);
   const rate = (name) => points.slice(1).map((each, at) => [each.at, (each[name] - points[at][name]) / (each.at - points[at].at)]);
   const add = (title, series) => card(title, chart(title, series, {x: "now", isTime: true}));
-  const idle = points.map((each, at) => { const seen = points.slice(Math.max(0, at - 14), at + 1).filter((one) => one.engines); return [each.at, seen.length ? seen.reduce((total, one) => total + Math.min(1, one.idle / one.engines), 0) / seen.length : NaN]; });
+  const idle = points.map((each, at) => { const seen = points.slice(Math.max(0, at - 14), at + 1).filter((one) => one.engines); return [each.at, mean(seen.map((one) => Math.min(1, one.idle / one.engines)))]; });
   return [add("Calls", [["in flight", line((each) => each.calls)], ["queued", line((each) => each.queued)], ["writes", line((each) => each.writes)]]),
     add("Sampled tokens per second", [["tokens", rate("sampled")]]), add("Idle share of the engines, 30 s", [["idle", idle]])];
 }

@@ -1,9 +1,9 @@
 // The first view: what is served, what the trainer waits for, what went wrong, and what was said last.
-import {ago, byId, card, empty, facts, link, make, number, optional, path, request, samples, status, tally, time} from "./page.js";
+import {ago, byId, card, empty, facts, link, make, number, optional, path, readMetrics, remembered, request, status, sum, tally, time, total} from "./page.js";
 import {learningCharts, learningData, rewardChart} from "./runs.js";
 import {noSessions, sessionList} from "./sessions.js";
 
-const SESSIONS = 8, FAILED = 4, HOUR_MS = 3_600_000, MINUTE_MS = 60_000, SAMPLE_MS = 2000, SEARCH_MS = 20_000;
+const SESSIONS = 8, FAILED = 4, HOUR_MS = 3_600_000, MINUTE_MS = 60_000, SAMPLE_MS = 2000, REFRESH_MS = 15_000, SEARCH_MS = 20_000;
 
 export async function readiness() {
   const ready = await request("readyz");
@@ -16,6 +16,8 @@ const STALE_MS = 5000;
 export const countedAt = (counts) => Date.now() - new Date(counts.counted_at) > STALE_MS ? make("p", {className: "quiet"}, `Counted ${time(counts.counted_at)}`) : "";
 
 export const chip = (label, note) => make("a", {className: "chip", href: `#sessions/${new URLSearchParams({label})}`, title: note ?? ""}, label);
+
+export const chips = (labels) => labels.length ? make("span", {}, ...labels.map((one) => chip(one.label, one.note))) : "";
 
 export function serving(ready, pinned, gain = "") {
   const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
@@ -54,14 +56,8 @@ function learning(counts) {
 }
 
 // Sessions of the last hour with a failed call. The search reads many sessions, so it is repeated at most every 20 s.
-let failures = {at: 0, found: []};
-async function failuresOfTheHour() {
-  if (Date.now() - failures.at > SEARCH_MS) {
-    const found = await optional(`v1/sessions?outcome=error&summary=true&limit=${FAILED}`, {data: []});
-    failures = {at: Date.now(), found: found.data};
-  }
-  return failures.found.filter((each) => Date.now() - new Date(each.last_active_at) < HOUR_MS);
-}
+const failures = remembered(SEARCH_MS, () => optional(`v1/sessions?outcome=error&summary=true&limit=${FAILED}`, {data: []}));
+const failuresOfTheHour = async () => (await failures()).data.filter((each) => Date.now() - new Date(each.last_active_at) < HOUR_MS);
 
 function errors(calls, found) {
   const shown = found.map((each) => make("li", {}, link(`session/${path(each.session_id)}`, each.summary.first_message ?? each.session_id), " ", ago(each.last_active_at)));
@@ -72,14 +68,13 @@ function errors(calls, found) {
 // Samples of the proxy's counters while the page is open: {at, turns, tokens}. Another view keeps them.
 const seen = [];
 function rates(found) {
-  const sum = (name, labels = {}) => found.filter((sample) => sample.name === name && Object.entries(labels).every(([label, value]) => sample.labels[label] === value)).reduce((total, sample) => total + sample.value, 0);
-  const now = {at: Date.now(), turns: sum("turnwise_turns_total"), tokens: sum("turnwise_tokens_total", {kind: "sampled"})};
+  const now = {at: Date.now(), turns: total(found, "turnwise_turns_total"), tokens: total(found, "turnwise_tokens_total", {kind: "sampled"})};
   if (seen.length && now.turns < seen.at(-1).turns) seen.length = 0; // the proxy was restarted
   seen.push(now);
   while (seen.length > 2 && now.at - seen[1].at > MINUTE_MS) seen.shift();
   const minutes = (now.at - seen[0].at) / MINUTE_MS, rate = (name) => minutes < 1 / 60 ? null : (now[name] - seen[0][name]) / minutes;
   const outcomes = Object.entries(Object.groupBy(found.filter((sample) => sample.name === "turnwise_turns_total" && sample.value), (sample) => sample.labels.outcome))
-    .map(([outcome, each]) => [status(outcome), make("span", {}, number(each.reduce((total, sample) => total + sample.value, 0)), make("span", {className: "quiet"}, reasonsOf(each)))]);
+    .map(([outcome, each]) => [status(outcome), make("span", {}, number(sum(each.map((sample) => sample.value))), make("span", {className: "quiet"}, reasonsOf(each)))]);
   const shown = (name) => make("b", {}, number(Math.round(rate(name))));
   const said = rate("turns") === null ? [make("p", {className: "quiet"}, "Measuring calls and tokens a minute.")] : [shown("turns"), " calls and ", shown("tokens"), " sampled tokens a minute"];
   return card("Calls", ...said,
@@ -96,20 +91,19 @@ export async function overview() {
   let calls = make("section", {});
   const fill = async () => {
     const ready = await readiness();
-    const [data, counts, exposition, failed, listed, rewards] = await Promise.all([learningData(), request("v1/counts"), request("metrics"), failuresOfTheHour(),
+    const [data, counts, found, failed, listed, rewards] = await Promise.all([learningData(), request("v1/counts"), readMetrics(), failuresOfTheHour(),
       request(`v1/sessions?summary=true&limit=${SESSIONS}`), rewardChart()]);
-    calls = rates(samples(exposition));
+    calls = rates(found);
     cards.replaceChildren(serving(ready, data.versions.find((each) => each.isPinned)?.version, lift(data.versions)), learning(counts), errors(counts.num_failed_calls, failed), calls);
     charts.replaceChildren(data.updates.length ? learningCharts(data, {isWhole: false, more: [rewards]}) : make("div", {className: "charts"}, rewards));
-    newest.replaceChildren(listed.data.length ? sessionList(listed.data) : noSessions(), listed.has_more ? link("sessions", `All ${number(Object.values(counts.sessions).reduce((sum, each) => sum + each, 0))} sessions`) : "");
+    newest.replaceChildren(listed.data.length ? sessionList(listed.data) : noSessions(), listed.has_more ? link("sessions", `All ${number(sum(Object.values(counts.sessions)))} sessions`) : "");
   };
   await fill();
   // The rates move without an event.
-  const timer = setInterval(async () => {
-    if (document.hidden) return;
-    const next = rates(samples(await optional("metrics", "")));
+  const measure = async () => {
+    const next = rates(await readMetrics());
     calls.replaceWith(next);
     calls = next;
-  }, SAMPLE_MS);
-  return {content: [cards, make("h2", {}, "Learning"), charts, make("h2", {}, "Newest sessions"), newest], wants: () => true, isPolled: true, refresh: fill, close: () => clearInterval(timer)};
+  };
+  return {content: [cards, make("h2", {}, "Learning"), charts, make("h2", {}, "Newest sessions"), newest], wants: () => true, refresh: fill, polls: [[SAMPLE_MS, measure], [REFRESH_MS, fill]]};
 }

@@ -22,20 +22,47 @@ class Unreachable extends Error {
   constructor() { super("The proxy does not answer. What is shown below is of before."); }
 }
 
+// An error of this script means that an answer was not of the form that it expects, such as another server's.
+const reason = (error) => error instanceof TypeError || error instanceof SyntaxError ? `An answer is not of the form that this page reads: ${error.message}` : error?.message ?? "";
+
 // Shows an error above the view, or removes the last one.
 export function showProblem(error) {
-  byId("problem").textContent = error?.message ?? "";
+  byId("problem").textContent = reason(error);
   if (error instanceof Unreachable) byId("state").replaceChildren(make("span", {className: "bad"}, "no answer"));
 }
 
-export async function request(path, options = {}) {
-  const headers = {...authorization(), ...(options.body ? {"content-type": "application/json"} : {})};
+const JSON_TYPE = "application/json";
+
+export async function request(path, {expected = JSON_TYPE, ...options} = {}) {
+  const headers = {...authorization(), ...(options.body ? {"content-type": JSON_TYPE} : {})};
   const response = await fetch(path, {cache: "no-store", ...options, headers}).catch(() => { throw new Unreachable(); });
   if (response.status === 401) byId("login").hidden = false;
-  const isJson = (response.headers.get("content-type") || "").split(";")[0] === "application/json";
-  const body = isJson ? await response.json() : await response.text();
-  if (body.error) throw new Error(body.error.message);
+  const type = (response.headers.get("content-type") ?? "").split(";")[0];
+  const body = type === JSON_TYPE ? await response.json() : await response.text();
+  if (body?.error) throw new Error(body.error.message);
+  if (type !== expected) throw new Error(`${path} was answered with status ${response.status} and ${type || "no content type"}, not ${expected}`);
   return body;
+}
+
+// Reads all pages of a list; the next page comes after the last row's `id`.
+export async function everyPage(path, id) {
+  const pages = [];
+  for (let last = null; ;) {
+    const page = await request(last === null ? path : `${path}&after=${encodeURIComponent(last)}`), next = page.data.at(-1)?.[id];
+    pages.push(page);
+    if (!page.has_more) return pages;
+    if (next === undefined || next === last) throw new Error(`${path} was answered with pages that do not end`);
+    last = next;
+  }
+}
+
+// Returns a function that reads at most once in so many milliseconds, and gives its last result until then.
+export function remembered(everyMs, read) {
+  let at = 0, last = null;
+  return async () => {
+    if (Date.now() - at > everyMs) { last = await read(); at = Date.now(); }
+    return last;
+  };
 }
 
 // Offers a text as a file: what needs a key cannot be a link.
@@ -47,7 +74,7 @@ export function download(name, content) {
 
 // A route that an older release or the key's role does not have gives the fallback instead of an error.
 export async function optional(path, fallback) {
-  try { return await request(path); } catch { return fallback; }
+  return request(path).catch(() => fallback);
 }
 
 export const number = (value) => value === null || value === undefined ? "" : Number(value).toLocaleString("en", {maximumFractionDigits: 4}).replace(/^-0$/, "0");
@@ -62,9 +89,14 @@ export function duration(length) {
   return `${number(Math.round(length / size))} ${unit}`;
 }
 export const ago = (value) => make("span", {className: "moment", title: time(value)}, `${duration(Math.max(0, Math.round((Date.now() - new Date(value)) / 1000)))} ago`);
+export const sum = (values) => values.reduce((total, value) => total + value, 0);
+export const mean = (values) => values.length ? sum(values) / values.length : null;
 export const seconds = (value) => value === null || value === undefined ? "" : `${number(value)} s`;
 export const status = (value) => make("span", {className: GOOD.has(value) ? "good" : BAD.has(value) ? "bad" : WARN.has(value) ? "warn" : ""}, value ?? "");
 export const link = (hash, text) => make("a", {href: `#${hash}`, title: text.length > 30 ? text : ""}, text);
+// A link to the sessions with a value in a field; empty without one.
+export const filtered = (field, value) => value ? link(`sessions/${new URLSearchParams({[field]: value})}`, value) : "";
+export const lasted = (session) => duration((new Date(session.ended_at ?? session.last_active_at) - new Date(session.created_at)) / 1000);
 export const path = (...parts) => parts.map(encodeURIComponent).join("/");
 
 export const select = (name, label, choices, chosen) => make("label", {}, label, make("select", {name}, ...choices.map((choice) => {
@@ -83,6 +115,13 @@ export function table(columns, rows) {
 // A command to copy, in the text of a view that has nothing to show yet.
 export const empty = (before, command, after = "") => make("p", {className: "empty"}, before, " ", make("code", {}, command), after);
 
+// A form without an address of its own.
+export function makeForm(className, act, ...children) {
+  const form = make("form", {className}, ...children);
+  form.onsubmit = (event) => { event.preventDefault(); act(form); };
+  return form;
+}
+
 // A button that asks before it acts, and shows why it could not.
 export function actionButton(label, question, act) {
   const button = make("button", {type: "button"}, label);
@@ -95,13 +134,13 @@ export function actionButton(label, question, act) {
   return button;
 }
 
+const known = (pairs) => pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
+
 // Facts in a row, as far as there is room.
-export const inlineFacts = (pairs) => make("dl", {className: "inline"}, ...pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined)
-  .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+export const inlineFacts = (pairs) => make("dl", {className: "inline"}, ...known(pairs).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 
 export function facts(pairs) {
-  const known = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  return make("dl", {}, ...known.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+  return make("dl", {}, ...known(pairs).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
 }
 
 export const card = (title, ...content) => make("section", {className: "card"}, make("h2", {}, title), ...content);
@@ -145,12 +184,14 @@ export function message(said) {
     Object.keys(unknown).length ? folded("other fields", JSON.stringify(unknown, null, 2)) : null);
 }
 
-// Metrics in Prometheus' text format: [{name, labels, value}].
-export function samples(exposition) {
-  const found = [];
+// The proxy's metrics, which are in Prometheus' text format: [{name, labels, value}].
+export async function readMetrics() {
+  const exposition = await request("metrics", {expected: "text/plain"}), found = [];
   for (const [, name, labels, value] of exposition.matchAll(/^([a-z_]+)(?:\{(.*)\})? (\S+)$/gm)) {
     const named = [...(labels ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map(([, label, given]) => [label, given.replace(/\\(.)/g, "$1")]);
     found.push({name, labels: Object.fromEntries(named), value: Number(value)});
   }
   return found;
 }
+
+export const total = (found, name, labels = {}) => sum(found.filter((sample) => sample.name === name && Object.entries(labels).every(([label, value]) => sample.labels[label] === value)).map((sample) => sample.value));

@@ -1,5 +1,5 @@
 // Every token of a turn's sequence. Only the blocks near the visible part are in the document: 100,000 tokens scroll.
-import {make, number, path, request, select} from "./page.js";
+import {make, makeForm, mean, number, path, request, select} from "./page.js";
 
 const TOKENS_IN_BLOCK = 500, LONGEST_BLOCK = 2 * TOKENS_IN_BLOCK, SHADES = 5;
 // Name, title, and the value of a token by its segment and logprob: null where it has none. The last two say what its
@@ -20,7 +20,7 @@ export async function ribbon(turnId) {
   const special = new Set(found.special_ids), box = make("div", {className: "tokens", dir: "auto", tabIndex: 0, role: "group", ariaLabel: `${number(found.token_ids.length)} tokens; arrow keys move from token to token`});
   const answer = make("span", {role: "status", className: "quiet"}), compare = make("button", {type: "button"}, "Compare with the served version");
   const detail = make("p", {className: "token-detail", role: "status"}, "Point at a token, or move with the arrow keys."), legend = make("p", {className: "quiet legend"});
-  const form = make("form", {className: "filters"}, select("colour", "Colour by", COLOURS.map(([name, title]) => [name, title]), "mask"), compare, answer);
+  const form = makeForm("filters", () => {}, select("colour", "Colour by", COLOURS.map(([name, title]) => [name, title]), "mask"), compare, answer);
   const segmentAt = segmentFinder(found.segments), characters = new Map();
   // A character of several tokens is shown at the first of them.
   for (const {start, end, text} of found.characters) for (let at = start; at < end; at += 1) characters.set(at, {text, part: at - start, of: end - start});
@@ -72,7 +72,6 @@ export async function ribbon(turnId) {
     box.dataset.colour = colour[0];
     for (const block of blocks) if (block.firstChild) fill(block);
   };
-  form.onsubmit = (event) => event.preventDefault();
   compare.onclick = async () => {
     compare.disabled = true;
     answer.className = "quiet";
@@ -97,8 +96,8 @@ function addChanges(found, {after, policy_version: version}) {
   const start = found.segments.at(-1).start;
   found.after = new Map(after.map((logprob, at) => [start + at, logprob]).filter(([, logprob]) => logprob !== null));
   found.servedVersion = version;
-  const changes = [...found.after.keys()].map((at) => changeAt(found, at)), mean = changes.reduce((sum, each) => sum + each, 0) / (changes.length || 1);
-  return `Under version ${version}, ${number(changes.filter((each) => each > NOISE).length)} of ${number(changes.length)} tokens are more probable than when they were sampled; the mean change is ${number(mean)} nats a token.`;
+  const changes = [...found.after.keys()].map((at) => changeAt(found, at));
+  return `Under version ${version}, ${number(changes.filter((each) => each > NOISE).length)} of ${number(changes.length)} tokens are more probable than when they were sampled; the mean change is ${number(mean(changes) ?? 0)} nats a token.`;
 }
 
 // Takes the height as a number: the browser lays the page out again for each height that is read after one was set.

@@ -1,11 +1,11 @@
 // Curves over updates or time, the versions and which is served, and what two versions replied to the same tasks.
-import {actionButton, ago, card, empty, facts, link, make, number, optional, path, plural, request, samples, seconds, select, status, table} from "./page.js";
+import {actionButton, ago, card, empty, everyPage, facts, link, make, makeForm, mean, number, optional, path, plural, readMetrics, remembered, request, seconds, select, status, sum, table} from "./page.js";
 import {chart} from "./chart.js";
 import {readiness, trainerWords} from "./overview.js";
 
-const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, REWARDS_MS = 15_000, COMPARED_SESSIONS = 500, COMPARED_TASKS = 30, SHOWN_VERSIONS = 20;
-const mean = (found) => found.length ? found.reduce((sum, each) => sum + each.reward, 0) / found.length : null;
-const share = (part, ...whole) => part === undefined ? NaN : part / whole.reduce((sum, each) => sum + (each ?? 0), 0);
+const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, REFRESH_MS = 15_000, COMPARED_SESSIONS = 500, COMPARED_TASKS = 30, SHOWN_VERSIONS = 20;
+const meanReward = (found) => mean(found.map((each) => each.reward));
+const share = (part, ...whole) => part === undefined ? NaN : part / sum(whole.map((each) => each ?? 0));
 
 // Title, whether the overview shows it, and its series: [name, value of an update].
 const CHARTS = [
@@ -47,20 +47,17 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
 }
 
 // Rewards of the newest sessions over time, which need no trainer: means over equal times.
-let rewarded = {at: 0, found: []};
+const newest = remembered(REFRESH_MS, () => optional(`v1/sessions?limit=${REWARDED}`, {data: []}));
 export async function rewardChart() {
-  if (Date.now() - rewarded.at > REWARDS_MS) {
-    const page = await optional(`v1/sessions?limit=${REWARDED}`, {data: []});
-    rewarded = {at: Date.now(), found: page.data.filter((each) => each.reward !== null).reverse()};
-  }
+  const rewarded = (await newest()).data.filter((each) => each.reward !== null).reverse();
   const means = (split) => {
-    const found = rewarded.found.filter((each) => each.split === split).map((each) => ({at: new Date(each.ended_at ?? each.last_active_at) / 1000, reward: each.reward}));
+    const found = rewarded.filter((each) => each.split === split).map((each) => ({at: new Date(each.ended_at ?? each.last_active_at) / 1000, reward: each.reward}));
     const times = found.map((each) => each.at), first = Math.min(...times), width = (Math.max(...times) - first) / MOST_POINTS || 1;
     const parts = Map.groupBy(found, (each) => Math.min(MOST_POINTS - 1, Math.floor((each.at - first) / width)));
-    return [...parts.values()].map((part) => [Math.round(Math.max(...part.map((each) => each.at))), mean(part)]).sort(([one], [other]) => one - other);
+    return [...parts.values()].map((part) => [Math.round(Math.max(...part.map((each) => each.at))), meanReward(part)]).sort(([one], [other]) => one - other);
   };
-  if (!rewarded.found.length) return card("Reward of sessions", empty("No session has a reward. Give one:", `curl ${location.origin}/v1/rewards -H 'content-type: application/json' -d '{"session_id": "…", "value": 1}'`));
-  return card(`Reward of ${plural(rewarded.found.length, "session")}`, chart("Reward of sessions", [["sessions", means("train")], ["held out", means("eval")]], {x: "session time", isTime: true}));
+  if (!rewarded.length) return card("Reward of sessions", empty("No session has a reward. Give one:", `curl ${location.origin}/v1/rewards -H 'content-type: application/json' -d '{"session_id": "…", "value": 1}'`));
+  return card(`Reward of ${plural(rewarded.length, "session")}`, chart("Reward of sessions", [["sessions", means("train")], ["held out", means("eval")]], {x: "session time", isTime: true}));
 }
 
 function detailCharts(points, line, add, byVersion) {
@@ -84,15 +81,10 @@ function detailCharts(points, line, add, byVersion) {
 }
 
 async function everyVersion() {
-  const found = [];
-  for (let after = "", more = true; more;) {
-    const page = await request(`v1/policies?limit=1000${after}`);
+  return (await everyPage("v1/policies?limit=1000", "version")).flatMap((page) => {
     const pins = new Set([page.pinned_version, ...(page.policies ?? []).map((each) => each.pinned_version)]);
-    found.push(...page.data.map((each) => ({...each, isPinned: pins.has(each.version)})));
-    more = page.has_more;
-    after = `&after=${page.data.at(-1)?.version}`;
-  }
-  return found;
+    return page.data.map((each) => ({...each, isPinned: pins.has(each.version)}));
+  });
 }
 
 const ACTIVATED = "The engines load it now.";
@@ -117,13 +109,13 @@ function versionTable(versions, changed) {
 }
 
 // What each policy holds, side by side; the default policy alone is not compared with anything.
-let summaries = {at: 0, policies: []};
+const summaries = remembered(REFRESH_MS, () => optional("v1/policies?summary=true&limit=1", {policies: []}));
 async function policyComparison(versions) {
-  if (Date.now() - summaries.at > REWARDS_MS) summaries = {at: Date.now(), policies: (await optional("v1/policies?summary=true&limit=1", {policies: []})).policies};
-  if (summaries.policies.length < 2) return null;
+  const {policies} = await summaries();
+  if (policies.length < 2) return null;
   const lift = (name) => versions.find((each) => (each.policy ?? "default") === name && each.arms?.lift?.reward)?.arms.lift.reward;
   const signed = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value))}`;
-  const rows = summaries.policies.map(({name, base_version: base, archived_at: archived, summary: own}) => [
+  const rows = policies.map(({name, base_version: base, archived_at: archived, summary: own}) => [
     archived ? `${name} (archived)` : name, own.served_version ?? (base === null ? "the model" : `the base ${base}`), number(own.num_versions),
     lift(name) ? make("span", {title: `${signed(lift(name).low)} to ${signed(lift(name).high)}`}, signed(lift(name).mean)) : "",
     number(own.num_sessions), number(own.num_trained_tokens), own.last_update_at ? ago(own.last_update_at) : "", own.num_bytes === null ? "" : number(own.num_bytes / 1e6)]);
@@ -153,9 +145,8 @@ function comparison(first, second) {
 
 function chooser(versions, first, second) {
   const numbers = versions.map((each) => String(each.version));
-  const form = make("form", {className: "filters"}, select("from", "From version", numbers, String(first)), select("to", "To version", numbers, String(second)), make("button", {}, "Compare"));
-  form.onsubmit = (event) => { event.preventDefault(); location.hash = `runs/${form.from.value}/${form.to.value}`; };
-  return form;
+  return makeForm("filters", (form) => { location.hash = `runs/${form.from.value}/${form.to.value}`; },
+    select("from", "From version", numbers, String(first)), select("to", "To version", numbers, String(second)), make("button", {}, "Compare"));
 }
 
 const byTask = (found) => Map.groupBy(found.filter((each) => each.task_id !== null), (each) => each.task_id);
@@ -164,13 +155,12 @@ const byTask = (found) => Map.groupBy(found.filter((each) => each.task_id !== nu
 async function taskComparison(first, second) {
   const read = async (version) => (await optional(`v1/sessions?summary=true&limit=${COMPARED_SESSIONS}&policy_version=${version}`, {data: []})).data.filter((each) => each.reward !== null);
   const played = await Promise.all([read(first), read(second)]), [before, after] = played.map(byTask);
-  const all = make("p", {}, [first, second].map((version, at) => `Version ${version}: ${played[at].length ? `mean reward ${number(mean(played[at]))} over ${plural(played[at].length, "session")}` : "no rewarded session"}`).join("; "), ".");
+  const all = make("p", {}, [first, second].map((version, at) => `Version ${version}: ${played[at].length ? `mean reward ${number(meanReward(played[at]))} over ${plural(played[at].length, "session")}` : "no rewarded session"}`).join("; "), ".");
   const both = [...before.keys()].filter((task) => after.has(task));
   if (!both.length) return make("div", {}, all, make("p", {className: "empty"}, "Among the newest sessions, no task was played by both versions. Sessions with the same task_id are compared here."));
-  const rows = both.map((task) => ({task, was: mean(before.get(task)), is: mean(after.get(task))})).sort((one, other) => Math.abs(other.is - other.was) - Math.abs(one.is - one.was));
-  const total = (name) => rows.reduce((sum, each) => sum + each[name], 0) / rows.length;
+  const rows = both.map((task) => ({task, was: meanReward(before.get(task)), is: meanReward(after.get(task))})).sort((one, other) => Math.abs(other.is - other.was) - Math.abs(one.is - one.was));
   const reply = (found) => link(`session/${path(found.at(0).session_id)}`, found.at(0).summary.last_reply ?? "no reply");
-  return make("div", {}, all, make("p", {}, `Over ${plural(both.length, "task")} that both versions played: mean reward ${number(total("was"))} with version ${first}, ${number(total("is"))} with version ${second}.`),
+  return make("div", {}, all, make("p", {}, `Over ${plural(both.length, "task")} that both versions played: mean reward ${number(mean(rows.map((each) => each.was)))} with version ${first}, ${number(mean(rows.map((each) => each.is)))} with version ${second}.`),
     table(["task", "reward", `a reply of version ${first}`, `a reply of version ${second}`], rows.slice(0, COMPARED_TASKS).map(({task, was, is}) => [
       link(`sessions/${new URLSearchParams({task_id: task})}`, task), `${number(was)} → ${number(is)}`, reply(before.get(task)), reply(after.get(task))])),
     rows.length > COMPARED_TASKS ? make("p", {className: "quiet"}, `The ${COMPARED_TASKS} tasks with the largest differences.`) : null);
@@ -193,14 +183,13 @@ export async function runs(from, to) {
   const charts = make("div", {}), heading = make("h2", {}), words = make("div", {}), axis = make("div", {}), served = make("div", {}), compared = make("div", {});
   const fill = async () => {
     await readiness();
-    const [data, exposition, counts, rewards] = await Promise.all([learningData(), request("metrics"), optional("v1/counts", {trainers: []}), rewardChart()]);
+    const [data, metrics, counts, rewards] = await Promise.all([learningData(), readMetrics(), optional("v1/counts", {trainers: []}), rewardChart()]);
     const {versions, updates} = data, trainers = [...new Set(updates.map((each) => each.trainer_id))];
     if (!trainers.includes(chosenTrainer)) chosenTrainer = trainers.at(-1) ?? null;
     const draw = () => charts.replaceChildren(updates.length || versions.some((each) => each.version > 0)
       ? learningCharts({versions, updates: updates.filter((each) => each.trainer_id === chosenTrainer)}, {x: chosenX, more: [rewards]})
       : make("div", {className: "charts"}, rewards));
-    const form = make("form", {className: "filters"}, select("x", "Horizontal axis", AXES, chosenX), trainers.length > 1 ? select("trainer", "Run of trainer", trainers, chosenTrainer) : null);
-    form.onsubmit = (event) => event.preventDefault();
+    const form = makeForm("filters", () => {}, select("x", "Horizontal axis", AXES, chosenX), trainers.length > 1 ? select("trainer", "Run of trainer", trainers, chosenTrainer) : null);
     form.onchange = () => { chosenX = form.x.value; chosenTrainer = form.trainer?.value ?? chosenTrainer; draw(); };
     // A choice that somebody makes stays while updates arrive.
     if (!axis.contains(document.activeElement)) axis.replaceChildren(...(updates.length ? [form] : []));
@@ -208,7 +197,7 @@ export async function runs(from, to) {
     heading.textContent = `${plural(updates.length, "update")}, ${plural(versions.filter((each) => each.version > 0).length, "policy version")}`;
     words.replaceChildren(...trainerWords(counts.trainers ?? []));
     const policies = await policyComparison(versions);
-    served.replaceChildren(policies ?? "", versions.length ? policyTables(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(samples(exposition)) ?? "");
+    served.replaceChildren(policies ?? "", versions.length ? policyTables(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(metrics) ?? "");
     return versions;
   };
   const versions = await fill(), trained = versions.filter((each) => each.version > 0);
@@ -219,6 +208,6 @@ export async function runs(from, to) {
   } else if (versions.length) compared.append(make("p", {className: "quiet"}, "No such version."));
   return {
     content: [heading, words, axis, charts, make("h2", {}, "Versions"), served, ...(versions.length > 1 ? [make("h2", {}, "Two versions compared"), chooser(versions, first, second), compared] : [])],
-    wants: (event) => event.kind === "update" || event.kind === "policy", refresh: fill, isPolled: true,
+    wants: (event) => event.kind === "update" || event.kind === "policy", refresh: fill, polls: [[REFRESH_MS, fill]],
   };
 }

@@ -1,20 +1,11 @@
 // One session as a conversation with its branches beside it, and what a person does with it: reward, label, end, delete, export.
-import {actionButton, ago, download, duration, inlineFacts, link, make, number, optional, path, plural, request, status, time} from "./page.js";
+import {actionButton, ago, download, everyPage, filtered, inlineFacts, lasted, link, make, makeForm, number, optional, path, plural, request, status, sum, time} from "./page.js";
 import {childrenOf, conversation, given, pathThrough, rewardChips, rewardForm, tree} from "./conversation.js";
-import {chip, readiness} from "./overview.js";
+import {chip, chips, readiness} from "./overview.js";
 
 const TURNS = 200;
 
-async function everyTurn(address) {
-  const found = [];
-  for (let after = "", more = true; more;) {
-    const page = await request(`${address}/turns?limit=${TURNS}${after}`);
-    found.push(...page.data);
-    more = page.has_more;
-    after = `&after=${path(page.data.at(-1)?.turn_id ?? "")}`;
-  }
-  return found;
-}
+const everyTurn = async (address) => (await everyPage(`${address}/turns?limit=${TURNS}`, "turn_id")).flatMap((page) => page.data);
 
 export async function session(id, chosen) {
   const address = `v1/sessions/${path(id)}`, about = make("div", {}), labels = make("div", {}), actions = make("div", {className: "filters"});
@@ -47,14 +38,13 @@ export async function session(id, chosen) {
 }
 
 function sessionFacts(record, turns) {
-  const group = record.group_id && record.group_id !== record.session_id ? link(`sessions/${new URLSearchParams({group_id: record.group_id})}`, record.group_id) : "";
-  const length = (new Date(record.ended_at ?? record.last_active_at) - new Date(record.created_at)) / 1000;
+  const group = record.group_id && record.group_id !== record.session_id ? filtered("group_id", record.group_id) : "";
   return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("b", {}, number(record.reward))], ["status", status(record.status)], ["ended by", record.termination_reason],
-    ["turns", number(record.num_turns)], ["sampled tokens", number(turns.reduce((sum, each) => sum + each.token_ids.length, 0))], ["took", duration(length)],
-    ["user", record.user_id ? link(`sessions/${new URLSearchParams({user_id: record.user_id})}`, record.user_id) : ""], ["agent", agentOf(record)],
-    ["task", record.task_id ? link(`sessions/${new URLSearchParams({task_id: record.task_id})}`, record.task_id) : ""], ["group", group], ["run", record.group_id ? number(record.run) : ""], ["split", record.split === "train" ? "" : record.split],
+    ["turns", number(record.num_turns)], ["sampled tokens", number(sum(turns.map((each) => each.token_ids.length)))], ["took", lasted(record)],
+    ["user", filtered("user_id", record.user_id)], ["agent", agentOf(record)],
+    ["task", filtered("task_id", record.task_id)], ["group", group], ["run", record.group_id ? number(record.run) : ""], ["split", record.split === "train" ? "" : record.split],
     ["trained in", record.trained_in.map((one) => `update ${one.update_id}, version ${one.policy_version}`).join("; ")], ["continues", record.continues ? link(`session/${path(record.continues)}`, record.continues) : ""], ["opened", ago(record.created_at)],
-    ["labels", record.labels.length ? make("span", {}, ...record.labels.map((one) => chip(one.label, one.note))) : ""]]);
+    ["labels", chips(record.labels)]]);
 }
 
 export const agentOf = (record) => typeof record.metadata?.agent === "string" ? record.metadata.agent : "";
@@ -71,7 +61,7 @@ function actionButtons(record, address, changed) {
   return [record.status === "open" ? actionButton("End", `End session ${id}? Its rewards are then ready for training.`, async () => { await request(`${address}/end`, {method: "POST", body: "{}"}); await changed(); }) : null,
     actionButton("Export turns", "", async () => download(`${id}.json`, JSON.stringify(await everyTurn(address), null, 1))),
     actionButton("Export experiences", "", async () => {
-      const lines = await request(`v1/experiences?${only}`);
+      const lines = await request(`v1/experiences?${only}`, {expected: "application/jsonl"});
       if (!lines) throw new Error("There are no experiences yet: a session is trained when it is over and has a reward.");
       download(`${id}.jsonl`, lines);
     }),
@@ -80,14 +70,12 @@ function actionButtons(record, address, changed) {
 
 function labelEditor(address, labels, changed) {
   const change = async (label, options) => { await request(`${address}/labels/${path(label)}`, options); await changed(); };
-  const shown = labels.map((one) => make("span", {className: "labelled"}, chip(one.label, one.note), one.note ? make("bdi", {className: "quiet"}, ` ${one.note} `) : "",
-    make("button", {type: "button", ariaLabel: `Remove label ${one.label}`, onclick: () => change(one.label, {method: "DELETE"})}, "×")));
-  const form = make("form", {className: "filters"}, shown.length ? make("span", {}, ...shown) : null, make("label", {}, "Label", make("input", {name: "label", size: 12, maxLength: 64, required: true, pattern: "[^\\/]+", placeholder: "golden"})),
-    make("label", {}, "Note", make("input", {name: "note", size: 18, maxLength: 1000})), make("button", {}, "Mark"), make("span", {role: "status", className: "bad"}));
-  form.onsubmit = async (event) => {
-    event.preventDefault();
+  const mark = async (form) => {
     const note = form.elements.note.value;
     try { await change(form.elements.label.value, {method: "PUT", body: JSON.stringify(note ? {note} : {})}); } catch (error) { form.lastChild.textContent = error.message; }
   };
-  return form;
+  const shown = labels.map((one) => make("span", {className: "labelled"}, chip(one.label, one.note), one.note ? make("bdi", {className: "quiet"}, ` ${one.note} `) : "",
+    make("button", {type: "button", ariaLabel: `Remove label ${one.label}`, onclick: () => change(one.label, {method: "DELETE"})}, "×")));
+  return makeForm("filters", mark, shown.length ? make("span", {}, ...shown) : null, make("label", {}, "Label", make("input", {name: "label", size: 12, maxLength: 64, required: true, pattern: "[^\\/]+", placeholder: "golden"})),
+    make("label", {}, "Note", make("input", {name: "note", size: 18, maxLength: 1000})), make("button", {}, "Mark"), make("span", {role: "status", className: "bad"}));
 }

@@ -1,6 +1,6 @@
 // Sessions: what was said in them; found by what they are and by what they hold; and a group side by side.
-import {ago, card, duration, empty, facts, link, make, message, number, optional, path, plural, request, select, status} from "./page.js";
-import {chip, readiness} from "./overview.js";
+import {ago, card, empty, facts, filtered, lasted, link, make, makeForm, mean, message, number, optional, path, plural, request, select, status} from "./page.js";
+import {chip, chips, readiness} from "./overview.js";
 import {agentOf} from "./session.js";
 
 const PAGE = 50, COMPARED = 16, TURNS = 50;
@@ -42,11 +42,10 @@ export const sessionList = (found) => make("ul", {className: "sessions"}, ...fou
   make("div", {className: "said"}, make("a", {href: `#session/${path(each.session_id)}`, title: each.session_id}, make("bdi", {}, each.summary.first_message ?? each.session_id)),
     make("p", {className: "reply"}, each.summary.last_reply ? make("bdi", {}, each.summary.last_reply) : make("span", {className: "quiet"}, each.num_turns ? "no reply" : "no call yet"))),
   make("p", {className: "numbers quiet"}, ...dotted([plural(each.num_turns, "turn"), each.summary.num_sampled_tokens === null ? "" : plural(each.summary.num_sampled_tokens, "token"),
-    duration((new Date(each.ended_at ?? each.last_active_at) - new Date(each.created_at)) / 1000), ago(each.created_at),
+    lasted(each), ago(each.created_at),
     each.status === "ended" ? each.termination_reason : make("span", {}, status(each.status)), each.summary.last_outcome && each.summary.last_outcome !== "exact" ? status(each.summary.last_outcome) : "",
-    each.task_id ? named("task", "task_id", each.task_id) : "", each.user_id ? named("user", "user_id", each.user_id) : "", agentOf(each), each.split === "eval" ? "held out" : "", ...each.labels.map((one) => chip(one.label, one.note))])))));
+    ...["task", "user"].map((noun) => each[`${noun}_id`] ? make("span", {}, `${noun} `, filtered(`${noun}_id`, each[`${noun}_id`])) : ""), agentOf(each), each.split === "eval" ? "held out" : "", ...each.labels.map((one) => chip(one.label, one.note))])))));
 
-const named = (noun, field, value) => make("span", {}, `${noun} `, link(`sessions/${new URLSearchParams({[field]: value})}`, value));
 const dotted = (parts) => parts.filter(Boolean).flatMap((part, at) => at ? [" · ", part] : [part]);
 
 function filterForm(wanted) {
@@ -54,27 +53,21 @@ function filterForm(wanted) {
     : make("label", {}, label, make("input", {name, type: kind ?? "text", step: "any", value: wanted.get(name) ?? "", size: 14}));
   const used = MORE.filter(([name]) => wanted.has(name)).map(([name, label]) => `${label.toLowerCase()} ${wanted.get(name)}`);
   const more = make("details", {}, make("summary", {}, ["More filters", ...used].join(", ")), make("div", {className: "filters"}, ...MORE.map(field)));
-  const form = make("form", {className: "filters", attributes: {role: "search"}}, field(TEXT), make("button", {}, "Find"), more);
-  form.onsubmit = (event) => {
-    event.preventDefault();
-    location.hash = `sessions/${new URLSearchParams([...new FormData(form)].filter(([, value]) => value))}`;
-  };
-  return form;
+  const find = (form) => { location.hash = `sessions/${new URLSearchParams([...new FormData(form)].filter(([, value]) => value))}`; };
+  return make("search", {}, makeForm("filters", find, field(TEXT), make("button", {}, "Find"), more));
 }
 
-const average = (values) => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
-
 async function sideBySide(groupId, members) {
-  const rewards = members.map((each) => each.reward).filter((reward) => reward !== null), mean = average(rewards);
+  const rewards = members.map((each) => each.reward).filter((reward) => reward !== null), average = mean(rewards);
   const ordered = [...members].sort((first, second) => first.run - second.run).slice(0, COMPARED);
   const turns = await Promise.all(ordered.map((each) => optional(`v1/sessions/${path(each.session_id)}/turns?limit=${TURNS}`, {data: []})));
   const compared = ordered.map((each, at) => {
     const own = turns[at].data, advantages = own.flatMap((turn) => turn.trained_in.slice(-1).map((one) => one.advantage));
     const last = own.at(-1);
-    return card(link(`session/${path(each.session_id)}`, `Run ${each.run}`), facts([["status", each.status === "ended" ? "" : status(each.status)], ["reward", number(each.reward)], ["above the mean", each.reward === null || mean === null ? "" : number(each.reward - mean)],
-      ["mean advantage", number(average(advantages))], ["turns", number(each.num_turns)], ["ended by", each.termination_reason],
-      ["labels", each.labels.length ? make("span", {}, ...each.labels.map((one) => chip(one.label, one.note))) : ""]]),
+    return card(link(`session/${path(each.session_id)}`, `Run ${each.run}`), facts([["status", each.status === "ended" ? "" : status(each.status)], ["reward", number(each.reward)], ["above the mean", each.reward === null || average === null ? "" : number(each.reward - average)],
+      ["mean advantage", number(mean(advantages))], ["turns", number(each.num_turns)], ["ended by", each.termination_reason],
+      ["labels", chips(each.labels)]]),
       last ? message({role: "assistant", ...last.response}) : null);
   });
-  return make("div", {}, make("h2", {}, "Group ", make("bdi", {}, groupId), `: ${mean === null ? "no reward yet" : `mean reward ${number(mean)} of ${plural(rewards.length, "session")}`}`), make("div", {className: "sides"}, ...compared));
+  return make("div", {}, make("h2", {}, "Group ", make("bdi", {}, groupId), `: ${average === null ? "no reward yet" : `mean reward ${number(average)} of ${plural(rewards.length, "session")}`}`), make("div", {className: "sides"}, ...compared));
 }
