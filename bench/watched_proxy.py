@@ -13,9 +13,10 @@ import sys
 import time
 
 import orjson
+from starlette.types import Receive, Scope, Send
 
 from proxy import main as proxy_main
-from proxy.http.asgi import Receive, Scope, Send, send_whole
+from proxy.http.asgi import send_whole
 from proxy.routes.edge import Edge
 from turnwise.commands.cli import main
 

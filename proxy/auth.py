@@ -217,7 +217,9 @@ class Authenticator:
         if key is None:
             return None
         if keys.is_use_unrecorded(key):
-            self._note_use(key.key_id)
+            self._used.add(key.key_id)
+            if self._recording is None or self._recording.done():
+                self._recording = asyncio.create_task(self._record_uses())
         principal = self._verified[name] = Principal(
             tenant=key.tenant,
             role=key.role,
@@ -227,22 +229,19 @@ class Authenticator:
         )
         return principal
 
-    def _note_use(self, key_id: str) -> None:
-        """Record the use of a key without waiting: the database may be locked."""
-        self._used.add(key_id)
-        if self._recording is None or self._recording.done():
-            self._recording = asyncio.create_task(self._record_uses())
-
     async def _record_uses(self) -> None:
-        while self._used:
-            await asyncio.to_thread(self._record_use, self._used.pop())
+        """Record the uses of keys; no call waits for it, because the database may be locked."""
 
-    def _record_use(self, key_id: str) -> None:
-        try:
+        def record(key_id: str) -> None:
             with self._database.write() as connection:
                 keys.record_use(connection, key_id)
-        except StoreError as error:
-            log.warning("the last use of key %s could not be recorded: %s", key_id, error)
+
+        while self._used:
+            key_id = self._used.pop()
+            try:
+                await asyncio.to_thread(record, key_id)
+            except StoreError as error:
+                log.warning("the last use of key %s could not be recorded: %s", key_id, error)
 
     async def close(self) -> None:
         """Wait until the last uses of keys are recorded."""

@@ -107,11 +107,9 @@ def _serve(
             port=settings.port,
             loop="uvloop",
             http=limited_http(
-                whole_seconds=settings.header_timeout_seconds,
-                max_head_bytes=settings.max_header_bytes,
-                stall_seconds=settings.client_stall_seconds,
-                count_refusal=lambda code: app.state.services.metrics.refused.labels(code).inc(),
-                hand_over=None if affinity is None else affinity.hand_over,
+                settings,
+                lambda code: app.state.services.metrics.refused.labels(code).inc(),
+                None if affinity is None else affinity.hand_over,
             ),
             ws="none",
             proxy_headers=False,  # the client's address is not used

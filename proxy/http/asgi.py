@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 import orjson
+from starlette.types import Receive, Send
 
 from turnwise.errors import InvalidRequest, TooLarge
 from turnwise.json_scan import scan
 from turnwise.types import Json
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON_HEADER = (b"content-type", b"application/json")
 SCANNED_HERE_BYTES = 32 * 2**10

@@ -18,6 +18,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from proxy.http import problems
+from proxy.settings import ProxySettings
 from turnwise.telemetry import make_context
 
 if TYPE_CHECKING:
@@ -247,18 +248,15 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 def limited_http(
-    *,
-    whole_seconds: float,
-    max_head_bytes: int,
-    stall_seconds: float,
+    settings: ProxySettings,
     count_refusal: Callable[[str], None],
     hand_over: Callable[[asyncio.Transport, bytes], bool] | None = None,
 ) -> type[LimitedHttp]:
-    """Return the protocol class with these limits; uvicorn makes the instances."""
+    """Return the protocol class with the limits of the settings; uvicorn makes the instances."""
     limits = {
-        "whole_seconds": whole_seconds,
-        "max_head_bytes": max_head_bytes,
-        "stall_seconds": stall_seconds,
+        "whole_seconds": settings.header_timeout_seconds,
+        "max_head_bytes": settings.max_header_bytes,
+        "stall_seconds": settings.client_stall_seconds,
         "count_refusal": staticmethod(count_refusal),
         "hand_over": None if hand_over is None else staticmethod(hand_over),
     }

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import dataclasses
 import math
+from typing import NamedTuple
 
 from proxy.auth import Principal
 from proxy.metrics import Metrics
@@ -85,12 +86,12 @@ class Scope:
             self._tokens.take(num_tokens)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Waiter:
+class Waiter(NamedTuple):
     """A call in the queue."""
 
     scopes: list[Scope]
     granted: asyncio.Future[None]
+    """Done when the call has its place; cancelled when it has given up."""
 
 
 class Limits:
@@ -143,25 +144,14 @@ class Limits:
         self._dispatch()
         try:
             async with asyncio.timeout(self._queue_seconds):
-                await asyncio.shield(waiter.granted)
+                await waiter.granted
         except BaseException as error:
-            self._withdraw(key_id, waiter)
+            self.leave([] if waiter.granted.cancelled() else scopes, 0)  # it was granted at the same time
             if isinstance(error, TimeoutError):
                 raise self._overloaded(scopes) from error
             raise
         finally:
             self._metrics.queued_calls.dec()
-
-    def _withdraw(self, key_id: str, waiter: Waiter) -> None:
-        """Remove a call that gave up; return its place if it was granted at the same time."""
-        if waiter.granted.done():
-            self.leave(waiter.scopes, 0)
-            return
-        queue = self._queues[key_id]
-        queue.remove(waiter)
-        if not queue:
-            del self._queues[key_id]
-        self._dispatch()
 
     def _dispatch(self) -> None:
         """Admit waiting calls, one of each key in turn, until none can enter; then set a timer for the next one."""
@@ -173,15 +163,16 @@ class Limits:
             soonest, admitted = math.inf, False
             for key_id in list(self._queues):
                 queue = self._queues[key_id]
-                blocked = self._blocked_seconds(queue[0].scopes)
-                if blocked:
-                    soonest = min(soonest, blocked)
-                    continue
-                waiter = queue.popleft()
-                _enter(waiter.scopes)
-                waiter.granted.set_result(None)
+                if not queue[0].granted.cancelled():
+                    blocked = self._blocked_seconds(queue[0].scopes)
+                    if blocked:
+                        soonest = min(soonest, blocked)
+                        continue
+                    _enter(queue[0].scopes)
+                    queue[0].granted.set_result(None)
+                    self._queues.move_to_end(key_id)
+                queue.popleft()
                 admitted = True
-                self._queues.move_to_end(key_id)
                 if not queue:
                     del self._queues[key_id]
         if soonest < math.inf:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from blake3 import blake3
+from starlette.types import Receive, Scope, Send
 
 from proxy.auth import Principal
 from proxy.calls.capture import Running
@@ -24,7 +25,7 @@ from proxy.calls.replays import DIGEST_BYTES, RequestIdentity, identify_request,
 from proxy.continuation.which_session import name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
-from proxy.http.asgi import Receive, Scope, Send, parse_object, read_body
+from proxy.http.asgi import parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import orjson
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route, compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.auth import Principal
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, Dialect, WireRoute, template_arguments
 from proxy.dialects.chat import readable_messages
-from proxy.http.asgi import App, Receive, Scope, Send, parse_object, read_body
+from proxy.http.asgi import parse_object, read_body
 from proxy.routes import upstream
 from proxy.routes.calls import SampleEndpoint, identify, query_of
 from proxy.routes.reply_sender import ReplySender
@@ -122,8 +123,8 @@ class Endpoints:
         register_url_convertor("model", ModelConvertor())
         self.routes: list[Route] = []
         """All endpoints as routes of the framework, with and without the session's prefix."""
-        self._exact: dict[tuple[str, str], App] = {}
-        self._patterns: list[tuple[str, re.Pattern[str], App]] = []
+        self._exact: dict[tuple[str, str], ASGIApp] = {}
+        self._patterns: list[tuple[str, re.Pattern[str], ASGIApp]] = []
         for dialect in registry.DIALECTS:
             for route in dialect.routes:
                 endpoint = (SampleEndpoint if route.action is Action.SAMPLE else QueryEndpoint)(
@@ -133,7 +134,7 @@ class Endpoints:
         for path in upstream.PATHS:
             self._add(WireRoute(path=path, summary="Passed to the upstream"), upstream.Upstream(services, path))
 
-    def _add(self, route: WireRoute, endpoint: App) -> None:
+    def _add(self, route: WireRoute, endpoint: ASGIApp) -> None:
         if "{" in route.path:
             # The framework's own pattern matches no line feed, which a client may send as `%0A`.
             pattern = re.compile(compile_path(route.path)[0].pattern, re.DOTALL)
@@ -143,7 +144,7 @@ class Endpoints:
         for prefix in ("", registry.SESSION_PREFIX):
             self.routes.append(Route(prefix + route.path, endpoint, methods=[route.method]))
 
-    def find(self, scope: Scope) -> App | None:
+    def find(self, scope: Scope) -> ASGIApp | None:
         """Return the endpoint of a request, and set the request's path parameters; None for another route.
 
         It is found by one dictionary lookup; the framework would try all routes one by one.

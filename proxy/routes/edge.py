@@ -13,8 +13,10 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from proxy.http import problems
-from proxy.http.asgi import App, Message, Receive, Scope, Send, send_whole
+from proxy.http.asgi import send_whole
 from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, InvalidRequest, StoreError, TurnwiseError, UnsupportedMediaType
 from turnwise.telemetry import AccessLog, RequestContext, current_request, make_context, timestamp
@@ -35,7 +37,7 @@ MAX_QUERY_PARAMETERS = 100
 class Edge:
     """Wraps the app."""
 
-    def __init__(self, app: App, server: FastAPI, settings: ProxySettings) -> None:
+    def __init__(self, app: ASGIApp, server: FastAPI, settings: ProxySettings) -> None:
         self._app = app
         self._server = server
         self._origins = frozenset(settings.cors_origins)

@@ -7,9 +7,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from starlette.types import Send
+
 from proxy.dialects.base import Call, Dialect
 from proxy.http import problems
-from proxy.http.asgi import Send, send_whole
+from proxy.http.asgi import send_whole
 from turnwise.errors import TurnwiseError
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from starlette.types import Receive, Scope, Send
 
 from proxy.auth import Principal
-from proxy.http.asgi import Receive, Scope, Send
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, RewardValue, Text
 from proxy.routes.search import session_filter
 from proxy.routes.serialise import Caller, Here, answer, describe_answer

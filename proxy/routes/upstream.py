@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from starlette.types import Receive, Scope, Send
+
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.answers import Disconnected
 from proxy.engines.http_client import Access, HttpClient
-from proxy.http.asgi import Receive, Scope, Send, read_body
+from proxy.http.asgi import read_body
 from proxy.routes.calls import query_of
 from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import EngineUnavailable, NotFound, TurnwiseError

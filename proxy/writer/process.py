@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import math
 import os
 import pickle
 import signal
@@ -159,11 +160,10 @@ def ids_from_text(text: bytes) -> bytes:
 class Committer:
     """Writes batches of jobs."""
 
-    def __init__(
-        self, database: Database, faults: FaultPoints, proxy_pid: int, note_progress: Callable[[], None]
-    ) -> None:
+    def __init__(self, database: Database, faults: FaultPoints, proxy_pid: int, link: socket.socket) -> None:
         self._database = database
-        self._note_progress = note_progress
+        self._link = link
+        self._reported_at = -math.inf
         self._faults = faults
         self._proxy_pid = proxy_pid
         self._num_retries = 0
@@ -205,6 +205,13 @@ class Committer:
             return {batch[0].number: error}
         return {number: result for job in batch for number, result in self._write([job]).items()}
 
+    def note_progress(self) -> None:
+        """Report to the proxy that this process works, if the last such report is old."""
+        now = time.monotonic()
+        if now - self._reported_at >= PROGRESS_SECONDS:
+            self._reported_at = now
+            self._link.sendall(b"".join(frame(tuple(Report({}, 0, 0)))))
+
     def _transact(self, batch: list[Job]) -> dict[int, Any]:
         results: dict[int, Any] = {}
         opens = [(job.number, job.work) for job in batch if isinstance(job.work, Session)]
@@ -216,7 +223,7 @@ class Committer:
             for job in batch:
                 if isinstance(job.work, Work):
                     results[job.number] = _attempt(connection, job.work)
-                    self._note_progress()
+                    self.note_progress()
             if appends:
                 results |= _append(connection, appends)
                 self._faults.point("in_transaction")
@@ -243,11 +250,6 @@ def _ending(connection: Connection, row: TurnRow, *, is_new: bool) -> tuple[Any,
         return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("routing_problem")
     turn = new_turns.stored_turn(connection, row)
     return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id
-
-
-def answer(connection: Connection) -> None:
-    """Do nothing in a transaction: a check that the writing process answers."""
-    del connection
 
 
 def _attempt(connection: Connection, work: Work) -> Any:
@@ -287,9 +289,8 @@ def serve(link: socket.socket) -> None:
     log_handler = configure_logging("warning", setup.log_format)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     faults = FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid))
-    note_progress = _progress_reports(link)
-    committer = Committer(database, faults, setup.proxy_pid, note_progress)
-    note_progress()
+    committer = Committer(database, faults, setup.proxy_pid, link)
+    committer.note_progress()
     num_lost = 0
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
@@ -299,20 +300,6 @@ def serve(link: socket.socket) -> None:
                 num_lost += report.num_lost_log_lines
             link.sendall(b"".join(frame(tuple(report))))
     database.close()
-
-
-def _progress_reports(link: socket.socket) -> Callable[[], None]:
-    """Return a function that reports to the proxy that this process works, if the last such report is old."""
-    reported_at = float("-inf")
-
-    def note_progress() -> None:
-        nonlocal reported_at
-        now = time.monotonic()
-        if now - reported_at >= PROGRESS_SECONDS:
-            reported_at = now
-            link.sendall(b"".join(frame(tuple(Report({}, 0, 0)))))
-
-    return note_progress
 
 
 def _kill_both(proxy_pid: int) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from starlette.types import ASGIApp
 from support.in_process import in_process_proxy
 from support.waiting import wait_until
 
 import proxy
 import turnwise
-from proxy.http.asgi import App
 from turnwise.types import Outcome
 
 ROOTS = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (proxy, turnwise))
@@ -29,7 +29,7 @@ class Trace:
     def __init__(self) -> None:
         self.functions: set[CodeType] = set()
 
-    def wrap(self, app: App) -> App:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return the app with each request traced; the last one counts."""
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:

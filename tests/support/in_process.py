@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
+from starlette.types import ASGIApp
 from support.migrated import migrated
 from support.warm_writers import fork_writers
 from turnwise_fake_engine import running_fake_engine
 
 from proxy.app import create_app
-from proxy.http.asgi import App
 from proxy.http.connections import CLOSING, LEFT
 from proxy.routes.data_plane import DataPlane
 from proxy.settings import ProxySettings
@@ -23,7 +23,7 @@ from turnwise.store.database import Database
 
 @contextlib.contextmanager
 def in_process_proxy(
-    directory: Path, *, engine_check: str = "off", wrap: Callable[[App], App] = lambda app: app, **settings: Any
+    directory: Path, *, engine_check: str = "off", wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app, **settings: Any
 ) -> Iterator[tuple[TestClient, Database]]:
     """Run a proxy over a new database until the block ends; requests go to what `wrap` makes of its app."""
     fork_writers()

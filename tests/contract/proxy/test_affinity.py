@@ -20,6 +20,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from proxy.http.connections import LimitedHttp, limited_http
+from proxy.settings import ProxySettings
 from proxy.workers.affinity import SessionAffinity, session_name
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -43,13 +44,7 @@ class Worker:
         self.may_read = asyncio.Event()
         self.may_read.set()
         self.affinity = SessionAffinity(directory, index, num_workers, count=self._count)
-        protocol = limited_http(
-            whole_seconds=60.0,
-            max_head_bytes=2**16,
-            stall_seconds=60.0,
-            count_refusal=lambda _: None,
-            hand_over=self.affinity.hand_over,
-        )
+        protocol = limited_http(ProxySettings(), lambda _: None, self.affinity.hand_over)
         self._config = uvicorn.Config(
             self._answer, http=protocol, interface="asgi3", ws="none", log_config=None, timeout_keep_alive=600
         )

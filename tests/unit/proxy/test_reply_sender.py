@@ -6,8 +6,9 @@ import asyncio
 import gc
 import weakref
 
+from starlette.types import Message, Send
+
 from proxy.dialects.chat import ChatCompletions
-from proxy.http.asgi import Message, Send
 from proxy.routes.reply_sender import KEEP_ALIVE, ReplySender
 
 
