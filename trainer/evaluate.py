@@ -111,10 +111,10 @@ class LedgerEvaluator:
         if not rewards:
             return {}
         with self._db.read() as conn:
-            sampled = evaluations.versions_sampled(conn, [_key(one) for one in ended])
+            oldest, newest = evaluations.versions_sampled(conn, [_key(one) for one in ended])
         gauges: Json = {
-            "policy_version": sampled.newest,
-            "oldest_policy_version": sampled.oldest,
+            "policy_version": newest,
+            "oldest_policy_version": oldest,
             "reward_mean": sum(rewards) / len(rewards),
             "turns_mean": sum(one.num_turns for one in ended) / len(ended),
             "num_sessions": len(rewards),
@@ -122,9 +122,9 @@ class LedgerEvaluator:
         if is_partial:
             # Not comparable with the evaluations of other versions, by which the best ones are chosen.
             return gauges | {"is_partial": True}
-        if sampled.newest is not None and sampled.oldest == sampled.newest:
+        if newest is not None and oldest == newest:
             with self._db.write() as conn:
-                evaluations.record_evaluation(conn, sampled.newest, gauges)
+                evaluations.record_evaluation(conn, newest, gauges)
         return gauges
 
     def _over(self) -> list[Session]:

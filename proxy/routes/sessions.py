@@ -35,7 +35,6 @@ from turnwise.store import (
     lineage,
     named_policies,
     pages,
-    policies,
     queries,
     retention,
     search,
@@ -298,11 +297,7 @@ async def _finish_deletion(services: Services, deleted: retention.Deleted) -> Js
     """Remove deleted sessions from memory, and the files of deleted policies; return the deletion as the API's JSON."""
     for tenant, session_id in deleted.sessions:
         services.forget_session(tenant, session_id)
-
-    report = await services.database.fetch(retention.report, deleted)
-    in_use = await services.database.fetch(policies.paths_in_use, deleted.deleted_versions)
-    left = await asyncio.to_thread(policies.remove_files, deleted.deleted_versions, in_use)
-    return report | {"directories_left": left}
+    return await asyncio.to_thread(retention.finish, services.database, deleted)
 
 
 class NewLabel(Body):

@@ -145,7 +145,7 @@ def _named_policies(conn: sa.Connection) -> None:
         named_policies.create_named_policy(conn, "t", "too-many", max_policies=1)
     policies.import_policy(conn, "t", "brought", "/adapter")
     policies.import_policy(conn, "t", "brought", "/adapter")
-    retention.report(conn, retention.Deleted(policy_versions=(0,)))
+    retention.finish(opened(conn), retention.Deleted(policy_versions=(0,)))
     named_policies.delete_policies(conn, "t")
     policies.paths_in_use(conn, [adapter])
 

@@ -40,6 +40,8 @@ class OneTransaction:
         """Return the open transaction."""
         yield self._conn
 
+    read = write
+
 
 def claim(conn: sa.Connection, **fields: Any) -> claims.Claim:
     """Claim the groups that are ready."""

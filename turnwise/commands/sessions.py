@@ -184,10 +184,6 @@ def archive(
 
 def _delete_all(database: Database, delete_some: Callable[[Connection], Deleted]) -> Json:
     """Repeat a deletion, one short transaction each time, until nothing is left."""
-    from turnwise.store import policies, retention
+    from turnwise.store import retention
 
-    deleted = retention.delete_all(database, delete_some)
-    with database.read() as conn:
-        report = retention.report(conn, deleted)
-        in_use = policies.paths_in_use(conn, deleted.deleted_versions)
-    return report | {"directories_left": policies.remove_files(deleted.deleted_versions, in_use)}
+    return retention.finish(database, retention.delete_all(database, delete_some))

@@ -14,7 +14,6 @@ import sqlalchemy as sa
 from turnwise import credit
 from turnwise.store import lineage
 from turnwise.store.rows import to_micros
-from turnwise.store.statements import is_among
 from turnwise.store.tables import DELETED, policy_versions, sessions, turns
 from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, Credit, Json, Outcome, PolicyVersion, SessionStatus, Split
 
@@ -128,7 +127,7 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
         turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
     )
     is_sampled = turns.c.reason.is_distinct_from(FORKED)  # copies were sampled in another session
-    finished = conn.execute(
+    finished = (
         sa.select(sessions.c.session_pk, sessions.c.credit, sessions.c.arm)
         .where(
             *conditions,
@@ -137,28 +136,31 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
         )
         .order_by(sessions.c.created_at.desc())
         .limit(MAX_COMPARED)
-    ).all()
-    if not finished:
-        return []
-    session_of = {row.session_pk: row for row in finished}
-    played = conn.execute(
+        .subquery()
+    )
+    found = conn.execute(
         sa.select(
-            turns.c.session_pk,
+            finished,
             sa.func.max(turns.c.policy_version_last).label("version"),
             sa.func.count().label("num_turns"),
             sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
         )
-        .where(is_among(conn.dialect, turns.c.session_pk, session_of), is_sampled)
-        .group_by(turns.c.session_pk)
+        .join_from(finished, turns, turns.c.session_pk == finished.c.session_pk)
+        .where(is_sampled)
+        .group_by(*finished.c)
     ).all()
-    lines = lineage.rewards_of(conn, [row.session_pk for row in played])
-    found = []
-    for row in played:
-        session, own = session_of[row.session_pk], lines.get(row.session_pk, ())
-        reward = credit.session_reward(own, Credit(session.credit))
-        named = credit.rewards_by_name(own, Credit(session.credit))
-        found.append(_Compared(row.version, session.arm, reward, named, row.num_turns, row.num_broken))
-    return found
+    lines = lineage.rewards_of(conn, [row.session_pk for row in found])
+    return [
+        _Compared(
+            version=row.version,
+            arm=row.arm,
+            reward=credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)),
+            named=credit.rewards_by_name(lines.get(row.session_pk, ()), Credit(row.credit)),
+            num_turns=row.num_turns,
+            num_broken=row.num_broken,
+        )
+        for row in found
+    ]
 
 
 def _arm_of(found: Sequence[_Compared]) -> Arm:

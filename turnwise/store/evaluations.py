@@ -7,7 +7,6 @@ regression set of the publishing gate also has the sessions that a person or a j
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
@@ -26,16 +25,8 @@ SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
 """The labels of each session."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """The oldest and newest policy version of some turns; None without turns or without known versions."""
-
-    oldest: int | None
-    newest: int | None
-
-
-def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> Sampled:
-    """Return which versions sampled these eval sessions."""
+def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple[int | None, int | None]:
+    """Return the oldest and the newest version that sampled these eval sessions; None without turns."""
     row = conn.execute(
         sa.select(sa.func.min(turns.c.policy_version_first), sa.func.max(turns.c.policy_version_last))
         .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
@@ -44,7 +35,7 @@ def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> Sampl
             sa.tuple_(sessions.c.tenant, sessions.c.session_id).in_(list(keys)),
         )
     ).one()
-    return Sampled(oldest=row[0], newest=row[1])
+    return row[0], row[1]
 
 
 def record_evaluation(conn: sa.Connection, version: int, gauges: Json) -> None:

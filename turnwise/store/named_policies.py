@@ -176,19 +176,14 @@ def check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
         return
     if not is_default:
         raise Conflict("a version of a named policy is an adapter; publish one with `kind` `lora`", param="kind")
-    if any_named_policy(conn):
+    named = sa.select(policies.c.policy_id).where(policies.c.tenant != NO_TENANT).limit(1)  # also an archived one
+    if conn.execute(named).first() is not None:
         raise Conflict(
             f"version {version.version} has whole weights, which would change the model below the adapters of named "
             "policies; publish an adapter (`kind` `lora`), or use another database",
             code="base_not_frozen",
             param="kind",
         )
-
-
-def any_named_policy(conn: sa.Connection) -> bool:
-    """Return whether there is a policy besides the default one, archived ones included."""
-    found = sa.select(policies.c.policy_id).where(policies.c.tenant != NO_TENANT).limit(1)
-    return conn.execute(found).first() is not None
 
 
 def store_default_policy(conn: sa.Connection) -> None:

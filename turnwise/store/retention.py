@@ -17,7 +17,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import lineage, named_policies, queries
+from turnwise.store import lineage, named_policies, policies, queries
 from turnwise.store.database import Database
 from turnwise.store.idempotency import forget_sessions
 from turnwise.store.rows import StoredRow, to_micros
@@ -56,7 +56,7 @@ class Deleted:
     policy_versions: tuple[int, ...] = ()
     """The versions that were trained on the deleted sessions, oldest first; all later versions descend from them."""
     deleted_versions: tuple[PolicyVersion, ...] = ()
-    """The versions of the tenant's own policies, as they were: their files are left, for `remove_files`."""
+    """The versions of the tenant's own policies, as they were: their files are left, for `finish`."""
     num_policies: int = 0
     has_more: bool = False
     """Whether the deletion has to be called again."""
@@ -142,15 +142,19 @@ def delete_all(database: Database, delete_some: Callable[[sa.Connection], Delete
     return total
 
 
-def report(conn: sa.Connection, deleted: Deleted) -> Json:
-    """Return what a deletion removed and what of it is left, as JSON."""
+def finish(database: Database, deleted: Deleted) -> Json:
+    """Remove the files of deleted policies; return what a deletion removed and what of it is left, as JSON."""
+    with database.read() as conn:
+        cloned = named_policies.bases_since(conn, deleted.policy_versions)
+        in_use = policies.paths_in_use(conn, deleted.deleted_versions)
     return {
         "num_sessions": len(deleted.sessions),
         "num_turns": deleted.num_turns,
         "policy_versions": list(deleted.policy_versions),
-        "cloned_versions": named_policies.bases_since(conn, deleted.policy_versions),
+        "cloned_versions": cloned,
         "num_policies": deleted.num_policies,
         "deleted_versions": [policy.version for policy in deleted.deleted_versions],
+        "directories_left": policies.remove_files(deleted.deleted_versions, in_use),
     }
 
 

@@ -323,10 +323,9 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
         policies.publish_policy(conn, adapter(4, DEFAULT_POLICY))
         named_policies.create_named_policy(conn, "b", "of-default", base_version=4)
     deleted = retention.delete_all(database, lambda conn: retention.delete_tenant(conn, "a"))
-    with database.read() as conn:
-        said = retention.report(conn, dataclasses.replace(deleted, policy_versions=(2,)))
+    said = retention.finish(database, dataclasses.replace(deleted, policy_versions=(2,)))
     assert (said["num_policies"], said["deleted_versions"], said["cloned_versions"]) == (1, [1, 2], [4])
-    assert policies.remove_files(deleted.deleted_versions) == [str(by_hand)]
+    assert said["directories_left"] == [str(by_hand)]
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["by-hand"]
     with database.write() as conn:
         assert [each.name for each in named_policies.list_named_policies(conn)] == ["default", "support", "of-default"]
