@@ -503,7 +503,7 @@ class LedgerSource:
         )
         if look.num_filled(self._rule) < self._rule.smallest_batch:
             return look
-        active = policies.active_policy(conn, of)
+        active = policies.serving_state(conn, of).active
         alarm = None if active is None else active.alarm
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
 
@@ -526,7 +526,7 @@ class LedgerSource:
         if time.monotonic() - self._checked_at < SENTINEL_SECONDS:
             return look
         with self._db.read() as conn:
-            active = policies.active_policy(conn, self.policy_id)
+            active = policies.serving_state(conn, self.policy_id).active
             alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id)
         if active is None:
             return look

@@ -175,7 +175,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     """
     limit, name = services.settings.tenant_max_policies, wanted.name
     if name is not None and wanted.path is None:
-        create = named_policies.create_policy_from
+        create = policies.create_policy_from
         created, _ = await services.writer.do(create, principal.tenant, name, wanted.base, max_policies=limit)
         await services.reloader.read_served()
         return answer(record_json(created))
@@ -241,7 +241,7 @@ async def activate_policy(
 
     def read(connection: Connection) -> tuple[PolicyVersion, Policy]:
         found = policies.get_policy(connection, version)
-        return found, named_policies.policy_of_tenant(connection, principal.tenant, found)
+        return found, policies.policy_of_tenant(connection, principal.tenant, found)
 
     def read_newest() -> list[PolicyVersion]:
         with services.database.read() as connection:

@@ -127,12 +127,12 @@ def _named_policies(conn: sa.Connection) -> None:
     adapter = policies.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
     named_policies.create_named_policy(conn, "t", "sales", base_version=adapter.version)
     for base in ("default", f"support@{adapter.version}"):
-        named_policies.create_policy_from(conn, "t", f"of-{base[:3]}", base)
-    named_policies.find_version(conn, "t", f"support@{adapter.version}")
+        policies.create_policy_from(conn, "t", f"of-{base[:3]}", base)
+    policies.find_version(conn, "t", f"support@{adapter.version}")
     policies.activate_policy(conn, adapter.version)
     policies.alarmed_versions(conn, support.policy_id)
-    named_policies.find_version(conn, "t", "support")
-    named_policies.policy_of_tenant(conn, "t", adapter)
+    policies.find_version(conn, "t", "support")
+    policies.policy_of_tenant(conn, "t", adapter)
     policies.list_policies(conn, policy_ids=[support.policy_id])
     keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key", policy="support")
     named_policies.policy_named(conn, "t", "support")
@@ -357,7 +357,7 @@ OF_ALL: dict[str, Ask] = {
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
     "a hold-out's arms": lambda c: arms.held_out_arms(c, PolicyVersion(version=0, path="v0")),
     "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1, max_bytes=1)),
-    "served policies": lambda c: (policies.active_policy(c), policies.serving_states(c)),
+    "served policies": policies.serving_states,
     "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),
     "pins": _pins,
     "named policies": _named_policies,

@@ -114,10 +114,10 @@ def _summaries(database: str | None) -> list[Json]:
 def export(policy: str, directory: Path, tenant: str | None, database: str | None, *, is_merged: bool) -> None:
     """Copy the served or the named version of a policy to a new directory: an adapter that PEFT and vLLM load."""
     from turnwise.commands.store import opened
-    from turnwise.store import named_policies
+    from turnwise.store import policies as stored
 
     with opened(database_url(database)) as store, store.read() as conn:
-        version = named_policies.find_version(conn, tenant or "default", policy)
+        version = stored.find_version(conn, tenant or "default", policy)
     if directory.exists() and any(directory.iterdir()):
         raise SettingsError(f"{str(directory)!r} is not empty: name a new directory")
     if is_merged:
@@ -194,7 +194,7 @@ def _create(database: str | None, tenant: str, name: str, base: str, adapter: Pa
         with store.write() as conn:
             is_new = all(each.name != name for each in named_policies.list_named_policies(conn, tenant))
             if adapter is None:
-                policy, _ = named_policies.create_policy_from(conn, tenant, name, base)
+                policy, _ = stored.create_policy_from(conn, tenant, name, base)
             else:
                 policy = stored.import_policy(conn, tenant, name, str(adapter.resolve()))
     return values_of(policy), is_new

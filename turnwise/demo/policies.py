@@ -30,7 +30,7 @@ from turnwise.processes.printer import Say
 from turnwise.rollouts.results import RunResult
 from turnwise.store import keys, named_policies
 from turnwise.store.database import Database
-from turnwise.store.policies import active_policy
+from turnwise.store.policies import serving_state
 from turnwise.types import Json
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class PoliciesDemo(Demo):
     def _served(self, policy: str) -> int:
         """Return the version that a policy's sessions sample with; 0 before its first one."""
         with self._database.read() as conn:
-            active = active_policy(conn, self._numbers[policy])
+            active = serving_state(conn, self._numbers[policy]).active
         return 0 if active is None else active.version
 
     async def _teach(self, policy: str) -> None:

@@ -120,7 +120,7 @@ class Database:
 
         return await asyncio.to_thread(call)
 
-    def upgrade(self, revision: str = "head") -> None:
+    def upgrade(self) -> None:
         """Migrate the tables to this release; concurrent migrations run one after the other.
 
         Raises:
@@ -132,17 +132,15 @@ class Database:
             raise SchemaMismatch(self._mismatch(found))
         from alembic import command
 
-        self._migrate(command.upgrade, revision)
-
-    def downgrade(self, revision: str) -> None:
-        """Migrate the tables back to an older revision; `base` removes them all.
-
-        Raises:
-            StoreUnavailable: the database cannot be reached.
-        """
-        from alembic import command
-
-        self._migrate(command.downgrade, revision)
+        config = alembic_config()
+        with self.write() as conn:
+            if self.dialect == "postgresql":
+                conn.exec_driver_sql(f"SET LOCAL lock_timeout = '{_MIGRATION_SECONDS}s'")
+                conn.exec_driver_sql("SET LOCAL statement_timeout = 0")
+                conn.connection.driver_connection.answer_seconds = None  # type: ignore[union-attr]
+                conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            config.attributes["connection"] = conn
+            command.upgrade(config, "head")
 
     def check_schema(self) -> None:
         """Check that the tables are those of this release.
@@ -217,17 +215,6 @@ class Database:
         if self._kept is not None:
             self._kept.close()
         self._engine.dispose()
-
-    def _migrate(self, migrate: Callable[[Config, str], None], revision: str) -> None:
-        config = alembic_config()
-        with self.write() as conn:
-            if self.dialect == "postgresql":
-                conn.exec_driver_sql(f"SET LOCAL lock_timeout = '{_MIGRATION_SECONDS}s'")
-                conn.exec_driver_sql("SET LOCAL statement_timeout = 0")
-                conn.connection.driver_connection.answer_seconds = None  # type: ignore[union-attr]
-                conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-            config.attributes["connection"] = conn
-            migrate(config, revision)
 
     @contextlib.contextmanager
     def _serialised(self) -> Iterator[None]:

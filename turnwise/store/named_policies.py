@@ -52,8 +52,6 @@ class PolicySummary:
 
 MAX_NAME = 100
 """Longest name of a policy, in characters."""
-MAX_DIGITS = 10
-"""Digits that no version's number has."""
 
 
 def create_named_policy(
@@ -243,68 +241,6 @@ def delete_policies(conn: sa.Connection, tenant: str) -> tuple[int, list[PolicyV
     gone = sa.update(policies).where(policies.c.policy_id.in_(own))
     conn.execute(gone.values(tenant=NO_TENANT, name=number, archived_at=now, **nothing))
     return len(own), deleted
-
-
-def create_policy_from(
-    conn: sa.Connection, tenant: str, name: str, base: str, *, max_policies: int | None = None
-) -> tuple[Policy, bool]:
-    """Create a policy as `create_named_policy`, from a base as people write it: `POLICY`, or `POLICY@VERSION`.
-
-    A policy without a number stands for its served adapter, or without one for what the policy itself started from.
-
-    Raises:
-        NotFound: the tenant has no such policy, or it has no such version.
-    """
-    policy_name, _, number = base.partition("@")
-    policy = policy_named(conn, tenant, policy_name)
-    if number:
-        version: int | None = find_version(conn, tenant, base, param="base").version
-    else:
-        served = _served_adapter(conn, policy)
-        version = policy.base_version if served is None else served
-    return create_named_policy(conn, tenant, name, base_version=version, max_policies=max_policies)
-
-
-def _served_adapter(conn: sa.Connection, policy: Policy) -> int | None:
-    """Return the served version of a policy; None before the first."""
-    c = policy_versions.c
-    is_served = c.policy_id == policy.policy_id, c.status == PolicyStatus.ACTIVE.value, c.version > 0
-    version: int | None = conn.execute(sa.select(c.version).where(*is_served)).scalar_one_or_none()
-    return version
-
-
-def find_version(conn: sa.Connection, tenant: str, named: str, *, param: str = "policy") -> PolicyVersion:
-    """Return a version as people write it: `POLICY@VERSION`, or `POLICY` for its served version.
-
-    Raises:
-        NotFound: the tenant has no such policy, or it has no such version, or none that is served.
-    """
-    policy_name, _, number = named.partition("@")
-    policy = policy_named(conn, tenant, policy_name)
-    version = int(number) if number.isdigit() and len(number) < MAX_DIGITS else -1
-    wanted = version if number else _served_adapter(conn, policy)
-    if wanted is None:
-        raise NotFound(
-            f"policy {policy_name!r} has no served version yet; training makes its first one, and `turnwise policies` "
-            "lists the versions of all policies",
-            param=param,
-        )
-    row = conn.execute(sa.select(policy_versions).where(policy_versions.c.version == wanted)).one_or_none()
-    if row is None or row.policy_id != policy.policy_id:
-        raise NotFound(f"there is no policy version {named!r}; `turnwise policies` lists them", param=param)
-    return rows.POLICIES.record(row)
-
-
-def policy_of_tenant(conn: sa.Connection, tenant: str, version: PolicyVersion) -> Policy:
-    """Return the policy of a version, if it is the tenant's own or the default one.
-
-    Raises:
-        NotFound: it is another tenant's.
-    """
-    policy = named_policy(conn, version.policy_id)
-    if policy.tenant not in (NO_TENANT, tenant):
-        raise NotFound(f"there is no policy version {version.version!r}", param="version")
-    return policy
 
 
 def named_policy(conn: sa.Connection, policy_id: int) -> Policy:

@@ -22,7 +22,7 @@ from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import named_policies, pages, rows
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import insert_ignoring
-from turnwise.store.tables import policies
+from turnwise.store.tables import NO_TENANT, policies
 from turnwise.store.tables import policy_versions as table
 from turnwise.types import DEFAULT_POLICY, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
@@ -33,6 +33,8 @@ UNDONE = "undone: its weights come from a version in whose place an older one wa
 """Beginnings of the errors of versions that engines never got, or have loaded."""
 
 
+MAX_DIGITS = 10
+"""Digits that no version's number has."""
 MAX_MEASURED = 1000
 """Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
 
@@ -182,6 +184,64 @@ def import_policy(conn: sa.Connection, tenant: str, name: str, path: str, *, max
     version = publish_next(conn, path, PolicyKind.LORA, metrics={}, policy_id=policy.policy_id).version
     conn.execute(sa.update(policies).where(policies.c.policy_id == policy.policy_id).values(base_version=version))
     return named_policies.named_policy(conn, policy.policy_id)
+
+
+def create_policy_from(
+    conn: sa.Connection, tenant: str, name: str, base: str, *, max_policies: int | None = None
+) -> tuple[Policy, bool]:
+    """Create a policy as `create_named_policy`, from a base as people write it: `POLICY`, or `POLICY@VERSION`.
+
+    A policy without a number stands for its served adapter, or without one for what the policy itself started from.
+
+    Raises:
+        NotFound: the tenant has no such policy, or it has no such version.
+    """
+    policy_name, _, number = base.partition("@")
+    if number:
+        version: PolicyVersion | None = find_version(conn, tenant, base, param="base")
+    else:
+        state = serving_state(conn, named_policies.policy_named(conn, tenant, policy_name).policy_id)
+        version = state.active or state.base
+    number_of_base = None if version is None else version.version
+    return named_policies.create_named_policy(
+        conn, tenant, name, base_version=number_of_base, max_policies=max_policies
+    )
+
+
+def find_version(conn: sa.Connection, tenant: str, named: str, *, param: str = "policy") -> PolicyVersion:
+    """Return a version as people write it: `POLICY@VERSION`, or `POLICY` for its served version.
+
+    Raises:
+        NotFound: the tenant has no such policy, or it has no such version, or none that is served.
+    """
+    policy_name, _, number = named.partition("@")
+    policy_id = named_policies.policy_named(conn, tenant, policy_name).policy_id
+    if number:
+        with contextlib.suppress(NotFound):
+            version = get_policy(conn, int(number) if number.isdigit() and len(number) < MAX_DIGITS else -1)
+            if version.policy_id == policy_id:
+                return version
+        raise NotFound(f"there is no policy version {named!r}; `turnwise policies` lists them", param=param)
+    active = serving_state(conn, policy_id).active
+    if active is None or active.version == 0:
+        raise NotFound(
+            f"policy {policy_name!r} has no served version yet; training makes its first one, and `turnwise policies` "
+            "lists the versions of all policies",
+            param=param,
+        )
+    return active
+
+
+def policy_of_tenant(conn: sa.Connection, tenant: str, version: PolicyVersion) -> Policy:
+    """Return the policy of a version, if it is the tenant's own or the default one.
+
+    Raises:
+        NotFound: it is another tenant's.
+    """
+    policy = named_policies.named_policy(conn, version.policy_id)
+    if policy.tenant not in (NO_TENANT, tenant):
+        raise _no_version(version.version)
+    return policy
 
 
 def activate_policy(
@@ -451,11 +511,6 @@ def list_policies(
     return [rows.POLICIES.record(row) for row in found], has_more
 
 
-def active_policy(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> PolicyVersion | None:
-    """Return the version that engines serve to a policy's sessions; None before its first activation."""
-    return serving_state(conn, policy_id).active
-
-
 def end_holdout(conn: sa.Connection, version: int) -> None:
     """Let new sessions sample with the served version instead of this hold-out; other versions do not change."""
     is_holdout = table.c.status == PolicyStatus.HOLDOUT.value
@@ -509,7 +564,7 @@ def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
 
 def alarmed_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> range:
     """Return the versions above the served one, up to the newest that has an alarm: the older one answers it."""
-    active = active_policy(conn, policy_id)
+    active = serving_state(conn, policy_id).active
     if active is None:
         return range(0)
     is_newer = table.c.policy_id == policy_id, table.c.version > active.version

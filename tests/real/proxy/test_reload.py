@@ -187,7 +187,7 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
 async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(stage: Stage):
     async with stage.process() as process:
         stage.publish(1)
-        await process.writer.do(policies.active_policy)  # the writing process has started
+        await process.writer.do(policies.serving_states)  # the writing process has started
         async with process.reloader.lease.held():
             steal_lease(stage, process.reloader.lease.token)
             with pytest.raises(LeaseLost):

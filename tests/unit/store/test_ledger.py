@@ -377,7 +377,7 @@ def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> No
 
 def test_policies_are_published_once_activated_retired_and_pinned(database: Database) -> None:
     with database.write() as connection:
-        assert policies.active_policy(connection) is None
+        assert policies.serving_state(connection).active is None
         assert policies.serving_state(connection).newest is None
         assert policies.pinned_version(connection) is None
         for version in (0, 1, 2):
@@ -409,7 +409,7 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         with pytest.raises(NotFound, match="version 9"), database.write() as connection:
             change(connection)
     with database.read() as connection:
-        active_now = policies.active_policy(connection)
+        active_now = policies.serving_state(connection).active
     assert active_now is not None
     assert active_now.version == 1  # a failed activation left it in place
     with pytest.raises(Conflict, match="'/1', not '/other'"), database.write() as connection:

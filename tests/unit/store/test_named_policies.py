@@ -334,7 +334,7 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
         with pytest.raises(NotFound):
             named_policies.named_policy(conn, two[0])
         with pytest.raises(NotFound):
-            named_policies.create_policy_from(conn, "b", "stolen", "support@1")
+            policies.create_policy_from(conn, "b", "stolen", "support@1")
         with pytest.raises(NotFound):
             policies.publish_policy(conn, adapter(9, two[0]))
         again, is_new = named_policies.create_named_policy(conn, "a", "support")
@@ -355,11 +355,11 @@ def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_po
         with pytest.raises(Conflict, match="another base"):
             policies.import_policy(conn, "a", "brought", "/other")
     with pytest.raises(Conflict, match="which is the limit"), database.write() as conn:
-        named_policies.create_policy_from(conn, "a", "third", "default", max_policies=2)
+        policies.create_policy_from(conn, "a", "third", "default", max_policies=2)
     with database.write() as conn:
         named_policies.archive_policy(conn, "a", "support")
         assert two[0] not in policies.serving_states(conn)
-        assert named_policies.create_policy_from(conn, "a", "third", "default", max_policies=2)[1]
+        assert policies.create_policy_from(conn, "a", "third", "default", max_policies=2)[1]
         with pytest.raises(Conflict, match="which is the limit"):
             named_policies.archive_policy(conn, "a", "support", is_archived=False, max_policies=2)
 

@@ -188,7 +188,7 @@ def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
 
 
 def active_in(conn: Connection) -> int | None:
-    active = policies.active_policy(conn)
+    active = policies.serving_state(conn).active
     return None if active is None else active.version
 
 
