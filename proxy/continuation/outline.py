@@ -36,26 +36,6 @@ RESULT_ROLES = ("tool", "function")
 NO_THINKING: Mapping[int, str] = {}
 
 
-class Mark(NamedTuple):
-    """A text that the template looks for, and where a message has it: templates ask how a content begins or ends."""
-
-    text: str
-    is_first: bool
-    is_last: bool
-
-
-class Kind(NamedTuple):
-    """What a template may distinguish messages by."""
-
-    role: str
-    num_calls: int
-    """Up to 2."""
-    has_thinking: bool
-    is_empty: bool
-    marks: tuple[Mark, ...]
-    """The template's marks in its text."""
-
-
 class Continued(NamedTuple):
     """A conversation with a sampled reply, after which the next one is sampled."""
 
@@ -136,20 +116,20 @@ class Outliner:
         return {**tool, "function": short}
 
     def kind(self, message: Json) -> int:
-        """Return the hash of a message's `Kind`, which is compared faster; negative for a text with marks."""
+        """Return the hash of what a template may distinguish messages by; negative for a text with marks.
+
+        That is the role, the number of calls up to two, whether there is thinking and any content, and the template's
+        marks in the text. Of a mark it counts whether the content begins or ends with it: templates ask for that.
+        """
         calls, thinking = message.get("tool_calls"), message.get("reasoning", message.get("reasoning_content"))
         content = str(canonical_content(message.get("content")))
-        found = self._found(content + str(thinking or ""))
         bare, role = content.strip(), message.get("role")
-        kind = Kind(
-            role=role if isinstance(role, str) else repr(role),
-            num_calls=min(len(calls), 2) if isinstance(calls, list) else 0,
-            has_thinking=bool(thinking),
-            is_empty=not content,
-            marks=tuple(Mark(mark, bare.startswith(mark), bare.endswith(mark)) for mark in found),
-        )
-        number = abs(hash(kind))
-        return -1 - number if kind.marks else number
+        found = self._found(content + str(thinking or ""))
+        marks = [(mark, bare.startswith(mark), bare.endswith(mark)) for mark in found]
+        num_calls = min(len(calls), 2) if isinstance(calls, list) else 0
+        role = role if isinstance(role, str) else repr(role)
+        number = abs(hash((role, num_calls, bool(thinking), not content, *marks)))
+        return -1 - number if marks else number
 
     def _found(self, text: str) -> Iterable[str]:
         return (mark for mark in self._marks if mark in text)

@@ -82,8 +82,6 @@ class Responses(ChatCompletions):
 
     def resolve_references(self, body: Json, stored: Mapping[str, Json]) -> Json:
         """Put stored items in the place of the references to them."""
-        if not references(body.get("input")):
-            return body
         tools = read_tools(body.get("tools"))
         return {**body, "input": [resolved(item, stored, tools) for item in body["input"]]}
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
-from proxy.continuation.outline import Continued, Kind, Outliner
+from proxy.continuation.outline import Continued, Outliner
 from proxy.continuation.template import ChatTemplate, Unsafe
 
 LONG = "A text that is much longer than what is kept of it. " * 20
@@ -33,10 +33,6 @@ LAST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id").replace
 FIRST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id and not found.name").replace(
     "PRINTS_ID", "false"
 )
-
-
-def kind(role: str, **fields: object) -> Kind:
-    return Kind(**{"role": role, "num_calls": 0, "has_thinking": False, "is_empty": False, "marks": (), **fields})
 
 
 @pytest.mark.parametrize(
