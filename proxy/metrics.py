@@ -1,8 +1,7 @@
 """The proxy's metrics. They count every dropped, rejected, retried and untrainable item.
 
-`turns_of`, `turns_by_role_of`, `tokens_of`, `breaks_of` and `call_seconds_of` cache the labelled metrics that every
-call updates. The workers of one proxy keep their values in files of one directory, so any of them can answer with the
-sums, and the counts of a worker that died remain.
+The workers of one proxy keep their values in files of one directory, so any of them can answer with the sums, and the
+counts of a worker that died remain.
 """
 
 from __future__ import annotations
@@ -77,24 +76,19 @@ class Metrics:
     def _add_calls(self) -> None:
         """Add the metrics of calls, from the request to its outcome."""
         self.turns = self._counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"])
-        self.turns_of = functools.cache(self.turns.labels)
         self.turns_by_role = self._counter(
             "turnwise_turns_by_role", "Stored completions by the role of their chain", ["role"]
         )
-        self.turns_by_role_of = functools.cache(self.turns_by_role.labels)
         self.tokens = self._counter("turnwise_tokens", "Tokens captured", ["kind"])
-        self.tokens_of = functools.cache(self.tokens.labels)
         self.call_seconds = self._histogram(
             "turnwise_call_seconds", "Duration of a call, request to last byte", ["mode"]
         )
-        self.call_seconds_of = functools.cache(self.call_seconds.labels)
         self.ttft_seconds = self._histogram("turnwise_ttft_seconds", "Time to the first token of a stream")
         self.in_flight = self._sum("turnwise_calls_in_flight", "Calls that wait for an engine or run on one")
         self.queued_calls = self._sum("turnwise_queued_calls", "Calls that wait in the queue of a limit")
         self.breaks = self._counter(
             "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"]
         )
-        self.breaks_of = functools.cache(self.breaks.labels)
 
     def _add_refusals(self) -> None:
         """Add the metrics of what was refused, repeated, handed over or removed."""

@@ -91,15 +91,7 @@ class Services:
         )
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         self.sessions = Sessions(database, self.writer, settings, metrics, faults)
-        self.relay = Relay(
-            database,
-            self.pool,
-            self.sessions,
-            self.writer,
-            metrics,
-            faults,
-            max_reply_bytes=settings.max_reply_bytes,
-        )
+        self.relay = Relay(database, self.pool, self.sessions, self.writer, settings, metrics, faults)
         self.reloader = Reloader(
             database,
             self.writer,
@@ -203,7 +195,7 @@ class Services:
         """Wait for running calls to be stored, then close engines, writer and store."""
         await self.events.close()
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
-            await asyncio.wait_for(self.relay.wait_idle(), self.settings.commit_timeout_seconds)
+            await asyncio.wait_for(self.relay.idle.wait(), self.settings.commit_timeout_seconds)
         self.pool.close()
         self.peers.close()
         await self.budgets.close()

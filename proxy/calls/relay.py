@@ -17,8 +17,7 @@ from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.capture import Running, take_events, take_parts
 from proxy.calls.replays import Attempt, check_same_request, rebuilt_answer
-from proxy.continuation.forest import Forest
-from proxy.continuation.roles import Correction, corrections
+from proxy.continuation.roles import corrections
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
@@ -27,6 +26,7 @@ from proxy.engines.engine import Lane
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import Ending, NewTurn
 from turnwise.errors import (
@@ -93,21 +93,21 @@ class Relay:
         pool: EnginePool,
         sessions: Sessions,
         writer: Writer,
+        settings: ProxySettings,
         metrics: Metrics,
-        faults: FaultPoints | None = None,
-        *,
-        max_reply_bytes: int,
+        faults: FaultPoints,
     ) -> None:
-        self._faults = faults or FaultPoints()
+        self._faults = faults
         self._database = database
         self._pool = pool
         self._sessions = sessions
         self._writer = writer
         self._metrics = metrics
-        self._max_reply_bytes = max_reply_bytes
+        self._max_reply_bytes = settings.max_reply_bytes
         self._num_running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while no call runs."""
+        self.idle.set()
 
     async def begin(self, call: Call, principal: Principal, attempt: Attempt) -> Running:
         """Find the call's session and plan its prompt; the caller gives the placement to `Sessions.release` once.
@@ -164,7 +164,7 @@ class Relay:
         """
         call = running.call
         self._num_running += 1
-        self._idle.clear()
+        self.idle.clear()
         try:
             held = await self._sample(running, send)
             is_first = await self._commit(running)
@@ -178,9 +178,9 @@ class Relay:
                 self._pool.release(running.lane)
             self._num_running -= 1
             if not self._num_running:
-                self._idle.set()
+                self.idle.set()
             mode = "stream" if call.stream else "whole"
-            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
+            self._metrics.call_seconds.labels(mode).observe(time.perf_counter() - running.started)
         if not is_first:
             return await self._stored_reply(running)
         return held if call.stream else call.dialect.encode_reply(held, call)
@@ -201,7 +201,7 @@ class Relay:
                 else:
                     await self._commit_error(running, too_long or "engine_unavailable")
             case _:
-                self._metrics.turns_of("error", "not_stored").inc()
+                self._metrics.turns.labels("error", "not_stored").inc()
 
     async def _sample(self, running: Running, send: Send) -> bytes:
         """Return the whole reply in the engine's format, or a stream's finishing events."""
@@ -283,10 +283,6 @@ class Relay:
         texts = template.token_texts(ids) if template is not None else {}
         return rebuilt_answer(call, stored, prompt, texts)
 
-    async def wait_idle(self) -> None:
-        """Wait until no call runs."""
-        await self._idle.wait()
-
     async def _commit(self, running: Running, *, aborted: str | None = None) -> bool:
         """Store the call's turns, then add them to the session in memory.
 
@@ -310,8 +306,10 @@ class Relay:
         self._sessions.remember(placement.live, known, inferred_for=placement.inferred_by, continued=placement.parent)
         self._count(running, turns, endings)
         for first in known[:1]:
-            for correction in corrections(first, forest):
-                await self._correct(correction, forest)
+            for correction in corrections(first, forest):  # what earlier turns have turned out to be
+                await self._writer.do(set_roles, correction.turn_ids, *correction.found)
+                for turn_id in correction.turn_ids:
+                    forest.by_id[turn_id].role = correction.found.role
         return True
 
     async def _append(self, running: Running, turns: list[NewTurn]) -> list[Ending]:
@@ -326,21 +324,15 @@ class Relay:
             self._sessions.forget(*key)
         return endings
 
-    async def _correct(self, correction: Correction, forest: Forest) -> None:
-        """Store the role that earlier turns have turned out to have."""
-        await self._writer.do(set_roles, correction.turn_ids, *correction.found)
-        for turn_id in correction.turn_ids:
-            forest.by_id[turn_id].role = correction.found.role
-
     def _count(self, running: Running, turns: list[NewTurn], endings: list[Ending]) -> None:
         metrics = self._metrics
         for turn, ending in zip(turns, endings, strict=True):
-            metrics.turns_of(ending.outcome, ending.reason or "").inc()
-            metrics.turns_by_role_of(turn.role).inc()
-            metrics.tokens_of("sampled").inc(len(turn.token_ids))
-        metrics.tokens_of("prompt").inc(running.num_prompt_tokens)
+            metrics.turns.labels(ending.outcome, ending.reason or "").inc()
+            metrics.turns_by_role.labels(turn.role).inc()
+            metrics.tokens.labels("sampled").inc(len(turn.token_ids))
+        metrics.tokens.labels("prompt").inc(running.num_prompt_tokens)
         if running.plan.reason is not None:
-            metrics.breaks_of(running.plan.reason).inc()
+            metrics.breaks.labels(running.plan.reason).inc()
         if running.first_token_at is not None:
             metrics.ttft_seconds.observe(running.first_token_at - running.started)
 
@@ -349,4 +341,4 @@ class Relay:
         if running.lane is not None:
             running.version_first = running.version_last = running.lane.version
         await self._append(running, [capture.failed_turn(running, reason)])
-        self._metrics.turns_of("error", reason).inc()
+        self._metrics.turns.labels("error", reason).inc()

@@ -79,9 +79,16 @@ class Replays:
         Raises:
             Conflict: the `Idempotency-Key` was used with another request.
         """
-        if identity.idempotency_key is not None:
-            return await self._find_keyed(identity)
-        return await self._claim_undelivered(identity) if is_retry else None
+        if identity.idempotency_key is None:
+            return await self._claim_undelivered(identity) if is_retry else None
+        while attempts := self._by_key.get(identity.lookup_key):
+            (attempt,) = attempts
+            check_same_request(identity, attempt.identity.digest)
+            if attempt.settled.is_set():
+                # In another form, the answer is rebuilt from the store.
+                return attempt.answer if attempt.identity.form == identity.form else None
+            await attempt.settled.wait()
+        return None
 
     def has_undelivered(self, tenant: str, key_id: str) -> bool:
         """Return whether a client of an API key has left before it got its answer, which a retry may get."""
@@ -123,16 +130,6 @@ class Replays:
             self._num_bytes += len(answer)
         while self._num_bytes > self._max_bytes and self._attempts:
             self._remove(next(iter(self._attempts)))
-
-    async def _find_keyed(self, identity: RequestIdentity) -> bytes | None:
-        while attempts := self._by_key.get(identity.lookup_key):
-            (attempt,) = attempts
-            check_same_request(identity, attempt.identity.digest)
-            if attempt.settled.is_set():
-                # In another form, the answer is rebuilt from the store.
-                return attempt.answer if attempt.identity.form == identity.form else None
-            await attempt.settled.wait()
-        return None
 
     async def _claim_undelivered(self, identity: RequestIdentity) -> bytes | None:
         for attempt in self._by_key.get(identity.lookup_key, [])[:]:
