@@ -170,7 +170,7 @@ class ProxySettings(Settings):
     """Sessions kept in memory; the rest is read back from the store when it is needed."""
 
     session_cache_bytes: int = Field(default=128 * 2**20, ge=0)
-    """Memory for the turns of these sessions without their tokens, some 600 bytes a turn; the rest is read back from
+    """Memory for the turns of these sessions without their tokens, some 900 bytes a turn; the rest is read back from
     the store."""
     token_cache_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for the tokens of turns that a call may extend; others are read back from the store."""
