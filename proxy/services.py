@@ -66,20 +66,14 @@ class Services:
     def __init__(
         self, settings: ProxySettings, database: Database, secret: bytes, peers: Peers, metrics_directory: Path | None
     ) -> None:
-        url, faults = settings.database.get_secret_value(), FaultPoints(settings.fault)
+        faults = FaultPoints(settings.fault)
         self.settings = settings
         self.peers = peers
         self.metrics = metrics = Metrics(metrics_directory)
         self.database = database
-        self.exports = Database(url, pool_size=NUM_EXPORTS)
+        self.exports = Database(settings.database.get_secret_value(), pool_size=NUM_EXPORTS)
         """Used for answers streamed from an open transaction, so that slow clients do not block other readers."""
-        self.writer = Writer(
-            url,
-            metrics,
-            timeout_seconds=settings.commit_timeout_seconds,
-            fault=settings.fault,
-            log_format=settings.log_format,
-        )
+        self.writer = Writer(settings, metrics)
         self.pool = EnginePool(
             settings.engine,
             metrics,

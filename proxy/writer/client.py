@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work
 from turnwise.errors import StoreUnavailable
@@ -26,7 +27,7 @@ from turnwise.store import keys, retention, rows
 from turnwise.store.database import Connection
 from turnwise.store.new_turns import TurnRow
 from turnwise.store.retention import Deleted
-from turnwise.telemetry import LogFormat, current_request
+from turnwise.telemetry import current_request
 from turnwise.types import Session
 
 log = logging.getLogger(__name__)
@@ -61,18 +62,11 @@ class _Waiting(NamedTuple):
 class Writer:
     """Writes everything that a proxy stores, through one process."""
 
-    def __init__(
-        self,
-        url: str,
-        metrics: Metrics,
-        *,
-        timeout_seconds: float,
-        fault: str | None = None,
-        log_format: LogFormat = "text",
-    ) -> None:
-        self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault, os.getpid(), log_format)
+    def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
+        url, seconds = settings.database.get_secret_value(), settings.commit_timeout_seconds
+        self._setup = Setup(url, min(LOCK_SECONDS, seconds), settings.fault, os.getpid(), settings.log_format)
         self._metrics = metrics
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = seconds
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         """Jobs by their numbers, oldest first."""

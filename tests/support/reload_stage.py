@@ -32,7 +32,7 @@ class Process:
     def __init__(self, database: Database, url: str, engines: list[RunningFakeEngine], **settings: object) -> None:
         metrics = Metrics()
         given = ProxySettings(engine=[engine.url for engine in engines], **settings)  # type: ignore[arg-type]
-        self.writer = Writer(url, metrics, timeout_seconds=60)
+        self.writer = Writer(ProxySettings(database=url), metrics)
         self.pool = EnginePool(given.engine, metrics, timeout_seconds=60, max_concurrent_calls=10)
         self.unsuitable: str | None = None
         self.others: list[Process] = []

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
 from proxy.writer.client import Writer, row_of
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup
@@ -28,7 +29,7 @@ from turnwise.types import Outcome, Session
 
 @contextlib.asynccontextmanager
 async def writing(url: str, *, seconds: float = 5.0, metrics: Metrics | None = None):
-    writer = Writer(url, metrics or Metrics(), timeout_seconds=seconds)
+    writer = Writer(ProxySettings(database=url, commit_timeout_seconds=seconds), metrics or Metrics())
     await writer.start()
     try:
         yield writer

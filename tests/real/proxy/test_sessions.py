@@ -56,7 +56,7 @@ def database(database_url: str) -> Iterator[CountedReads]:
 
 @pytest.fixture
 async def writer(database_url: str):
-    started = Writer(database_url, Metrics(), timeout_seconds=60)
+    started = Writer(ProxySettings(database=database_url), Metrics())
     await started.start()
     yield started
     await started.close()
