@@ -9,7 +9,6 @@ import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from proxy.events import Event
 from proxy.http.connections import CLOSING
 from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.serialise import Caller, Here
@@ -58,7 +57,7 @@ async def _stream(request: Request, services: Services, tenant: str) -> AsyncIte
                 event = await asyncio.wait_for(listener.next(), KEEP_ALIVE_SECONDS)
                 if event is None:
                     return
-                part = encode(event)
+                part = b"event: %s\ndata: %s\n\n" % (event.kind.encode(), orjson.dumps(event.data))
             except TimeoutError:
                 part = b": keep-alive\n\n"
             if not await _is_still_valid(request, services):
@@ -75,8 +74,3 @@ async def _is_still_valid(request: Request, services: Services) -> bool:
     except StoreError:
         return True
     return True
-
-
-def encode(event: Event) -> bytes:
-    """Return an event as bytes of the stream."""
-    return b"event: %s\ndata: %s\n\n" % (event.kind.encode(), orjson.dumps(event.data))

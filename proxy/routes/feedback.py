@@ -7,17 +7,17 @@ becomes a group of sessions that SFT and DPO train, see `turnwise.store.feedback
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from typing import Annotated
 
 import numpy as np
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import template_arguments
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Number, RewardValue, Text
+from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
 from proxy.settings import FeedbackRewards
 from turnwise.chains import is_trainable
@@ -96,7 +96,7 @@ async def post_feedback(
     request: Request,
     services: Here,
     principal: Caller,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Store what a person said; later feedback of the same target, kind and name replaces it.
 
@@ -115,7 +115,7 @@ async def post_feedback(
         reward=_reward(wanted, services.settings.feedback_rewards),
         group=group,
         idempotency_key=idempotency_key,
-        body_digest=hashlib.blake2b(await request.body(), digest_size=16).digest(),
+        body_digest=body_digest(await request.body()),
         retrain=services.settings.retrain_revised,
     )
     for one in group:

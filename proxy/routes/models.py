@@ -8,6 +8,7 @@ nothing in service, where a page may carry a million token ids, and nothing at t
 from __future__ import annotations
 
 import datetime
+import functools
 import typing
 from typing import Any, Literal
 
@@ -105,27 +106,23 @@ def _json_type(kind: Any) -> Any:
     return {TokenIds: list[int], Logprobs: list[float]}.get(kind, kind)
 
 
-_policy = _field(str | None, "The name of the policy that it samples with.")
-SessionAnswer = answer_model("SessionAnswer", Session, "One run of an agent.", policy=_policy)
-ListedSession = answer_model(
+session_model = functools.partial(
+    answer_model, record=Session, policy=_field(str | None, "The name of the policy that it samples with.")
+)
+SessionAnswer = session_model("SessionAnswer", doc="One run of an agent.")
+ListedSession = session_model(
     "ListedSession",
-    Session,
-    "One run of an agent in a list.",
-    policy=_policy,
+    doc="One run of an agent in a list.",
     summary=(Summary | None, Field(default=None, description="What was said in it, with `summary=true`.")),
 )
-EndedSessionAnswer = answer_model(
+EndedSessionAnswer = session_model(
     "EndedSessionAnswer",
-    Session,
-    "A session that is over.",
-    policy=_policy,
+    doc="A session that is over.",
     training_note=_field(str, "What it waits for until it is trained, or why it is not trained."),
 )
-NewSessionAnswer = answer_model(
+NewSessionAnswer = session_model(
     "NewSessionAnswer",
-    Session,
-    "A session, with what its agent needs to call the model in it.",
-    policy=_policy,
+    doc="A session, with what its agent needs to call the model in it.",
     base_url=_field(str, "What an OpenAI client takes as `base_url`."),
     api_key=_field(str, "A key for this session alone."),
 )
@@ -139,11 +136,9 @@ FeedbackAnswer = answer_model(
     scale=_field(list[float] | None, "The lowest and the highest rating; null without a scale."),
     over=_field(list[str], "The turns that a demonstration was preferred to."),
 )
-ReadSession = answer_model(
+ReadSession = session_model(
     "ReadSession",
-    Session,
-    "One run of an agent, with its own rewards.",
-    policy=_policy,
+    doc="One run of an agent, with its own rewards.",
     rewards=_field(
         list[RewardAnswer],  # type: ignore[valid-type]
         "The reward lines for the whole session, in order of arrival.",

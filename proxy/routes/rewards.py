@@ -41,6 +41,8 @@ from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000
 """Most reward lines in one request."""
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=256)]
+"""A request that is repeated with the same key writes once."""
 
 
 class RewardLine(Body):
@@ -132,26 +134,30 @@ async def post_rewards(
     request: Request,
     services: Here,
     principal: Caller,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Append all reward lines or none; a later line with the same target and name replaces an earlier one.
 
     A request that is repeated with its `Idempotency-Key` writes once. A key is unique within a session, or within the
     requests for several sessions.
     """
-    pickled, digest = await asyncio.to_thread(_pickle_rewards, wanted, await request.body(), principal)
     reached = await services.writer.do(
         add_pickled,
-        pickled,
+        await asyncio.to_thread(_pickle_rewards, wanted, principal),
         idempotency_key=idempotency_key,
-        body_digest=digest,
+        body_digest=body_digest(await request.body()),
         retrain=services.settings.retrain_revised,
     )
     return await asyncio.to_thread(_answer_rewards, services, principal.tenant, wanted, reached)
 
 
-def _pickle_rewards(lines: list[RewardLine], raw: bytes, principal: Principal) -> tuple[bytes, bytes]:
-    """Return the rewards of the lines for the writing process, and the digest of the body.
+def body_digest(raw: bytes) -> bytes:
+    """Return what tells another request under a used `Idempotency-Key` from the first one."""
+    return hashlib.blake2b(raw, digest_size=16).digest()
+
+
+def _pickle_rewards(lines: list[RewardLine], principal: Principal) -> bytes:
+    """Return the rewards of the lines for the writing process.
 
     Raises:
         Forbidden: a line names a session that the caller may not reward.
@@ -159,8 +165,7 @@ def _pickle_rewards(lines: list[RewardLine], raw: bytes, principal: Principal) -
     for line in lines:
         if line.session_id is not None:
             principal.require_session(line.session_id)
-    pickled = pickle.dumps([_reward(line, principal) for line in lines], pickle.HIGHEST_PROTOCOL)
-    return pickled, hashlib.blake2b(raw, digest_size=16).digest()
+    return pickle.dumps([_reward(line, principal) for line in lines], pickle.HIGHEST_PROTOCOL)
 
 
 def _reward(line: RewardLine, principal: Principal) -> Reward:
@@ -168,12 +173,8 @@ def _reward(line: RewardLine, principal: Principal) -> Reward:
         # A session key may only reward turns of its own session.
         session_id=line.session_id or principal.session_id or "",
         tenant=principal.tenant,
-        turn_id=line.turn_id,
-        step=line.step,
-        value=line.value,
-        name=line.name,
-        source=line.source,
         written_by=principal.key_id,
+        **line.model_dump(exclude={"session_id"}),
     )
 
 
