@@ -146,7 +146,8 @@ class Limits:
             async with asyncio.timeout(self._queue_seconds):
                 await waiter.granted
         except BaseException as error:
-            self.leave([] if waiter.granted.cancelled() else scopes, 0)  # it was granted at the same time
+            has_given_up = waiter.granted.cancel() or waiter.granted.cancelled()
+            self.leave([] if has_given_up else scopes, 0)  # otherwise it was granted at the same time
             if isinstance(error, TimeoutError):
                 raise self._overloaded(scopes) from error
             raise

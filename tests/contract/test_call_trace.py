@@ -57,7 +57,8 @@ def test_a_streamed_second_turn_passes_few_functions_in_few_files(tmp_path: Path
     What all later turns pass is what a turn needs; what only one of them passes is a timer's.
     """
     trace = Trace()
-    with in_process_proxy(tmp_path, engine_check="strict", wrap=trace.wrap) as (http, _):
+    rare = {"policies_poll_seconds": 600.0}  # on a busy machine this timer would run in every turn
+    with in_process_proxy(tmp_path, engine_check="strict", wrap=trace.wrap, **rare) as (http, _):
         wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello."}]
         later: list[set[CodeType]] = []
