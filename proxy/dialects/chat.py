@@ -96,11 +96,6 @@ class ChatCompletions(Dialect):
         return {**choice, "token_ids": turn.token_ids.tolist()} if call.wants_token_ids else choice
 
 
-def readable_messages(call: Call) -> orjson.Fragment | list[Json]:
-    """Return the messages as an engine accepts them."""
-    return orjson.Fragment(call.messages_json) if call.messages_json else with_readable_arguments(call.messages)
-
-
 def with_readable_arguments(messages: Sequence[Json]) -> list[Json]:
     """Return messages in which the arguments of every tool call are an object; others become an empty object.
 

@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from proxy.auth import Principal
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, Dialect, WireRoute, template_arguments
-from proxy.dialects.chat import readable_messages
 from proxy.http.asgi import parse_object, read_body
 from proxy.routes import upstream
 from proxy.routes.calls import SampleEndpoint, identify, query_of
@@ -84,7 +83,7 @@ class QueryEndpoint:
             return self._dialect.encode_count(continued)
         engine = services.pool.route(principal.key_id)
         rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
-        rendered |= {"messages": readable_messages(call), "model": engine.model}
+        rendered |= {"messages": orjson.Fragment(call.messages_json), "model": engine.model}
         if arguments := template_arguments(call.body):
             rendered["chat_template_kwargs"] = arguments
         return self._dialect.encode_count(await engine.count_tokens(orjson.dumps(rendered)))

@@ -15,7 +15,6 @@ import orjson
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured
-from proxy.dialects.chat import readable_messages
 from proxy.engines.answers import Answer
 from proxy.engines.engine import Engine
 from proxy.engines.vllm import requirements
@@ -242,7 +241,7 @@ def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
         logprobs = body.get("logprobs")
         return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
     if call.messages:
-        body["messages"] = readable_messages(call)
+        body["messages"] = orjson.Fragment(call.messages_json)
     # vLLM refuses both of these; capture's options must not change that error.
     is_refused = not body.get("messages") or (body.get("top_logprobs") and not body.get("logprobs"))
     if not is_refused:
