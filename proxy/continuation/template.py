@@ -74,6 +74,7 @@ class ChatTemplate:
         self._renders_developer = "developer" in str(tokenizer.chat_template)
         self._outliner: Outliner | None = None
         self._lock = threading.Lock()
+        """Of the closings: calls read and keep them in several threads."""
         self._closings: cachetools.FIFOCache[Hashable, str] = cachetools.FIFOCache(MAX_CLOSINGS)
         """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
 
@@ -219,7 +220,8 @@ class ChatTemplate:
         given = orjson.dumps([short.tools, short.arguments], option=orjson.OPT_SORT_KEYS)
         given_digest = blake2b(given, digest_size=GIVEN_BYTES).digest()
         key = (all_kinds, short.replied, end_token, short.keep_thinking, given_digest)
-        known = self._closings.get(key)
+        with self._lock:
+            known = self._closings.get(key)
         if known is not None:
             try:
                 rest = self._after_marker(_with_marker(_printed(short)), generate=True)
@@ -259,7 +261,7 @@ class ChatTemplate:
                 raise Unsafe("thinking_stripped")
         ids = self._tokenise(continued, end, after)
         if closing_key is not None:
-            with self._lock:  # calls do this in several threads
+            with self._lock:
                 self._closings[closing_key] = closing
         return ids
 
