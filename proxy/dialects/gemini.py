@@ -117,7 +117,7 @@ class Gemini(ChatCompletions):
         call.wants_token_ids = False
         call.original = {field: value for field, value in body.items() if field != "contents"}
         call.dropped_tools = dropped
-        call.encode_with(partial(GeminiEncoder, self.id_prefix, call.original, "delta"))
+        call.encode_with(partial(GeminiEncoder, call.original, "delta"))
         return call
 
     def count_request(self, body: Json) -> Json:
@@ -127,7 +127,7 @@ class Gemini(ChatCompletions):
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a chat reply as a `GenerateContentResponse`."""
-        encoder = GeminiEncoder(self.id_prefix, call.original, "message")
+        encoder = GeminiEncoder(call.original, "message")
         return orjson.dumps(encoder.response(msgspec.json.decode(reply)))
 
     def encode_error(self, status: int, body: bytes) -> bytes:
@@ -153,12 +153,11 @@ class Gemini(ChatCompletions):
 class GeminiEncoder:
     """Writes Google's responses: a whole one, or a stream's, as events or as the elements of a JSON array."""
 
-    def __init__(self, id_prefix: str, request: Json, field: str) -> None:
+    def __init__(self, request: Json, field: str) -> None:
         thinking = read_object(read_object(request, "generationConfig"), "thinkingConfig")
         self._shows_thoughts = bool(read(thinking, "includeThoughts"))
         self._as_events = request.get("alt") == "sse"
         self.content_type = sse.CONTENT_TYPE if self._as_events else "application/json; charset=UTF-8"
-        self._id_prefix = id_prefix
         self._field = field
         """`message` of a whole reply's choice, or `delta` of a chunk's."""
         self._num_written = 0
@@ -201,7 +200,7 @@ class GeminiEncoder:
             "candidates": candidates,
             "usageMetadata": _usage(self._usage),
             "modelVersion": reply["model"],
-            "responseId": own_id(reply["id"], self._id_prefix),
+            "responseId": own_id(reply["id"], Gemini.id_prefix),
         }
 
     def _parts(self, choice: Json) -> list[Json]:

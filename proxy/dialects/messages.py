@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -83,7 +82,7 @@ class Messages(ChatCompletions):
         call.wants_logprobs = call.wants_token_ids = False
         call.dropped_tools = [server_tool_name(tool) for tool in body.get("tools") or () if is_server_tool(tool)]
         call.previous_turn_id = previous_message_id(body.get("thread"))
-        call.encode_with(partial(MessageEncoder, self.id_prefix))
+        call.encode_with(MessageEncoder)
         return call
 
     def resume(self, call: Call, earlier: TurnView) -> None:
@@ -101,7 +100,7 @@ class Messages(ChatCompletions):
         decoded = msgspec.json.decode(reply)
         choice = decoded["choices"][0]
         blocks = list(blocks_of(choice["message"]))
-        message = _head(decoded, self.id_prefix)
+        message = _head(decoded)
         message |= {
             "content": [_content(block, message["id"]) for block in blocks],
             "stop_reason": stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), blocks),
@@ -134,14 +133,13 @@ class Messages(ChatCompletions):
 class MessageEncoder(BlockEncoder):
     """Writes Anthropic's events."""
 
-    def __init__(self, id_prefix: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._id_prefix = id_prefix
         self._message_id = ""
 
     def starting(self, chunk: Json) -> bytes:
         """Open the message."""
-        message = _head(chunk, self._id_prefix)
+        message = _head(chunk)
         self._message_id = message["id"]
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(self.usage)}
         return named_event("message_start", {"message": message | empty})
@@ -193,8 +191,9 @@ def stop_reason(finish_reason: str | None, stop: Any, blocks: list[Block]) -> st
     return "stop_sequence" if isinstance(stop, str) else "end_turn"
 
 
-def _head(reply: Json, id_prefix: str) -> Json:
-    return {"id": own_id(reply["id"], id_prefix), "type": "message", "role": "assistant", "model": reply["model"]}
+def _head(reply: Json) -> Json:
+    message_id = own_id(reply["id"], Messages.id_prefix)
+    return {"id": message_id, "type": "message", "role": "assistant", "model": reply["model"]}
 
 
 def _content(block: Block, signature: str) -> Json:

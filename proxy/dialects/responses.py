@@ -73,7 +73,7 @@ class Responses(ChatCompletions):
         call.notes = {"instructions": True} if body.get("instructions") else {}
         if call.conversation_id is not None:
             call.notes[CONVERSATION] = call.conversation_id
-        call.encode_with(partial(ResponseEncoder, self.id_prefix, call.original, tools))
+        call.encode_with(partial(ResponseEncoder, call.original, tools))
         return call
 
     def referenced_turns(self, body: Json) -> list[str]:
@@ -101,7 +101,7 @@ class Responses(ChatCompletions):
         """Return a chat reply as a response of items."""
         decoded = msgspec.json.decode(reply)
         choice = decoded["choices"][0]
-        response = _head(decoded, self.id_prefix, call.original)
+        response = _head(decoded, call.original)
         blocks = list(blocks_of(choice["message"])) or [Block("text", "")]
         logprobs = content_logprobs(choice.get("logprobs"))
         tools = read_tools(call.original.get("tools"))
@@ -113,10 +113,9 @@ class Responses(ChatCompletions):
 class ResponseEncoder(BlockEncoder):
     """Writes OpenAI's events for a response."""
 
-    def __init__(self, id_prefix: str, request: Json, tools: ToolMap) -> None:
+    def __init__(self, request: Json, tools: ToolMap) -> None:
         super().__init__()
         self._tools = tools
-        self._id_prefix = id_prefix
         self._request = request
         self._response: Json = {}
         self._items: list[Json] = []
@@ -125,7 +124,7 @@ class ResponseEncoder(BlockEncoder):
 
     def starting(self, chunk: Json) -> bytes:
         """Open the response."""
-        self._response = _head(chunk, self._id_prefix, self._request)
+        self._response = _head(chunk, self._request)
         created = self._event("response.created", response=self._response)
         return created + self._event("response.in_progress", response=self._response)
 
@@ -272,7 +271,7 @@ def _response_format(wanted: Json) -> Json | None:
     return {"type": "json_object"} if wanted.get("type") == "json_object" else None
 
 
-def _head(reply: Json, id_prefix: str, request: Json) -> Json:
+def _head(reply: Json, request: Json) -> Json:
     """Return a response that has just started; it repeats fields of the request."""
     repeated: Json = {
         "parallel_tool_calls": True,
@@ -287,7 +286,7 @@ def _head(reply: Json, id_prefix: str, request: Json) -> Json:
     named = conversation_id(request)
     return {
         "conversation": None if named is None else {"id": named},
-        "id": own_id(reply["id"], id_prefix),
+        "id": own_id(reply["id"], Responses.id_prefix),
         "object": "response",
         "created_at": reply["created"],
         "status": "in_progress",
