@@ -80,10 +80,14 @@ class _Server(uvicorn.Server):
         make: type[LimitedHttp] = self.config.http_protocol_class  # type: ignore[assignment]
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; a terminal's ctrl-C reaches all processes, and then the parent stops the workers."""
+    def handle_exit(self, sig: int, _: FrameType | None) -> None:
+        """Stop; a terminal's ctrl-C reaches all processes, and then the parent stops the workers.
+
+        uvicorn would raise the signal again at the end, which ends the process before its last log lines are written.
+        """
         if not (self._is_worker and sig == signal.SIGINT):
-            super().handle_exit(sig, frame)
+            self.force_exit = self.should_exit and sig == signal.SIGINT
+            self.should_exit = True
 
 
 def _serve(
