@@ -114,7 +114,7 @@ PAGES = {
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
     "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, limit=50)),
     "no more sessions to archive": Page(lambda c: retention.over_since(c, START - HOUR, limit=50)),
-    "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR, limit=10)),
+    "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR)),
     "unfinished groups for /metrics (at most 10,000)": Page(queries.unfinished_groups, is_bounded=False),
 }
 
