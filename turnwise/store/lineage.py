@@ -16,16 +16,13 @@ import sqlalchemy as sa
 from turnwise.store import rows
 from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, num_fitting, size_of
 from turnwise.store.tables import rewards, sessions, turns
-from turnwise.types import Json, Reward, TokenIds, Turn
+from turnwise.types import Json, Reward, TokenIds, TrainedIn, Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedTurn:
+class TrainedTurn(TrainedIn):
     """A turn's part in an update that trained it."""
 
-    update_id: int
-    policy_version: int
-    """The version that the update made."""
     advantage: float
 
 

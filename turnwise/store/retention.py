@@ -85,19 +85,14 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
     """
     row = queries.session_row(conn, tenant, session_id, lock=True)
     own = sa.select(feedback.c.group_id).where(feedback.c.session_pk == row.session_pk)
-    if copies := _sessions_of_groups(conn, tenant, own.where(feedback.c.group_id.is_not(None))):
-        return dataclasses.replace(_delete(conn, copies), has_more=True)
-    return _delete(conn, [row])
+    is_copy = sessions.c.group_id.in_(own.where(feedback.c.group_id.is_not(None)))
+    copies = _delete_first(conn, sa.select(sessions).where(sessions.c.tenant == tenant, is_copy))
+    return copies if copies.has_more else _delete(conn, [row])
 
 
 def delete_group(conn: sa.Connection, tenant: str, group_id: str) -> Deleted:
     """Delete the first `SESSIONS_AT_ONCE` sessions of a group, and with its last session the group."""
-    return _delete(conn, _sessions_of_groups(conn, tenant, [group_id]))
-
-
-def _sessions_of_groups(conn: sa.Connection, tenant: str, group_ids: sa.Select[Any] | list[str]) -> list[StoredRow]:
-    found = sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.group_id.in_(group_ids))
-    return list(conn.execute(found.limit(SESSIONS_AT_ONCE).with_for_update()))
+    return _delete_first(conn, sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.group_id == group_id))
 
 
 def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:

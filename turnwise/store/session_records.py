@@ -7,7 +7,8 @@ snapshot.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 
 import sqlalchemy as sa
 
@@ -67,3 +68,16 @@ def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
     """
     session_pk, seq = queries.place_of_turn(conn, turn_id, tenant)
     return lineage.session_turns(conn, session_pk, turns.c.seq == seq)
+
+
+def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[str]) -> dict[str, str]:
+    """Return the digest of the lines that each of these sessions was imported from; sessions not stored are left out.
+
+    A session that was not imported has an empty digest.
+    """
+    found = conn.execute(
+        sa.select(sessions.c.session_id, sessions.c.metadata).where(
+            sessions.c.tenant == tenant, sessions.c.session_id.in_(session_ids)
+        )
+    )
+    return {session_id: json.loads(text).get("imported", {}).get("digest", "") for session_id, text in found}

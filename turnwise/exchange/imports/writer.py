@@ -21,7 +21,7 @@ from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_fi
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.store import ledger
 from turnwise.store.database import Connection, Database
-from turnwise.store.imports import imported_digests
+from turnwise.store.session_records import imported_digests
 from turnwise.types import DEFAULT_POLICY, IMPORT, Json, Reward, Session, Split, Turn
 
 SESSIONS_AT_ONCE = 32
