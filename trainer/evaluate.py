@@ -139,7 +139,8 @@ class LedgerEvaluator:
         deadline = time.monotonic() + SERVED_SECONDS
         while time.monotonic() < deadline and not self._stopped.is_set():
             with self._db.read() as conn:
-                policy, pinned = policies.get_policy(conn, version), policies.pinned_version(conn, self._policy_id)
+                policy = policies.get_policy(conn, version)
+                pinned = policies.serving_state(conn, self._policy_id).pinned_version
             if policy.status not in COMING or pinned not in (None, version):
                 return
             self._stopped.wait(POLL_SECONDS)

@@ -258,8 +258,8 @@ class LedgerSource:
 
     def _read_pin(self, conn: Connection) -> int | None:
         """Return the pinned version; None for one that is served until the next version."""
-        pin = policies.read_pin(conn, self.policy_id)
-        return pin.version if pin.until is None else None
+        state = policies.serving_state(conn, self.policy_id)
+        return None if state.undone else state.pinned_version
 
     def _found(self, query: Callable[[Connection], Found]) -> Found:
         """Return what a query finds, also after an outage of the database."""
@@ -278,7 +278,7 @@ class LedgerSource:
 
         def write() -> None:
             with self._db.write() as conn:
-                undone = policies.read_pin(conn, self.policy_id).undone
+                undone = policies.serving_state(conn, self.policy_id).undone
                 error = policies.UNDONE if any(version in undone for version in came_from) else None
                 policies.publish_policy(conn, dataclasses.replace(policy, error=policy.error or error))
 
@@ -489,22 +489,21 @@ class LedgerSource:
 
     def _read_look(self, conn: Connection, at: Position, now: datetime) -> Look:
         """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
-        of = self.policy_id
+        of, state = self.policy_id, policies.serving_state(conn, self.policy_id)
         num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
         since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
         look = Look(
             num_ready=num_ready,
             num_singles=num_singles,
-            pinned=policies.pinned_version(conn, of) if at.is_paced else None,
+            pinned=state.pinned_version if at.is_paced else None,
             oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if at.is_paced else None,
             failed=policies.failed_versions(conn, at.recent_versions),
-            undone=policies.read_pin(conn, of).undone,
+            undone=state.undone,
             refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
         )
         if look.num_filled(self._rule) < self._rule.smallest_batch:
             return look
-        active = policies.serving_state(conn, of).active
-        alarm = None if active is None else active.alarm
+        alarm = None if state.active is None else state.active.alarm
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
 
     def _changes(self, conn: Connection, now: datetime) -> list[groups.Change]:
@@ -518,7 +517,7 @@ class LedgerSource:
             changes.append(groups.stalled(now - timedelta(seconds=rule.stalled_seconds), rule.stalled_policy, now))
         if rule.unrewarded_seconds is not None:
             changes.append(groups.unrewarded(now - timedelta(seconds=rule.unrewarded_seconds), now))
-        undone = {policies.read_pin(conn, self.policy_id).undone, policies.alarmed_versions(conn, self.policy_id)}
+        undone = {policies.serving_state(conn, self.policy_id).undone, policies.alarmed_versions(conn, self.policy_id)}
         return changes + [claims.undone(conn, versions, self.policy_id) for versions in undone if versions]
 
     def _watch(self, look: Look) -> Look:

@@ -127,7 +127,7 @@ async def list_policies(
         found, more = policies.list_policies(
             connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
         )
-        pinned = [policies.pinned_version(connection, each.policy_id) for each in named]
+        pinned = [policies.serving_state(connection, each.policy_id).pinned_version for each in named]
         listed = [dataclasses.replace(each, pinned_version=pin) for each, pin in zip(named, pinned, strict=True)]
         return listed, found, more, pinned[named.index(chosen)]
 

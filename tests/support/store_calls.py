@@ -160,8 +160,7 @@ def _lease(conn: sa.Connection) -> None:
 def _pins(conn: sa.Connection) -> None:
     policies.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
     policies.choose_policy(conn, 1, pin=False)
-    policies.pinned_version(conn)
-    policies.read_pin(conn)
+    policies.serving_state(conn)
     policies.note_alarm(conn, 1, "an alarm")
     policies.choose_policy(conn, 1, pin=True)
     policies.choose_policy(conn, 2, pin=False)

@@ -59,7 +59,7 @@ def policies(
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
         named = {policy.policy_id: policy for policy in named_policies.list_named_policies(conn)}
-        pinned = {stored.pinned_version(conn, policy_id) for policy_id in named}
+        pinned = {stored.serving_state(conn, policy_id).pinned_version for policy_id in named}
         listed = [
             _with_lift(_with_metrics(values_of(policy), "reward_mean"))
             | {

@@ -52,6 +52,14 @@ class ServingState(NamedTuple):
     """The older version that a share of the sessions stays on."""
     base: PolicyVersion | None = None
     """The adapter that a policy without a version samples with; None for the engine's own model."""
+    undone: range = range(0)
+    """The versions that a person undid, by a choice of the version before them without a pin. They stay undone until
+    another version of the policy is chosen, also after a newer one was published."""
+
+    @property
+    def pinned_version(self) -> int | None:
+        """The version that the policy is pinned to; None if there is no pin."""
+        return None if self.pinned is None else self.pinned.version
 
     @property
     def target(self) -> PolicyVersion | None:
@@ -534,29 +542,6 @@ def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_P
     return found if len(found) == count and all(is_refused) else []
 
 
-class Pin(NamedTuple):
-    """The version that a person chose last for a policy."""
-
-    version: int | None = None
-    """None follows the newest version."""
-    until: int | None = None
-    """The newest version of that time, if it was chosen without a pin; None if it was pinned."""
-
-    @property
-    def undone(self) -> range:
-        """The versions that a person undid, by a choice of the version before them without a pin.
-
-        They stay undone until another version of the policy is chosen, also after a newer one was published.
-        """
-        return range(0) if self.version is None or self.until is None else range(self.version + 1, self.until + 1)
-
-
-def pinned_version(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int | None:
-    """Return the version that a policy is pinned to; None if there is no pin."""
-    pinned = serving_state(conn, policy_id).pinned
-    return None if pinned is None else pinned.version
-
-
 def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
     """Store which sentinel of this version is beyond its bound; None after the bound was changed."""
     _set(conn, version, alarm=alarm)
@@ -570,19 +555,6 @@ def alarmed_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> ra
     is_newer = table.c.policy_id == policy_id, table.c.version > active.version
     newest = sa.select(sa.func.max(table.c.version)).where(*is_newer, table.c.alarm.is_not(None))
     return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
-
-
-def read_pin(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> Pin:
-    """Return the version that was chosen last for a policy."""
-    pinned = sa.select(policies.c.pinned_version, policies.c.pinned_until).where(policies.c.policy_id == policy_id)
-    row = conn.execute(pinned).one_or_none()
-    return Pin() if row is None else Pin(*row)
-
-
-def _pin_in_force(pinned: int | None, until: int | None, newest: PolicyVersion | None) -> int | None:
-    """Return the pinned version; None once a version after `until` has been published."""
-    is_over = until is not None and newest is not None and newest.version > until
-    return None if is_over else pinned
 
 
 def serving_state(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> ServingState:
@@ -627,8 +599,10 @@ def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:
     own = [each for each in versions.values() if each.policy_id == policy_id]
     first = {each.status: each for each in reversed(own)}
     newest = next((each for each in reversed(own) if each.status is not PolicyStatus.FAILED), None)
-    pin, base = found[0], found[0].base_version
-    pinned = _pin_in_force(pin.pinned_version, pin.pinned_until, newest)
+    *_, pinned, until, base = found[0]
+    undone = range(0) if until is None else range(pinned + 1, until + 1)
+    if until is not None and newest is not None and newest.version > until:
+        pinned = None
     return ServingState(
         active=first.get(PolicyStatus.ACTIVE),
         canary=first.get(PolicyStatus.CANARY),
@@ -636,4 +610,5 @@ def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:
         newest=newest,
         holdout=first.get(PolicyStatus.HOLDOUT),
         base=None if base is None else versions[base],
+        undone=undone,
     )

@@ -379,7 +379,7 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
     with database.write() as connection:
         assert policies.serving_state(connection).active is None
         assert policies.serving_state(connection).newest is None
-        assert policies.pinned_version(connection) is None
+        assert policies.serving_state(connection).pinned_version is None
         for version in (0, 1, 2):
             assert policies.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
         assert not policies.publish_policy(connection, PolicyVersion(version=1, path="/1"))
@@ -394,9 +394,9 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         assert newest is not None
         assert newest.version == 1
         policies.pin_policy(connection, 0)
-        assert policies.pinned_version(connection) == 0
+        assert policies.serving_state(connection).pinned_version == 0
         policies.pin_policy(connection, None)
-        assert policies.pinned_version(connection) is None
+        assert policies.serving_state(connection).pinned_version is None
         page, has_more = policies.list_policies(connection, limit=2)
         assert ([policy.version for policy in page], has_more) == ([2, 1], True)
         rest, has_more = policies.list_policies(connection, after=1)

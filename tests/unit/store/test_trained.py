@@ -77,16 +77,16 @@ def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(databa
         for version in range(3):
             policies.publish_policy(connection, PolicyVersion(version=version, path=str(tmp_path)))
         policies.choose_policy(connection, 0, pin=False)
-        assert policies.pinned_version(connection) == 0
+        assert policies.serving_state(connection).pinned_version == 0
         policies.publish_policy(connection, PolicyVersion(version=3, path=str(tmp_path)))
-        assert policies.pinned_version(connection) is None
-        assert policies.read_pin(connection).undone == range(1, 3), "also after a newer one was published"
+        assert policies.serving_state(connection).pinned_version is None
+        assert policies.serving_state(connection).undone == range(1, 3), "also after a newer one was published"
         policies.choose_policy(connection, 1, pin=True)
-        assert not policies.read_pin(connection).undone
+        assert not policies.serving_state(connection).undone
         policies.publish_policy(connection, PolicyVersion(version=4, path=str(tmp_path)))
-        assert policies.pinned_version(connection) == 1
+        assert policies.serving_state(connection).pinned_version == 1
         policies.choose_policy(connection, 4, pin=False)  # the newest: follow it
-        assert policies.pinned_version(connection) is None
+        assert policies.serving_state(connection).pinned_version is None
 
 
 def test_a_version_whose_files_are_gone_cannot_be_chosen(database: Database, tmp_path: Path) -> None:

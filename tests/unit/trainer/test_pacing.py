@@ -70,10 +70,16 @@ def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served
         policies.choose_policy(connection, 0, pin=False)
     source.publish(PolicyVersion(version=3, path="v3"), (0, 1, 2))
     with database.read() as connection:
-        assert (policies.get_policy(connection, 3).error, policies.pinned_version(connection)) == (policies.UNDONE, 0)
+        assert (policies.get_policy(connection, 3).error, policies.serving_state(connection).pinned_version) == (
+            policies.UNDONE,
+            0,
+        )
     source.publish(PolicyVersion(version=4, path="v4"), (0,))
     with database.read() as connection:
-        assert (policies.get_policy(connection, 4).error, policies.pinned_version(connection)) == (None, None)
+        assert (policies.get_policy(connection, 4).error, policies.serving_state(connection).pinned_version) == (
+            None,
+            None,
+        )
     source.close()
 
 
