@@ -20,7 +20,6 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import named_policies, pages, rows
-from turnwise.store.rows import to_micros
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import NO_TENANT, policies
 from turnwise.store.tables import policy_versions as table
@@ -286,17 +285,9 @@ def activate_policy(
             _set(conn, previous.version, status=PolicyStatus.HOLDOUT, arm_share=holdout_share)
         else:
             _set(conn, previous.version, status=PolicyStatus.RETIRED)
-    conn.execute(
-        sa.update(table)
-        .where(table.c.version == version, table.c.status != PolicyStatus.FAILED.value)
-        .values(
-            status=PolicyStatus.ACTIVE.value,
-            error=None,
-            reload_seconds=reload_seconds,
-            activated_at=to_micros(now or utc_now()),
-        )
-    )
-    return get_policy(conn, version)
+    is_good = table.c.status != PolicyStatus.FAILED.value
+    served = {"status": PolicyStatus.ACTIVE, "reload_seconds": reload_seconds, "activated_at": now or utc_now()}
+    return _set(conn, version, is_good, error=None, **served)
 
 
 def fail_policy(conn: sa.Connection, version: int, error: str, evidence: Json | None = None) -> PolicyVersion:
@@ -346,9 +337,7 @@ def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:
         NotFound: no such version.
     """
     again = table.c.status.in_([PolicyStatus.FAILED.value, PolicyStatus.CANARY.value])
-    change = sa.update(table).where(table.c.version == version, again)
-    conn.execute(change.values(status=PolicyStatus.PUBLISHED.value, error=None, activated_at=None))
-    return get_policy(conn, version)
+    return _set(conn, version, again, status=PolicyStatus.PUBLISHED, error=None, activated_at=None)
 
 
 def pin_policy(
@@ -472,13 +461,14 @@ def check_files_exist(policy: PolicyVersion, read_newest: Callable[[], Sequence[
     )
 
 
-def _set(conn: sa.Connection, version: int, **fields: Any) -> PolicyVersion:
-    """Set fields of a version; return it.
+def _set(conn: sa.Connection, version: int, *conditions: sa.ColumnElement[bool], **fields: Any) -> PolicyVersion:
+    """Set fields of a version if it fulfils the conditions; return it.
 
     Raises:
         NotFound: no such version.
     """
-    conn.execute(sa.update(table).where(table.c.version == version).values(**rows.POLICIES.values(fields)))
+    change = sa.update(table).where(table.c.version == version, *conditions)
+    conn.execute(change.values(**rows.POLICIES.values(fields)))
     return get_policy(conn, version)
 
 
@@ -521,9 +511,7 @@ def list_policies(
 
 def end_holdout(conn: sa.Connection, version: int) -> None:
     """Let new sessions sample with the served version instead of this hold-out; other versions do not change."""
-    is_holdout = table.c.status == PolicyStatus.HOLDOUT.value
-    change = sa.update(table).where(table.c.version == version, is_holdout)
-    conn.execute(change.values(status=PolicyStatus.RETIRED.value))
+    _set(conn, version, table.c.status == PolicyStatus.HOLDOUT.value, status=PolicyStatus.RETIRED)
 
 
 def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset[int]:
