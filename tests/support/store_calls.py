@@ -369,7 +369,7 @@ OF_ALL: dict[str, Ask] = {
     ),
     "a lease": _lease,
     "engine activity": lambda c: [engine_activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
-    "the idle share of engines": lambda c: engine_activity.idle_share(c, NOW - WEEK, NOW),
+    "idle shares of engines": lambda c: engine_activity.idle_shares(c, [(NOW - WEEK, NOW)]),
     "trainers": lambda c: (
         trainer_status.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
         trainer_status.note_sign_of_life(c, "trainer"),

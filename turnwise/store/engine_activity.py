@@ -6,8 +6,9 @@ seconds again changes nothing.
 
 from __future__ import annotations
 
+import bisect
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -18,6 +19,8 @@ from turnwise.store.tables import engine_minutes as table
 SECONDS = 60
 KEPT_MINUTES = 30 * 24 * 60
 """Minutes after which rows are deleted: 30 days."""
+Period = tuple[datetime.datetime, datetime.datetime]
+"""Its begin and its end."""
 
 
 class Activity(NamedTuple):
@@ -43,23 +46,33 @@ def add_activity(conn: sa.Connection, seen: Mapping[tuple[int, str], Activity]) 
         conn.execute(sa.delete(table).where(table.c.minute < newest - KEPT_MINUTES))
 
 
-def idle_share(conn: sa.Connection, begin: datetime.datetime, end: datetime.datetime) -> float | None:
-    """Return the share of the engines' serving seconds of a period in which no call ran.
+def idle_shares(conn: sa.Connection, periods: Sequence[Period | None]) -> list[float | None]:
+    """Return for each period the share of the engines' serving seconds in which no call ran.
 
-    None if no engine served or nothing was observed.
+    None for an absent period, and for one in which no engine served or nothing was observed.
     """
-    first, last = int(begin.timestamp()), int(end.timestamp())
+    bounds = [None if each is None else (int(each[0].timestamp()), int(each[1].timestamp())) for each in periods]
+    known = [each for each in bounds if each is not None]
+    if not known:
+        return [None] * len(bounds)
+    first, last = min(begin for begin, _ in known), max(end for _, end in known)
     found = conn.execute(
-        sa.select(table.c.minute, table.c.served, table.c.busy).where(
-            table.c.minute.between(first // SECONDS, last // SECONDS)
-        )
-    )
-    num_served = num_idle = 0
-    for row in found:
-        served = row.served & _bits(first - SECONDS * row.minute, last - SECONDS * row.minute)
-        num_served += served.bit_count()
-        num_idle += (served & ~row.busy).bit_count()
-    return num_idle / num_served if num_served else None
+        sa.select(table.c.minute, table.c.served, table.c.busy)
+        .where(table.c.minute.between(first // SECONDS, last // SECONDS))
+        .order_by(table.c.minute)
+    ).all()
+    minutes = [row.minute for row in found]
+
+    def share(begin: int, end: int) -> float | None:
+        low, high = (bisect.bisect_left(minutes, begin // SECONDS), bisect.bisect_right(minutes, end // SECONDS))
+        num_served = num_idle = 0
+        for row in found[low:high]:
+            served = row.served & _bits(begin - SECONDS * row.minute, end - SECONDS * row.minute)
+            num_served += served.bit_count()
+            num_idle += (served & ~row.busy).bit_count()
+        return num_idle / num_served if num_served else None
+
+    return [None if each is None else share(*each) for each in bounds]
 
 
 def _bits(begin: int, end: int) -> int:

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.store import lineage, queries
-from turnwise.store.engine_activity import idle_share
+from turnwise.store.engine_activity import Period, idle_shares
 from turnwise.store.tables import groups, sessions
 from turnwise.types import Credit, GroupStatus, Json, UpdateRecord
 
@@ -61,6 +61,7 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
     dropped = _dropped(conn, tenant, list(judged))
+    idle = dict(zip(judged, idle_shares(conn, _periods(newest)), strict=True))
     return [
         UpdateSummary(
             update_id=update.update_id,
@@ -73,16 +74,19 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
             reward=_mean([one.reward for _, one in judged[update.update_id]]),
             by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
             by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
-            engine_idle_share=_idle_share(conn, newest[at + 1 :], update),
+            engine_idle_share=idle[update.update_id],
         )
-        for at, update in reversed(list(enumerate(newest)))
+        for update in reversed(newest)
     ]
 
 
-def _idle_share(conn: sa.Connection, older: Sequence[UpdateRecord], update: UpdateRecord) -> float | None:
-    """Return the idle share of the engines since the same trainer's update before; None if it is not among these."""
-    before = next((each for each in older if each.trainer_id == update.trainer_id), None)
-    return None if before is None else idle_share(conn, before.created_at, update.created_at)
+def _periods(newest: Sequence[UpdateRecord]) -> list[Period | None]:
+    """Return for each update, newest first, the time since the update of the same trainer before it."""
+    periods: list[Period | None] = []
+    for at, update in enumerate(newest):
+        before = next((each for each in newest[at + 1 :] if each.trainer_id == update.trainer_id), None)
+        periods.append(None if before is None else (before.created_at, update.created_at))
+    return periods
 
 
 def _dropped(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, dict[str, int]]:

@@ -7,7 +7,7 @@ import datetime
 import sqlalchemy as sa
 
 from turnwise.store.database import Database
-from turnwise.store.engine_activity import KEPT_MINUTES, Activity, add_activity, idle_share
+from turnwise.store.engine_activity import KEPT_MINUTES, Activity, add_activity, idle_shares
 from turnwise.store.tables import engine_minutes
 
 ALL = (1 << 60) - 1
@@ -34,9 +34,11 @@ def test_the_seconds_of_several_processes_are_combined(database: Database) -> No
             (at(0, 0), at(1, 0)),  # a: 30 of 60 idle, b: 60 of 60
             (at(0, 20), at(1, 10)),  # a: 10 of second 20 to 30 busy, 30 idle; then 10 busy; b: 40 idle
             (at(1, 30), at(2, 0)),  # no engine served
+            None,
             (at(5, 0), at(6, 0)),
         ]
-        assert [idle_share(connection, *period) for period in periods] == [90 / 120, 70 / 90, None, None]
+        assert idle_shares(connection, periods) == [90 / 120, 70 / 90, None, None, None]
+        assert idle_shares(connection, [None]) == [None]
 
 
 def test_old_minutes_are_deleted(database: Database) -> None:
