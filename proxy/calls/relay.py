@@ -21,8 +21,8 @@ from proxy.continuation.roles import corrections
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
-from proxy.engines.answers import Answer, AnswerTooLong, Disconnected
 from proxy.engines.engine import Lane
+from proxy.engines.http_client import Answer, AnswerTooLong, Disconnected
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics

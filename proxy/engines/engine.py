@@ -12,8 +12,7 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import orjson
 
-from proxy.engines.answers import Answer, Disconnected, NotConnected
-from proxy.engines.http_client import Access, HttpClient
+from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.kind import EngineKind
 from proxy.engines.state import SERVING, EngineState, EngineStatus
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
@@ -234,24 +233,15 @@ class Engine(EngineKind):
             raise EngineRefused(answer.status, raw)
         return raw
 
-    async def fetch_models(self) -> None:
-        """Read which model and which adapters it serves."""
-        models = (await self.ask("GET", "/v1/models"))["data"]
+    async def fetch_models(self, *, seconds: float = 10.0) -> None:
+        """Read which model and which adapters it serves; an adapter that is loaded meanwhile stays."""
+        before = set(self.adapters)
+        models = (await self.ask("GET", "/v1/models", seconds=seconds))["data"]
         self.model, self.model_path = str(models[0]["id"]), str(models[0].get("root") or models[0]["id"])
         served = {version for model in models if (version := adapter_version(str(model["id"]))) is not None}
-        known = self.adapters
-        self.adapters = {version: known[version] for version in known if version in served}
-        for version in sorted(served - known.keys()):
-            self.adapters[version] = Lane(self, version, adapter_name(version))
-
-    async def find_adapter(self, version: int) -> None:
-        """Note an adapter that another process has loaded, if it is served; the known ones stay.
-
-        Raises:
-            EngineError: it does not answer.
-        """
-        models = (await self.ask("GET", "/v1/models", seconds=HEALTH_TIMEOUT_SECONDS))["data"]
-        if any(str(model["id"]) == adapter_name(version) for model in models) and version not in self.adapters:
+        for version in before - served:
+            self.adapters.pop(version, None)
+        for version in sorted(served - self.adapters.keys()):
             self.adapters[version] = Lane(self, version, adapter_name(version))
 
     async def label_weights(self, label: int | str) -> None:
@@ -286,7 +276,7 @@ class Engine(EngineKind):
             try:
                 await self.add_adapter(adapter_name(version), path, seconds=seconds)
             except EngineRefused as refused:
-                await self.find_adapter(version)
+                await self.fetch_models()
                 if version in self.adapters:  # another process has loaded it meanwhile
                     return self.adapters[version]
                 raise ReloadFailed(

@@ -12,7 +12,7 @@ from typing import ClassVar
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured
-from proxy.engines.answers import Answer
+from proxy.engines.http_client import Answer
 from turnwise.errors import EngineRefused
 from turnwise.types import Json
 

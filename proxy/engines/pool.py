@@ -139,19 +139,15 @@ class EnginePool:
         lanes = [engine.active_lane for engine in serving]
         if arms:
             if session.arm in arms:
-                own = self._lanes_of(session.arm, serving)
+                own = self.lanes_of(session.arm, serving)
             else:
                 own = [lane for lane in lanes if lane.version not in arms]
             # Where one arm has no engine left, its sessions are better served by the other than not at all.
             lanes = own or lanes
         return self._choose(session.session_id, lanes)
 
-    def lanes_of(self, version: int) -> list[Lane]:
-        """Return what samples with a version now."""
-        return self._lanes_of(version, self.serving)
-
     @staticmethod
-    def _lanes_of(version: int | None, serving: Sequence[Engine]) -> list[Lane]:
+    def lanes_of(version: int | None, serving: Sequence[Engine]) -> list[Lane]:
         """Return what samples with a version: what engines serve, else their adapters, else weights under adapters."""
         found = [engine.active_lane for engine in serving if engine.active_lane.version == version]
         found = found or [lane for engine in serving for lane in engine.adapters.values() if lane.version == version]
@@ -161,7 +157,7 @@ class EnginePool:
         """Return the lanes of a version by engine; an engine that lacks the adapter can load it."""
         if wanted.kind is PolicyKind.LORA:
             return [engine.adapters.get(wanted.version, engine.base_lane) for engine in serving]
-        found = self._lanes_of(wanted.version, serving)
+        found = self.lanes_of(wanted.version, serving)
         if serving and not found:
             raise Conflict(
                 f"version {wanted.version} is whole weights, and no engine has them now: ask for an adapter, or "

@@ -246,10 +246,7 @@ class Arms:
 
     async def call_off(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
         """End a trial without a verdict, because a version was pinned or the canary share is 0 now."""
-        await self._restore(policy, active)
-        await self._lease.write(policies.reconsider_policy, policy.version)
-        await self._end()
-        self._metrics.canaries.labels("called_off").inc()
+        await self._end("called_off", policy, active, policies.reconsider_policy)
 
     async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
         """Store what the version is judged by, if it has changed."""
@@ -289,7 +286,8 @@ class Arms:
         probe = await self._loader.probe(policy, self._pool.serving[0])
         if active.kind is PolicyKind.LORA:
             await self._place(active, active)
-        tried, control = self._pool.lanes_of(policy.version), self._pool.lanes_of(active.version)
+        serving = self._pool.serving
+        tried, control = self._pool.lanes_of(policy.version, serving), self._pool.lanes_of(active.version, serving)
         if probe is None or not tried or not control:
             return None
         positions = probe.positions(NUM_PROBED)
@@ -304,13 +302,17 @@ class Arms:
     async def _withdraw(self, policy: PolicyVersion, active: PolicyVersion, reason: str) -> None:
         """Roll a version back and mark it failed."""
         log.error("policy version %d is rolled back: %s", policy.version, reason)
-        await self._restore(policy, active)
-        await self._lease.write(policies.fail_policy, policy.version, f"{policies.ROLLED_BACK}: {reason}")
-        await self._end()
-        self._metrics.canaries.labels("rolled_back").inc()
+        await self._end("rolled_back", policy, active, policies.fail_policy, f"{policies.ROLLED_BACK}: {reason}")
 
-    async def _restore(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
-        """Restore engines that have loaded the trial's whole weights, while other sessions are still kept from them.
+    async def _end(
+        self,
+        outcome: str,
+        policy: PolicyVersion,
+        active: PolicyVersion | None,
+        change: Callable[..., object],
+        *arguments: str,
+    ) -> None:
+        """End a trial: restore the engines that have its whole weights, record its end, and only then route to them.
 
         An adapter is unloaded once it has no calls.
         """
@@ -320,10 +322,10 @@ class Arms:
                     await self._loader.exchange(engine, active, None)
                 except (BadCheckpoint, EngineError, FilesNotRead) as error:
                     self._loader.take_out(engine, error)
-
-    async def _end(self) -> None:
+        await self._lease.write(change, policy.version, *arguments)
         await self._served.refresh()
         self.stop_draining()
+        self._metrics.canaries.labels(outcome).inc()
 
     def stop_draining(self) -> None:
         """Send new calls to all engines again; only the default policy, whose weights may be whole, drains engines."""

@@ -63,7 +63,7 @@ class DriverLease:
         is_kept = False
         async with self._lock:
             acquired_at = time.monotonic()
-            token = await asyncio.to_thread(self._acquire)
+            token = await self._change(leases.acquire_lease, self._owner, LEASE_SECONDS)
             if token is None:
                 yield False
                 return
@@ -86,7 +86,7 @@ class DriverLease:
                 self.token = None
                 if not is_kept:
                     with contextlib.suppress(StoreError):  # the lease then ends when it expires
-                        await asyncio.to_thread(self._release, token)
+                        await self._change(leases.release_lease, token)
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
         """Renew the lease until cancelled; cancel the driver when that is no longer possible."""
@@ -94,10 +94,8 @@ class DriverLease:
             await asyncio.sleep(RENEW_SECONDS)
             started = time.monotonic()
             try:
-                async with asyncio.timeout_at(
-                    asyncio.get_running_loop().time() + held_since + LEASE_SECONDS - MARGIN_SECONDS - started
-                ):
-                    is_held = await asyncio.to_thread(self._extend, token)
+                async with asyncio.timeout(held_since + LEASE_SECONDS - MARGIN_SECONDS - started):
+                    is_held = await self._change(leases.renew_lease, token, LEASE_SECONDS)
             except (StoreError, TimeoutError) as error:
                 log.warning("the reload lease could not be renewed: %s", str(error) or "no answer in time")
                 is_held = time.monotonic() < held_since + LEASE_SECONDS - MARGIN_SECONDS - RENEW_SECONDS
@@ -108,14 +106,11 @@ class DriverLease:
                 driver.cancel()
                 return
 
-    def _acquire(self) -> int | None:
-        with self._database.write() as connection:
-            return leases.acquire_lease(connection, LEASE, self._owner, LEASE_SECONDS)
+    async def _change(self, change: Callable[..., T], *arguments: object) -> T:
+        """Change the lease in a transaction over the separate connection."""
 
-    def _extend(self, token: int) -> bool:
-        with self._database.write() as connection:
-            return leases.renew_lease(connection, LEASE, token, LEASE_SECONDS)
+        def call() -> T:
+            with self._database.write() as connection:
+                return change(connection, LEASE, *arguments)
 
-    def _release(self, token: int) -> None:
-        with self._database.write() as connection:
-            leases.release_lease(connection, LEASE, token)
+        return await asyncio.to_thread(call)

@@ -181,28 +181,15 @@ class Loader:
             return 0.0
         probe = received.probe if received else await self.probe(policy, engine, seconds=None)
         await self._compare_base(engine, probe)
-        if received is None:
-            paused = await self._read_weights(engine, policy)
-        else:
-            paused = await self._replace_weights(
-                engine,
-                lambda: engine.load_received(policy.version, seconds=self._settings.reload_timeout_seconds),
-                policy.version,
-            )
+        paused = await self._replace_weights(engine, policy, received)
         await self._verify(engine.base_lane, probe)
         return paused
-
-    async def _read_weights(self, engine: Engine, policy: PolicyVersion) -> float:
-        """Load a version from its directory."""
-        path = engine.model_path if is_own_model(policy, engine) else policy.path
-        seconds = self._settings.reload_timeout_seconds
-        return await self._replace_weights(engine, lambda: engine.load_weights(path, seconds=seconds), policy.version)
 
     async def _load_base(self, engine: Engine) -> float:
         """Restore the model that the engine was started with: adapters were trained on it."""
         if engine.loaded_version in (UNLABELLED, 0):
             return 0.0
-        return await self._read_weights(engine, own_model(engine))
+        return await self._replace_weights(engine, own_model(engine), None)
 
     async def _load_adapter(self, engine: Engine, policy: PolicyVersion, probe: Probe | None) -> Lane:
         await self._compare_base(engine, probe)
@@ -210,13 +197,17 @@ class Loader:
         await self._verify(lane, probe)
         return lane
 
-    async def _replace_weights(self, engine: Engine, load: Callable[[], Awaitable[None]], version: int) -> float:
-        started = time.perf_counter()
+    async def _replace_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
+        """Load a version that the engine has received, or from its directory; return the pause, seconds."""
+        seconds, started = self._settings.reload_timeout_seconds, time.perf_counter()
         await engine.pause()
         await engine.label_weights(LOADING)
-        await load()
+        if received is None:
+            await engine.load_weights(weights_path(policy, engine), seconds=seconds)
+        else:
+            await engine.load_received(policy.version, seconds=seconds)
         self._faults.point("mid_reload")
-        await engine.label_weights(version)
+        await engine.label_weights(policy.version)
         await self._announce(engine)
         await engine.resume()
         return time.perf_counter() - started
@@ -298,7 +289,7 @@ class Loader:
         return await asyncio.shield(task)
 
     async def _load_missing(self, engine: Engine, version: int) -> Lane:
-        await engine.find_adapter(version)
+        await engine.fetch_models()
         if version in engine.adapters:  # another process has loaded it
             return engine.adapters[version]
         policy = await self._database.fetch(policies.get_policy, version)
@@ -336,6 +327,11 @@ def is_own_model(policy: PolicyVersion, engine: Engine) -> bool:
     if policy.version != 0 or policy.kind is not PolicyKind.FULL:
         return False
     return policy.path == engine.model_path or engine.same_models.get(policy.path, False)
+
+
+def weights_path(policy: PolicyVersion, engine: Engine) -> str:
+    """Return the directory that an engine loads a version's whole weights from."""
+    return engine.model_path if is_own_model(policy, engine) else policy.path
 
 
 def _is_same_model(path: str, own: str) -> bool:

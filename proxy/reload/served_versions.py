@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from proxy.engines.engine import Engine
+from proxy.engines.engine import HEALTH_TIMEOUT_SECONDS, Engine
 from proxy.engines.pool import EnginePool
 from turnwise.errors import EngineError
 from turnwise.store import named_policies, policies
@@ -71,14 +71,10 @@ class ServedVersions:
 
     async def _find_adapters(self, state: ServingState) -> None:
         """Ask the engines for adapters of the default policy that another process has loaded into them."""
-        missing = [
-            (engine, policy.version)
-            for policy in (state.active, state.canary, state.holdout)
-            if policy is not None and policy.kind is PolicyKind.LORA
-            for engine in self._pool.serving
-            if policy.version not in engine.adapters
-        ]
-        await asyncio.gather(*(_find_adapter(engine, version) for engine, version in missing))
+        served = [policy for policy in (state.active, state.canary, state.holdout) if policy is not None]
+        wanted = {policy.version for policy in served if policy.kind is PolicyKind.LORA}
+        lacking = [engine for engine in self._pool.serving if wanted - engine.adapters.keys()]
+        await asyncio.gather(*map(_find_adapters, lacking))
 
     def _apply(self, states: Mapping[int, ServingState], named: Sequence[Policy]) -> None:
         """Set the versions of each policy, and the adapter that the default policy's calls sample with."""
@@ -102,8 +98,8 @@ def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]
     return policies.serving_states(connection), named_policies.list_named_policies(connection)
 
 
-async def _find_adapter(engine: Engine, version: int) -> None:
+async def _find_adapters(engine: Engine) -> None:
     try:
-        await engine.find_adapter(version)
+        await engine.fetch_models(seconds=HEALTH_TIMEOUT_SECONDS)
     except EngineError as error:
-        log.info("calls of version %d go to other engines: %s", version, error)
+        log.info("calls of the adapters that an engine lacks go to other engines: %s", error)

@@ -15,9 +15,8 @@ from collections.abc import Callable
 
 import orjson
 
-from proxy.engines.answers import Disconnected
 from proxy.engines.engine import Engine
-from proxy.engines.http_client import HttpClient
+from proxy.engines.http_client import Disconnected, HttpClient
 from proxy.metrics import Metrics
 from turnwise.errors import EngineError, EngineRefused, StoreError
 from turnwise.store import weight_servers

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Scope, Send
 
 from proxy.dialects.chat import ChatCompletions
-from proxy.engines.answers import Disconnected
-from proxy.engines.http_client import Access, HttpClient
+from proxy.engines.http_client import Access, Disconnected, HttpClient
 from proxy.http.asgi import read_body
 from proxy.routes.calls import query_of
 from proxy.routes.reply_sender import ReplySender

@@ -15,8 +15,8 @@ import orjson
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from proxy.dialects.captured import Captured
-from proxy.engines.answers import Answer
 from proxy.engines.engine import Engine
+from proxy.engines.http_client import Answer
 from proxy.engines.vllm import requirements
 from proxy.engines.vllm.reply import read_parts, without_thinking
 from turnwise import logprob_request

@@ -8,8 +8,7 @@ import socket
 
 import pytest
 
-from proxy.engines.answers import BUFFERED_BYTES, AnswerTooLong, Disconnected
-from proxy.engines.http_client import HttpClient
+from proxy.engines.http_client import BUFFERED_BYTES, AnswerTooLong, Disconnected, HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18

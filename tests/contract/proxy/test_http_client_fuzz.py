@@ -9,8 +9,7 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.engines.answers import Disconnected
-from proxy.engines.http_client import HttpClient
+from proxy.engines.http_client import Disconnected, HttpClient
 
 SILENCE_SECONDS = 5.0
 BODIES = st.lists(st.binary(max_size=40), max_size=6)
