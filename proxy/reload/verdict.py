@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from proxy.settings import ProxySettings
-from turnwise.store.arms import Arm
+from turnwise.store.arms import Arm, difference
 
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
@@ -33,8 +33,9 @@ def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
     enough = settings.canary_min_sessions
     if min(canary.num_sessions, control.num_sessions) < enough:
         return None
-    rise = _share(canary.num_broken, canary.num_turns) - _share(control.num_broken, control.num_turns)
-    spread = math.hypot(*(_share_error(arm.num_broken, arm.num_turns) for arm in (canary, control)))
+    rise = canary.broken_share - control.broken_share
+    variances = (each.broken_share * (1 - each.broken_share) / max(1, each.num_turns) for each in (canary, control))
+    spread = math.sqrt(sum(variances))
     if rise - NUM_STANDARD_ERRORS * spread > settings.canary_broken_rise:
         return Verdict(
             False, f"{rise:.1%} more of its turns are broken; the limit is {settings.canary_broken_rise:.1%}"
@@ -42,32 +43,17 @@ def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
     is_final = canary.num_sessions >= settings.canary_max_sessions
     if min(len(canary.rewards), len(control.rewards)) < enough:
         return Verdict(True, f"{rise:+.1%} broken turns, and too few rewards to compare") if is_final else None
-    difference, error = _difference(canary.rewards, control.rewards)
+    gain, error = difference(canary.rewards, control.rewards)
     margin = 0.0 if is_final else NUM_STANDARD_ERRORS * error
     measured = (
-        f"mean session reward {difference:+.3f} ± {error:.3f} over {len(canary.rewards)} sessions against "
+        f"mean session reward {gain:+.3f} ± {error:.3f} over {len(canary.rewards)} sessions against "
         f"{len(control.rewards)}; the limit is {-settings.canary_reward_drop:+.3f}"
     )
-    if difference + margin < -settings.canary_reward_drop:
+    if gain + margin < -settings.canary_reward_drop:
         return Verdict(False, measured)
-    if difference - margin >= -settings.canary_reward_drop:
+    if gain - margin >= -settings.canary_reward_drop:
         return Verdict(True, measured)
     return None
-
-
-def _difference(canary: Sequence[float], control: Sequence[float]) -> tuple[float, float]:
-    """Return the difference of the means and its standard error after Welch."""
-    errors = [statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (canary, control)]
-    return statistics.fmean(canary) - statistics.fmean(control), math.hypot(*errors)
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-def _share_error(part: int, whole: int) -> float:
-    share = _share(part, whole)
-    return math.sqrt(share * (1 - share) / whole) if whole else 0.0
 
 
 def drift(before: Sequence[float], after: Sequence[float]) -> float:

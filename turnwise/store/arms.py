@@ -40,13 +40,18 @@ class Arm:
     by_name: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     """Rewards of the sessions that have a reward of this name."""
 
+    @property
+    def broken_share(self) -> float:
+        """The share of its turns that are broken; 0 without turns."""
+        return self.num_broken / self.num_turns if self.num_turns else 0.0
+
     def summary(self, version: int) -> Json:
         """Return the arm in a few numbers; the mean reward is None without a rewarded session."""
         return {
             "version": version,
             "num_sessions": self.num_sessions,
             "num_turns": self.num_turns,
-            "broken_share": self.num_broken / self.num_turns if self.num_turns else 0.0,
+            "broken_share": self.broken_share,
             "mean_reward": statistics.fmean(self.rewards) if self.rewards else None,
         }
 
@@ -61,6 +66,12 @@ def lift(newer: Arm, older: Arm) -> Json:
     return {name: _interval(*each) for name, each in pairs.items() if min(map(len, each)) >= MIN_REWARDS}
 
 
+def difference(newer: Sequence[float], older: Sequence[float]) -> tuple[float, float]:
+    """Return the difference of the means and its standard error after Welch, who assumes no equal variances."""
+    error = math.hypot(*(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (newer, older)))
+    return statistics.fmean(newer) - statistics.fmean(older), error
+
+
 def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
     """Return the difference of two means with the interval that holds at all times with probability 1 − α.
 
@@ -69,8 +80,7 @@ def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
     difference it is s · √(2 (n ρ² + 1) / (n ρ²) · log(√(n ρ² + 1) / α)) on each side. ρ makes it narrowest at
     `NARROWEST_AT` sessions. So it may be looked at after every session, and the first time that it excludes 0 counts.
     """
-    mean = statistics.fmean(newer) - statistics.fmean(older)
-    error = math.hypot(*(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (newer, older)))
+    mean, error = difference(newer, older)
     rho_2 = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / NARROWEST_AT
     n_rho_2 = (len(newer) + len(older)) * rho_2
     margin = error * math.sqrt(2 * (n_rho_2 + 1) / n_rho_2 * math.log(math.sqrt(n_rho_2 + 1) / ALPHA))

@@ -24,13 +24,6 @@ from turnwise.engine_requirements import CHAT_ROUTE
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
 from turnwise.types import TOOL_GRAMMAR, Json
 
-OWN_FIELDS = frozenset(
-    {
-        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority", "request_id", "data_parallel_rank"),
-        *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "stream_interval", "prompt_embeds"),
-    }
-)
-"""Request fields that steer the engine itself."""
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
 """Request fields that capture always sets on the chat route."""
 LOWEST_TEMPERATURE = 0.01
@@ -51,7 +44,12 @@ _counts = msgspec.json.Decoder(Counted)
 class Vllm(Engine):
     """One vLLM process."""
 
-    own_fields: ClassVar[frozenset[str]] = OWN_FIELDS
+    own_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority", "request_id", "data_parallel_rank"),
+            *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "stream_interval", "prompt_embeds"),
+        }
+    )
     has_lora = False
     """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
     returns_routing = False
