@@ -17,7 +17,7 @@ from typing import Protocol
 
 from trainer.pacing import StopFlag
 from turnwise.client.connection import DEFAULT_BASE_URL
-from turnwise.errors import StoreUnavailable
+from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import child_environment, variable_name
@@ -123,8 +123,8 @@ class LedgerEvaluator:
             # Not comparable with the evaluations of other versions, by which the best ones are chosen.
             return gauges | {"is_partial": True}
         if newest is not None and oldest == newest:
-            with self._db.write() as conn:
-                evaluations.record_evaluation(conn, newest, gauges)
+            with contextlib.suppress(NotFound), self._db.write() as conn:  # a version that was never published
+                policies.add_metrics(conn, newest, {"eval": gauges})
         return gauges
 
     def _over(self) -> list[Session]:

@@ -43,7 +43,7 @@ from turnwise.store import (
     named_policies,
     policies,
     queries,
-    weight_servers,
+    trainer_status,
 )
 from turnwise.store.database import Connection, Database, clock
 from turnwise.store.evaluations import SessionLabels
@@ -389,7 +389,7 @@ class LedgerSource:
         """
         try:
             with self._db.write() as conn:
-                weight_servers.announce_weights(conn, self._rule.trainer_id, url, from_micros(clock(conn)))
+                trainer_status.announce_weights(conn, self._rule.trainer_id, url, from_micros(clock(conn)))
         except StoreUnavailable as error:
             log.warning("the address of the weights was not stored, engines read directories: %s", error)
 

@@ -210,8 +210,8 @@ class InProcessProxy:
         sampled = self._sampler.sample([call.prompt for call in calls], max_tokens)
         turns = [self._turn(call, one) for call, one in zip(calls, sampled, strict=True)]
         with self._db.write() as conn:
-            stored = ledger.append_turns(conn, turns)
-        for call, one, turn in zip(calls, sampled, stored, strict=True):
+            ledger.append_turns(conn, turns)
+        for call, one, turn in zip(calls, sampled, turns, strict=True):
             chain = call.chain
             chain.turns.append(turn)
             chain.tokens = call.prompt + one.token_ids

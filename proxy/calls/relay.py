@@ -41,7 +41,7 @@ from turnwise.errors import (
 from turnwise.store import queries
 from turnwise.store.database import Connection, Database
 from turnwise.store.new_turns import SESSION_ENDED
-from turnwise.store.roles import set_roles
+from turnwise.store.session_changes import set_roles
 from turnwise.types import Turn
 
 Send = Callable[[bytes], Coroutine[Any, Any, None]]

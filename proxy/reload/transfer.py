@@ -19,7 +19,7 @@ from proxy.engines.engine import Engine
 from proxy.engines.http_client import Disconnected, HttpClient
 from proxy.metrics import Metrics
 from turnwise.errors import EngineError, EngineRefused, StoreError
-from turnwise.store import weight_servers
+from turnwise.store import trainer_status
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, PolicyVersion
 from turnwise.version_directory import Probe, probe_from
@@ -158,7 +158,7 @@ class Transfers:
 
     async def _urls(self) -> list[str]:
         try:
-            return await self._database.fetch(weight_servers.weight_urls)
+            return await self._database.fetch(trainer_status.weight_urls)
         except StoreError as error:
             log.warning("the addresses of weights could not be read: %s", error)
             return []

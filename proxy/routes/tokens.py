@@ -14,7 +14,7 @@ from proxy.routes.scaffold import Decode, scaffold_flags, spelled
 from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
-from turnwise.store import experiences, queries, trained
+from turnwise.store import experiences, lineage, trained
 from turnwise.store.database import Connection
 from turnwise.store.session_records import turn_path
 from turnwise.types import TRAINED_ROLES, Json, Role, Turn
@@ -32,7 +32,7 @@ async def get_tokens(
 
     def read(connection: Connection) -> Json:
         path = turn_path(connection, principal.tenant, turn_id)
-        session_pk, _ = queries.place_of_turn(connection, turn_id)
+        session_pk, _ = lineage.place_of_turn(connection, turn_id)
         credit = experiences.session_credit(connection, session_pk)
         updates = trained.trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}

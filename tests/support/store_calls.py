@@ -40,7 +40,6 @@ from turnwise.store import (
     policies,
     queries,
     retention,
-    roles,
     search,
     session_changes,
     session_records,
@@ -50,7 +49,6 @@ from turnwise.store import (
     trainer_status,
     update_summaries,
     usage,
-    weight_servers,
 )
 from turnwise.store.engine_activity import Activity
 from turnwise.store.expected_advantages import with_advantages
@@ -176,7 +174,7 @@ def _versions(conn: sa.Connection) -> None:
     policies.record_arms(conn, 1, {})
     policies.reconsider_policy(conn, 1)
     policies.fail_policy(conn, 1, "an error", {"engine_answer": {}})
-    evaluations.record_evaluation(conn, 1, {"reward_mean": 1.0})
+    policies.add_metrics(conn, 1, {"eval": {"reward_mean": 1.0}})
 
 
 def _holdout(conn: sa.Connection) -> None:
@@ -288,7 +286,7 @@ OF_TENANT: dict[str, Ask] = {
     "a turn that is stored": lambda c: ledger.append_turns(c, [inferred_turn("t8")]),
     "the path of a fork": lambda c: forks.read_path(c, _session("f"), "t-s-t2", before=True),
     "a fork": lambda c: [forks.copy_turns(c, _session("f"), "t-s-t1", ["t-s-t1", "t-s-t2"]) for _ in range(2)],
-    "a chain's role": lambda c: roles.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
+    "a chain's role": lambda c: session_changes.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
     "rewards": _rewards,
     "feedback": lambda c: (_feedback(c, "Rome"), _feedback(c, "Oslo"), feedback.feedback_of(c, "t", "s")),
     "a session with feedback that is deleted": lambda c: (_feedback(c, "Rome"), retention.delete_session(c, "t", "s")),
@@ -377,8 +375,8 @@ OF_ALL: dict[str, Ask] = {
         trainer_status.delete_report(c, "trainer"),
     ),
     "weights in memory": lambda c: (
-        weight_servers.announce_weights(c, "trainer", "http://trainer", NOW),
-        weight_servers.weight_urls(c),
+        trainer_status.announce_weights(c, "trainer", "http://trainer", NOW),
+        trainer_status.weight_urls(c),
     ),
     "all keys": lambda c: (keys.any_keys(c), keys.tenants_with_keys(c), keys.list_keys(c), keys.server_secret(c)),
     "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),

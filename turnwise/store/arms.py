@@ -13,9 +13,20 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.store import lineage
-from turnwise.store.rows import to_micros
+from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.tables import DELETED, policy_versions, sessions, turns
-from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, Credit, Json, Outcome, PolicyVersion, SessionStatus, Split
+from turnwise.types import (
+    DEFAULT_POLICY,
+    FORKED,
+    IMPORT,
+    Credit,
+    Json,
+    Outcome,
+    PolicyVersion,
+    Reward,
+    SessionStatus,
+    Split,
+)
 
 ALPHA = 0.05
 """Probability that the interval of a lift ever misses it."""
@@ -25,6 +36,8 @@ MAX_COMPARED = 10_000
 """Finished sessions that are read to compare two arms, the newest ones."""
 MIN_REWARDS = 8
 """Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
+_Compared = tuple[StoredRow, Sequence[Reward]]
+"""A finished session and its reward lines."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +108,7 @@ def arms_since(
     A session counts for the newest version that it sampled with.
     """
     found = _compared(conn, sessions.c.created_at >= to_micros(since), sessions.c.policy_id == policy_id)
-    newer, older = ([one for one in found if one.version == version] for version in versions)
+    newer, older = ([one for one in found if one[0].version == version] for version in versions)
     return _arm_of(newer), _arm_of(older)
 
 
@@ -114,25 +127,15 @@ def held_out_arms(conn: sa.Connection, holdout: PolicyVersion) -> tuple[Arm, Arm
     since = sessions.c.created_at >= began.scalar_subquery()
     is_over = sessions.c.ended_at.is_not(None)
     found = _compared(conn, sessions.c.group_id.is_(None), is_over, is_live, since, is_of_policy)
-    newer = [one for one in found if one.arm is None and one.version > holdout.version]
-    return _arm_of(newer), _arm_of([one for one in found if one.arm is not None])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Compared:
-    """What is compared of one finished session."""
-
-    version: int
-    """The newest one that it sampled with."""
-    arm: int | None
-    reward: float | None
-    named: Mapping[str, float]
-    num_turns: int
-    num_broken: int
+    newer = [one for one in found if one[0].arm is None and one[0].version > holdout.version]
+    return _arm_of(newer), _arm_of([one for one in found if one[0].arm is not None])
 
 
 def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[_Compared]:
-    """Return the newest finished sessions that fulfil the conditions and sampled something."""
+    """Return the newest finished sessions that fulfil the conditions and sampled something.
+
+    Each has the newest version that it sampled with, and its numbers of turns and of broken ones.
+    """
     broken = sa.or_(
         turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
     )
@@ -160,28 +163,19 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
         .group_by(*finished.c)
     ).all()
     lines = lineage.rewards_of(conn, [row.session_pk for row in found])
-    return [
-        _Compared(
-            version=row.version,
-            arm=row.arm,
-            reward=credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)),
-            named=credit.rewards_by_name(lines.get(row.session_pk, ()), Credit(row.credit)),
-            num_turns=row.num_turns,
-            num_broken=row.num_broken,
-        )
-        for row in found
-    ]
+    return [(row, lines.get(row.session_pk, [])) for row in found]
 
 
 def _arm_of(found: Sequence[_Compared]) -> Arm:
     by_name: dict[str, list[float]] = collections.defaultdict(list)
-    for one in found:
-        for name, value in one.named.items():
+    for row, lines in found:
+        for name, value in credit.rewards_by_name(lines, Credit(row.credit)).items():
             by_name[name].append(value)
+    rewards = (credit.session_reward(lines, Credit(row.credit)) for row, lines in found)
     return Arm(
-        rewards=tuple(one.reward for one in found if one.reward is not None),
+        rewards=tuple(reward for reward in rewards if reward is not None),
         num_sessions=len(found),
-        num_turns=sum(one.num_turns for one in found),
-        num_broken=sum(one.num_broken for one in found),
+        num_turns=sum(row.num_turns for row, _ in found),
+        num_broken=sum(row.num_broken for row, _ in found),
         by_name=by_name,
     )

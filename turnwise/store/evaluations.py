@@ -6,20 +6,17 @@ regression set of the publishing gate also has the sessions that a person or a j
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 import sqlalchemy as sa
 
-from turnwise.errors import NotFound
 from turnwise.experience import Experience
-from turnwise.store import policies
+from turnwise.store import lineage
 from turnwise.store.experiences import experiences_of_sessions
-from turnwise.store.labels import labels_of
 from turnwise.store.tables import policy_versions, session_labels, sessions, turns
-from turnwise.types import DEFAULT_POLICY, Json, Role, SessionKey, SessionStatus, Split
+from turnwise.types import DEFAULT_POLICY, Role, SessionKey, SessionStatus, Split
 
 SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
 """The labels of each session."""
@@ -36,18 +33,6 @@ def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple
         )
     ).one()
     return row[0], row[1]
-
-
-def record_evaluation(conn: sa.Connection, version: int, gauges: Json) -> None:
-    """Store an evaluation as `eval` in the metrics of its version; a later evaluation replaces it.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        version: The version; nothing is stored if it was never published.
-        gauges: The measured values.
-    """
-    with contextlib.suppress(NotFound):
-        policies.add_metrics(conn, version, {"eval": gauges})
 
 
 def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> dict[int, float]:
@@ -88,7 +73,7 @@ def regression_set(
             sessions.c.session_pk.in_(pks), is_over, sessions.c.policy_id == policy_id
         )
     ).all()
-    marks = labels_of(conn, [row.session_pk for row in found])
+    marks = lineage.labels_of(conn, [row.session_pk for row in found])
     named = {
         (row.tenant, row.session_id): frozenset(mark.label for mark in marks.get(row.session_pk, ())) for row in found
     }

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import ledger, lineage, queries
+from turnwise.store.tables import turns
 from turnwise.types import FORKED, Outcome, Session, Turn
 
 SLICE_TURNS = 20
@@ -37,8 +38,7 @@ def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bo
     Raises:
         NotFound: no such turn.
     """
-    session_pk, _ = queries.place_of_turn(conn, turn_id, session.tenant)
-    path = lineage.path_ids(conn, session_pk, turn_id)
+    path = [row.turn_id for row in lineage.path_to(conn, turn_id, turns.c.turn_id, tenant=session.tenant)]
     if before:
         path.pop()
     copied = queries.sessions_of_turns(conn, session.tenant, [copy_id(session, each) for each in path])

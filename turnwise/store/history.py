@@ -6,10 +6,10 @@ import json
 from collections.abc import Container, Sequence
 from typing import Literal
 
+import numpy as np
 import sqlalchemy as sa
 
 from turnwise.store import lineage, rows, tables
-from turnwise.store.queries import place_of_turn
 from turnwise.types import Outcome, SessionStatus, TokenIds, Turn
 
 _ADDED_COLUMNS = [
@@ -133,5 +133,5 @@ def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
     Raises:
         NotFound: no such turn.
     """
-    session_pk, _ = place_of_turn(conn, turn_id)
-    return lineage.tokens_through(conn, session_pk, turn_id)
+    path = lineage.path_to(conn, turn_id, tables.turns.c.prompt_delta, tables.turns.c.token_ids)
+    return np.concatenate([rows.ids_from_blob(blob) for row in path for blob in row])

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -22,7 +21,7 @@ from turnwise.store.queries import LockedSession, lock_sessions
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import insert_ignoring, insert_rows, is_among
 from turnwise.store.tables import rewards, sessions, turns
-from turnwise.types import MAX_REWARD, Outcome, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
+from turnwise.types import MAX_REWARD, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
 
 
 def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
@@ -46,40 +45,9 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
     return queries.session(conn, session.tenant, session.session_id), False
 
 
-def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
-    """Store turns of many sessions, each exactly once by its turn id and by its session and request key.
-
-    A turn of a session that is over is stored as untrainable with the reason `session_ended`.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        batch: Turns in order of arrival, parents before children.
-
-    Returns:
-        Each turn with its `seq`, `step` and `chain_id`; for a replay, the stored turn.
-
-    Raises:
-        NotFound: a session or a parent is not stored.
-        Conflict: another session has a turn with this id.
-    """
-    new_rows = list(map(rows.TURNS.row, batch))
-    are_added = new_turns.append(conn, new_rows)
-    return [
-        _placed(turn, row) if is_added else new_turns.stored_turn(conn, row)
-        for turn, row, is_added in zip(batch, new_rows, are_added, strict=True)
-    ]
-
-
-def _placed(turn: Turn, row: Mapping[str, Any]) -> Turn:
-    """Return a turn with the fields that the store has set in its row."""
-    return dataclasses.replace(
-        turn,
-        seq=row["seq"],
-        step=row["step"],
-        chain_id=row["chain_id"],
-        outcome=Outcome(row["outcome"]),
-        reason=row["reason"],
-    )
+def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> None:
+    """Store turns as `new_turns.append` does."""
+    new_turns.append(conn, list(map(rows.TURNS.row, batch)))
 
 
 def end_session(

@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
 
+from turnwise.errors import NotFound
 from turnwise.store import rows
 from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, num_fitting, size_of
-from turnwise.store.tables import rewards, sessions, turns
-from turnwise.types import Json, Reward, TokenIds, TrainedIn, Turn
+from turnwise.store.statements import is_among
+from turnwise.store.tables import rewards, session_labels, sessions, turns
+from turnwise.types import Json, Label, Reward, TokenIds, TrainedIn, Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +46,14 @@ class TurnView:
     """Lines for this turn or its step, in order of arrival; without lines for the whole session."""
 
 
-_TURN_COLUMNS = (*turns.c, sessions.c.session_id, sessions.c.tenant)
-_SELECT_TURNS = sa.select(*_TURN_COLUMNS).join_from(turns, sessions)
+SELECT_TURNS = sa.select(*turns.c, sessions.c.session_id, sessions.c.tenant).join_from(turns, sessions)
 _SELECT_REWARDS = sa.select(*rewards.c, sessions.c.session_id, sessions.c.tenant).join_from(rewards, sessions)
 
 
 def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, list[Turn]]:
     """Return all turns of these sessions in order of `seq`, by session."""
     found = conn.execute(
-        _SELECT_TURNS.where(turns.c.session_pk.in_(session_pks)).order_by(turns.c.session_pk, turns.c.seq)
+        SELECT_TURNS.where(turns.c.session_pk.in_(session_pks)).order_by(turns.c.session_pk, turns.c.seq)
     )
     return rows.by_key(found, "session_pk", rows.TURNS.record)
 
@@ -60,6 +62,17 @@ def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, 
     """Return all reward lines of these sessions in order of arrival, by session."""
     found = conn.execute(_SELECT_REWARDS.where(rewards.c.session_pk.in_(session_pks)).order_by(rewards.c.reward_id))
     return rows.by_key(found, "session_pk", rows.REWARDS.record)
+
+
+def labels_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, tuple[Label, ...]]:
+    """Return the labels of these sessions in alphabetical order, by session."""
+    found = conn.execute(
+        sa.select(session_labels)
+        .where(is_among(conn.dialect, session_labels.c.session_pk, session_pks))
+        .order_by(session_labels.c.session_pk, session_labels.c.label)
+    )
+    by_session = rows.by_key(found, "session_pk", rows.LABELS.record)
+    return {session_pk: tuple(labels) for session_pk, labels in by_session.items()}
 
 
 def session_lines(conn: sa.Connection, tenant: str, session_id: str) -> list[Reward]:
@@ -77,13 +90,35 @@ def session_turns(
 ) -> list[Turn]:
     """Return the turns of a session that satisfy the conditions, by default with their ancestors, in order of `seq`."""
     conditions = _with_parents(session_pk, *wanted) if with_ancestors else [turns.c.session_pk == session_pk, *wanted]
-    return [rows.TURNS.record(row) for row in conn.execute(_SELECT_TURNS.where(*conditions).order_by(turns.c.seq))]
+    return [rows.TURNS.record(row) for row in conn.execute(SELECT_TURNS.where(*conditions).order_by(turns.c.seq))]
 
 
-def path_ids(conn: sa.Connection, session_pk: int, turn_id: str) -> list[str]:
-    """Return the ids of the turns from the root of a chain to this turn, inclusive."""
+def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> tuple[int, int]:
+    """Return the key of a turn's session and its place in it.
+
+    Raises:
+        NotFound: no such turn, or none of this tenant.
+    """
+    found = sa.select(turns.c.session_pk, turns.c.seq).where(turns.c.turn_id == turn_id)
+    if tenant is not None:
+        found = found.join(sessions).where(sessions.c.tenant == tenant)
+    row = conn.execute(found).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+    return row.session_pk, row.seq
+
+
+def path_to(
+    conn: sa.Connection, turn_id: str, *columns: sa.ColumnElement[Any], tenant: str | None = None
+) -> list[rows.StoredRow]:
+    """Return columns of the turns from the root of a chain to this turn, inclusive.
+
+    Raises:
+        NotFound: no such turn, or none of this tenant.
+    """
+    session_pk, _ = place_of_turn(conn, turn_id, tenant)
     through = _with_parents(session_pk, turns.c.turn_id == turn_id)
-    return list(conn.execute(sa.select(turns.c.turn_id).where(*through).order_by(turns.c.seq)).scalars())
+    return list(conn.execute(sa.select(*columns).select_from(turns).where(*through).order_by(turns.c.seq)))
 
 
 def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> list[str]:
@@ -96,19 +131,9 @@ def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> lis
     return list(turn_ids[: num_fitting(sizes, len(turn_ids), max_bytes)])
 
 
-def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenIds:
-    """Return prompt and sampled tokens of one turn of a session."""
-    found = conn.execute(
-        sa.select(turns.c.prompt_delta, turns.c.token_ids)
-        .where(*_with_parents(session_pk, turns.c.turn_id == turn_id))
-        .order_by(turns.c.seq)
-    )
-    return np.concatenate([rows.ids_from_blob(blob) for row in found for blob in row])
-
-
 def turn_by_id(conn: sa.Connection, turn_id: str) -> Turn:
     """Return a stored turn."""
-    return rows.TURNS.record(conn.execute(_SELECT_TURNS.where(turns.c.turn_id == turn_id)).one())
+    return rows.TURNS.record(conn.execute(SELECT_TURNS.where(turns.c.turn_id == turn_id)).one())
 
 
 def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> Iterator[int]:

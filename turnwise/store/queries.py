@@ -18,7 +18,6 @@ from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, named_policies, pages, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
-from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch_rows
@@ -153,7 +152,7 @@ def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool =
     Raises:
         NotFound: no such turn.
     """
-    session_pk, seq = place_of_turn(conn, turn_id, tenant)
+    session_pk, seq = lineage.place_of_turn(conn, turn_id, tenant)
     return _views(conn, session_pk, seq, seq + 1, whole_prompt=whole_prompt)[0]
 
 
@@ -231,9 +230,7 @@ def stored_turn(
     """Return the session's turn with this id, or of an earlier call with this key; None if there is none."""
     names = {tables.turns.c.turn_id: turn_id, tables.turns.c.request_key: request_key}
     row = conn.execute(
-        sa.select(*tables.turns.c, tables.sessions.c.session_id, tables.sessions.c.tenant)
-        .join_from(tables.turns, tables.sessions)
-        .where(
+        lineage.SELECT_TURNS.where(
             tables.sessions.c.tenant == tenant,
             tables.sessions.c.session_id == session_id,
             sa.or_(*(column == name for column, name in names.items() if name is not None)),
@@ -323,7 +320,7 @@ def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict
 
 def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
     """Return these sessions with their rewards, updates and labels."""
-    labels = labels_of(conn, [row.session_pk for row in found])
+    labels = lineage.labels_of(conn, [row.session_pk for row in found])
     lines = lineage.rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
     updates_of = trained.trained_in(conn, [row.session_pk for row in found if row.group_pk is not None])
     return [
@@ -344,18 +341,3 @@ def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:
     if seq is None:
         raise NotFound(f"there is no turn {turn_id!r} in this session", param="after")
     return int(seq)
-
-
-def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> tuple[int, int]:
-    """Return the key of a turn's session and its place in it.
-
-    Raises:
-        NotFound: no such turn, or none of this tenant.
-    """
-    found = sa.select(tables.turns.c.session_pk, tables.turns.c.seq).where(tables.turns.c.turn_id == turn_id)
-    if tenant is not None:
-        found = found.join(tables.sessions).where(tables.sessions.c.tenant == tenant)
-    row = conn.execute(found).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-    return row.session_pk, row.seq

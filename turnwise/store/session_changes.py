@@ -2,7 +2,7 @@
 
 The fields that training reads can change while the session is open and its group accepts sessions; metadata and the
 user can change at any time. If any of the given fields can no longer change, the request is a conflict and nothing
-changes.
+changes. The roles of stored turns change because of later turns, or by a person.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Collection
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest
-from turnwise.store import groups, queries, rows
-from turnwise.store.tables import session_labels, sessions
-from turnwise.types import Label, Session, SessionStatus, Split
+from turnwise.store import groups, lineage, queries, rows
+from turnwise.store.statements import is_among
+from turnwise.store.tables import session_labels, sessions, turns
+from turnwise.types import Label, Role, Session, SessionStatus, Split
 
 CHANGEABLE = (
     *("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata"),
@@ -110,3 +111,23 @@ def remove_label(conn: sa.Connection, tenant: str, session_id: str, label: str) 
 def _delete_label(conn: sa.Connection, session_pk: int, label: str) -> None:
     own = session_labels.c.session_pk == session_pk, session_labels.c.label == label
     conn.execute(sa.delete(session_labels).where(*own))
+
+
+def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason: str) -> None:
+    """Set the role of these turns."""
+    changed = sa.update(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
+    conn.execute(changed.values(role=role.value, role_reason=reason))
+
+
+def set_chain_role(conn: sa.Connection, tenant: str, turn_id: str, role: Role) -> list[str]:
+    """Set the role of all turns in a turn's chain, with the reason `corrected`; return their ids.
+
+    Raises:
+        NotFound: this tenant has no such turn.
+    """
+    session_pk, _ = lineage.place_of_turn(conn, turn_id, tenant)
+    chain = sa.select(turns.c.chain_id).where(turns.c.turn_id == turn_id).scalar_subquery()
+    in_chain = sa.select(turns.c.turn_id).where(turns.c.session_pk == session_pk, turns.c.chain_id == chain)
+    turn_ids = list(conn.execute(in_chain.order_by(turns.c.seq)).scalars())
+    set_roles(conn, turn_ids, role, "corrected")
+    return turn_ids

@@ -13,9 +13,8 @@ from collections.abc import Collection, Iterator
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.store import lineage, named_policies, queries, rows
+from turnwise.store import lineage, named_policies, rows
 from turnwise.store.experiences import SessionFilter, rows_in_batches
-from turnwise.store.labels import labels_of
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Credit, Reward, Session, Turn
 
@@ -52,7 +51,7 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
     names = named_policies.names_of_policies(conn)
     for found in rows_in_batches(conn, *wanted.clauses()):
         pks = [row.session_pk for row in found]
-        stored, lines, labels = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks), labels_of(conn, pks)
+        stored, lines, labels = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks), lineage.labels_of(conn, pks)
         for row in found:
             judged = lines.get(row.session_pk, [])
             reward = credit.session_reward(judged, Credit(row.credit))
@@ -66,7 +65,7 @@ def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
     Raises:
         NotFound: this tenant has no such turn.
     """
-    session_pk, seq = queries.place_of_turn(conn, turn_id, tenant)
+    session_pk, seq = lineage.place_of_turn(conn, turn_id, tenant)
     return lineage.session_turns(conn, session_pk, turns.c.seq == seq)
 
 

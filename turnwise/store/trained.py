@@ -85,31 +85,21 @@ def all_updates(conn: sa.Connection) -> list[UpdateRecord]:
     return [rows.UPDATES.record(row) for row in conn.execute(sa.select(updates).order_by(updates.c.update_id))]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainedDigest:
-    """The digest of one session of an update, and what it is computed from."""
+def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, tuple[bytes | None, bytes | None]]:
+    """Return the digests of the sessions of an update that are still stored: as recorded with it, and as they are now.
 
-    digest: bytes | None
-    """As recorded with the update; None if a turn was deleted before the update was recorded."""
-    advantages: Advantages
-    turn_digests: Mapping[str, bytes | None]
-    """As stored with the turns, by turn id."""
-
-
-def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, TrainedDigest]:
-    """Return the digests of the sessions of an update that are still stored."""
+    The recorded one is None if a turn was deleted before the update was recorded.
+    """
     found = conn.execute(
         sa.select(sessions.c.tenant, sessions.c.session_id, trained_sessions.c.advantages, trained_sessions.c.digest)
         .join_from(trained_sessions, sessions)
         .where(trained_sessions.c.update_id == update_id)
     ).all()
-    advantages: dict[SessionKey, dict[str, float]] = {
-        (row.tenant, row.session_id): json.loads(row.advantages) for row in found
-    }
-    of_turns = _turn_digests(conn, {turn_id for each in advantages.values() for turn_id in each})
+    advantages: list[dict[str, float]] = [json.loads(row.advantages) for row in found]
+    of_turns = _turn_digests(conn, {turn_id for each in advantages for turn_id in each})
     return {
-        (row.tenant, row.session_id): TrainedDigest(row.digest, advantages[row.tenant, row.session_id], of_turns)
-        for row in found
+        (row.tenant, row.session_id): (row.digest, digests.session_digest(each, of_turns))
+        for row, each in zip(found, advantages, strict=True)
     }
 
 
@@ -159,7 +149,7 @@ def list_updates(
     page, has_more = pages.read(conn, newest, limit, size=_size(conn.dialect.name), max_bytes=max_bytes)
     records = [rows.UPDATES.record(row) for row in page]
     ids = [record.update_id for record in records]
-    in_update, of_update = _groups(conn, tenant, ids), _sessions(conn, tenant, ids)
+    in_update, of_update = groups_of(conn, tenant, ids), _sessions(conn, tenant, ids)
     views = [
         UpdateView(
             update=record, groups=tuple(in_update[record.update_id]), sessions=tuple(of_update[record.update_id])
@@ -179,7 +169,8 @@ def _size(dialect: str) -> sa.ColumnElement[int]:
     return own + _ITEM_BYTES * num_groups.scalar_subquery() + of_sessions.scalar_subquery()
 
 
-def _groups(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Mapping[int, list[UpdateGroup]]:
+def groups_of(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Mapping[int, list[UpdateGroup]]:
+    """Return one tenant's groups in these updates, by update."""
     found = conn.execute(
         sa.select(groups.c.update_id, groups.c.group_id, groups.c.status, groups.c.reason)
         .where(groups.c.update_id.in_(update_ids), groups.c.tenant == tenant)

@@ -2,7 +2,8 @@
 
 A trainer reports in words, and a thread of its process renews `seen_at`. One that stops or fails says so; one that was
 killed says nothing, and counts as silent after a while. The trainer `NAME/3` is of the policy with the number 3, and
-its report names it: the tenant that owns it sees it, and no other one.
+its report names it: the tenant that owns it sees it, and no other one. Trainers also say where they hand out the
+weights that they hold in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sqlalchemy as sa
 
 from turnwise.store.database import clock
 from turnwise.store.rows import RowFormat, StoredRow, to_micros
-from turnwise.store.tables import policies
+from turnwise.store.tables import policies, weight_servers
 from turnwise.store.tables import trainer_status as table
 from turnwise.types import DEFAULT_POLICY
 
@@ -97,3 +98,15 @@ def _status(row: StoredRow, seen_since: float) -> TrainerStatus:
     status = _STATUSES.record(row)
     is_silent = status.state in {TrainerState.RUNNING, TrainerState.BLOCKED} and row.seen_at < seen_since
     return dataclasses.replace(status, state=TrainerState.SILENT) if is_silent else status
+
+
+def announce_weights(conn: sa.Connection, trainer_id: str, url: str | None, now: datetime.datetime) -> None:
+    """Store the address of a trainer's weights; None removes it."""
+    conn.execute(sa.delete(weight_servers).where(weight_servers.c.trainer_id == trainer_id))
+    if url is not None:
+        conn.execute(sa.insert(weight_servers).values(trainer_id=trainer_id, url=url, announced_at=to_micros(now)))
+
+
+def weight_urls(conn: sa.Connection) -> list[str]:
+    """Return the addresses of all trainers' weights, the latest announcement first."""
+    return list(conn.execute(sa.select(weight_servers.c.url).order_by(weight_servers.c.announced_at.desc())).scalars())

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.store import lineage, queries
+from turnwise.store import lineage, queries, trained
 from turnwise.store.engine_activity import Period, idle_shares
 from turnwise.store.tables import groups, sessions
 from turnwise.types import Credit, GroupStatus, Json, UpdateRecord
@@ -60,7 +60,7 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
     judged = {update.update_id: list(_judged_sessions(conn, tenant, update.update_id)) for update in newest}
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
-    dropped = _dropped(conn, tenant, list(judged))
+    in_update = trained.groups_of(conn, tenant, list(judged))
     idle = dict(zip(judged, idle_shares(conn, _periods(newest)), strict=True))
     return [
         UpdateSummary(
@@ -70,7 +70,7 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
             created_at=update.created_at,
             num_tokens=update.num_tokens,
             metrics=update.metrics,
-            dropped=dropped[update.update_id],
+            dropped=_dropped(in_update[update.update_id]),
             reward=_mean([one.reward for _, one in judged[update.update_id]]),
             by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
             by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
@@ -89,21 +89,9 @@ def _periods(newest: Sequence[UpdateRecord]) -> list[Period | None]:
     return periods
 
 
-def _dropped(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, dict[str, int]]:
-    """Return the number of dropped groups of each update, by reason."""
-    found = conn.execute(
-        sa.select(groups.c.update_id, groups.c.reason, sa.func.count().label("number"))
-        .where(
-            groups.c.update_id.in_(update_ids),
-            groups.c.tenant == tenant,
-            groups.c.status == GroupStatus.DROPPED.value,
-        )
-        .group_by(groups.c.update_id, groups.c.reason)
-    )
-    dropped: dict[int, dict[str, int]] = defaultdict(dict)
-    for row in found:
-        dropped[row.update_id][row.reason or "no reason"] = row.number
-    return dropped
+def _dropped(in_update: Iterable[trained.UpdateGroup]) -> dict[str, int]:
+    """Return the number of dropped groups of an update, by reason."""
+    return dict(Counter(group.reason or "no reason" for group in in_update if group.status is GroupStatus.DROPPED))
 
 
 def _judged_sessions(

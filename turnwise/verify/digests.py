@@ -39,10 +39,10 @@ def check_update(conn: sa.Connection, update: UpdateRecord, report: Report) -> N
         return
     report.checked["updates"] += 1
     before = report.num_mismatches
-    for (tenant, session_id), each in trained.items():
-        if each.digest != digests.session_digest(each.advantages, each.turn_digests):
+    for (tenant, session_id), (recorded_digest, recomputed) in trained.items():
+        if recorded_digest != recomputed:
             place = f"update {update.update_id} session {session_id!r} of tenant {tenant!r}"
             report.add("digest", place, "its trained turns or their advantages were changed")
-    recorded = digests.batch_digest({key: each.digest for key, each in trained.items()})
+    recorded = digests.batch_digest({key: each for key, (each, _) in trained.items()})
     if recorded != update.batch_digest and report.num_mismatches == before:
         report.add("digest", f"update {update.update_id} batch_digest", "is not that of its sessions")

@@ -21,7 +21,7 @@ from proxy.engines.state import EngineState
 from proxy.reload import transfer
 from trainer.publish.weight_server import HeldVersions, WeightRule, WeightServer
 from turnwise.engine_plugin import channel
-from turnwise.store import policies, weight_servers
+from turnwise.store import policies, trainer_status
 from turnwise.types import PolicyVersion
 
 NO_PROBE = {"token_ids": [1], "logprobs": []}
@@ -46,7 +46,7 @@ def trainer(stage: Stage) -> Iterator[WeightServer]:
 
 def announce(stage: Stage, url: str | None) -> None:
     with stage.database.write() as connection:
-        weight_servers.announce_weights(connection, "trainer", url, datetime.now(UTC))
+        trainer_status.announce_weights(connection, "trainer", url, datetime.now(UTC))
 
 
 def publish_unwritten(stage: Stage, version: int, *, digest: str | None = None) -> None:

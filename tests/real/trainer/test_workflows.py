@@ -33,7 +33,7 @@ from trainer.policy import agent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.store import evaluations, policies, queries, trained
+from turnwise.store import policies, queries, trained
 from turnwise.store.trainer_status import trainer_statuses
 from turnwise.version_directory import read_manifest, weights_digest
 
@@ -353,10 +353,10 @@ def test_every_second_and_the_best_version_stay_on_disk(tmp_path, model, ledger)
     changes = {"groups_per_batch": 1, "keep_versions": 1, "keep_every": 2, "keep_best": 1}
     train(settings_for(tmp_path, model, total_batches=1, **changes))
     with ledger.write() as conn:
-        evaluations.record_evaluation(conn, 1, {"reward_mean": 0.75})
+        policies.add_metrics(conn, 1, {"eval": {"reward_mean": 0.75}})
     train(settings_for(tmp_path, model, total_batches=2, **changes))
     with ledger.write() as conn:
-        evaluations.record_evaluation(conn, 2, {"reward_mean": 0.5})
+        policies.add_metrics(conn, 2, {"eval": {"reward_mean": 0.5}})
     train(settings_for(tmp_path, model, total_batches=6, **changes))
     left = {path.name for path in (tmp_path / "policies").glob("v*[0-9]")}
     assert left == {f"v00000{version}" for version in (1, 2, 4, 5, 6)}

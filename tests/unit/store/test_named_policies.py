@@ -179,7 +179,7 @@ def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two
         policies.publish_policy(conn, adapter(6, b, update_id=3))
         assert policies.fail_unwritten(conn, 0, a) == []
         assert policies.fail_unwritten(conn, 0, b) == [6]
-        evaluations.record_evaluation(conn, 3, {"reward_mean": 0.5})
+        policies.add_metrics(conn, 3, {"eval": {"reward_mean": 0.5}})
         assert evaluations.evaluated_versions(conn, a) == {3: 0.5}
         assert evaluations.evaluated_versions(conn, b) == {}
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
-from turnwise.store import experiences, history, ledger, policies, queries, roles, session_records
+from turnwise.store import experiences, history, ledger, policies, queries, session_changes, session_records
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus, Split, utc_now
@@ -74,7 +74,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
     for ask, says in (
         (lambda: queries.session(connection, "other", "s"), "no session 's'"),
         (lambda: queries.turn(connection, "other", "t1"), "no turn 't1'"),
-        (lambda: roles.set_chain_role(connection, "other", "t1", Role.SIDE), "no turn 't1'"),
+        (lambda: session_changes.set_chain_role(connection, "other", "t1", Role.SIDE), "no turn 't1'"),
         (lambda: session_records.turn_path(connection, "other", "t1"), "no turn 't1'"),
         (lambda: queries.turn(connection, "default", "t9"), "no turn 't9'"),
         (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
