@@ -123,8 +123,8 @@ class Budgets:
         since = self.since_day()
         with self._database.read() as connection:
             for account in accounts:
-                stored = usage.used_tokens(connection, account.tenant, account.key_id, since_day=since)
-                account.num_tokens = stored + self._unstored(account)
+                stored = usage.used_by_key(connection, account.tenant, account.key_id, since_day=since)
+                account.num_tokens = sum(stored.values()) + self._unstored(account)
                 account.budget = self._tenant_budget
                 if account.key_id is not None:
                     own = usage.key_budget(connection, account.tenant, account.key_id)

@@ -144,7 +144,6 @@ def _named_policies(conn: sa.Connection) -> None:
     policies.import_policy(conn, "t", "brought", "/adapter")
     retention.finish(opened(conn), retention.Deleted(policy_versions=(0,)))
     named_policies.delete_policies(conn, "t")
-    policies.paths_in_use(conn, [adapter])
 
 
 def _lease(conn: sa.Connection) -> None:
@@ -193,7 +192,7 @@ def _keys(conn: sa.Connection) -> None:
     keys.list_keys(conn, "t")
     keys.revoke_key(conn, key_id, tenant="t")
     usage.add_usage(conn, {("t", key_id, 1): 5})
-    usage.used_tokens(conn, "t", key_id, since_day=1)
+    usage.used_by_key(conn, "t", key_id, since_day=1)
     usage.used_by_key(conn, "t", since_day=1)
     usage.key_budget(conn, "t", key_id)
 
@@ -367,7 +366,7 @@ OF_ALL: dict[str, Ask] = {
     ),
     "a lease": _lease,
     "engine activity": lambda c: [engine_activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
-    "idle shares of engines": lambda c: engine_activity.idle_shares(c, [(NOW - WEEK, NOW)]),
+    "idle shares of engines": lambda c: engine_activity.idle_shares(c, {1: (NOW - WEEK, NOW)}),
     "trainers": lambda c: (
         trainer_status.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
         trainer_status.note_sign_of_life(c, "trainer"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -46,16 +46,15 @@ def add_activity(conn: sa.Connection, seen: Mapping[tuple[int, str], Activity]) 
         conn.execute(sa.delete(table).where(table.c.minute < newest - KEPT_MINUTES))
 
 
-def idle_shares(conn: sa.Connection, periods: Sequence[Period | None]) -> list[float | None]:
+def idle_shares(conn: sa.Connection, periods: Mapping[int, Period]) -> dict[int, float | None]:
     """Return for each period the share of the engines' serving seconds in which no call ran.
 
-    None for an absent period, and for one in which no engine served or nothing was observed.
+    None for a period in which no engine served or nothing was observed.
     """
-    bounds = [None if each is None else (int(each[0].timestamp()), int(each[1].timestamp())) for each in periods]
-    known = [each for each in bounds if each is not None]
-    if not known:
-        return [None] * len(bounds)
-    first, last = min(begin for begin, _ in known), max(end for _, end in known)
+    if not periods:
+        return {}
+    bounds = {key: (int(begin.timestamp()), int(end.timestamp())) for key, (begin, end) in periods.items()}
+    first, last = min(begin for begin, _ in bounds.values()), max(end for _, end in bounds.values())
     found = conn.execute(
         sa.select(table.c.minute, table.c.served, table.c.busy)
         .where(table.c.minute.between(first // SECONDS, last // SECONDS))
@@ -72,7 +71,7 @@ def idle_shares(conn: sa.Connection, periods: Sequence[Period | None]) -> list[f
             num_idle += (served & ~row.busy).bit_count()
         return num_idle / num_served if num_served else None
 
-    return [None if each is None else share(*each) for each in bounds]
+    return {key: share(*each) for key, each in bounds.items()}
 
 
 def _bits(begin: int, end: int) -> int:

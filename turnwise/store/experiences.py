@@ -24,6 +24,7 @@ from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.errors import InvalidRequest
 from turnwise.experience import EID, HINTS, Experience
 from turnwise.store import lineage, named_policies, rows, trained
+from turnwise.store.pages import num_within
 from turnwise.store.statements import is_among
 from turnwise.store.tables import DELETED, feedback, session_labels, sessions
 from turnwise.types import (
@@ -160,10 +161,9 @@ def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Ite
     while True:
         page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
         found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
-        totals = itertools.accumulate(row.num_turns for row in found)
-        batch = [row for row, total in zip(found, totals, strict=True) if total <= _TURNS_AT_ONCE] or found[:1]
-        if not batch:
+        if not found:
             return
+        batch = found[: num_within((row.num_turns for row in found), _TURNS_AT_ONCE)]
         behind = batch[-1].session_pk
         yield batch
 
@@ -205,7 +205,7 @@ def _of_session(
         gamma=row.gamma if shape.gamma is None else shape.gamma,
         reward_bonus_coeff=shape.reward_bonus_coeff,
     )
-    session = rows.session_from_row(row, assigned.reward)
+    session = rows.SESSIONS.record(row, reward=assigned.reward)
     by_id = {turn.turn_id: turn for turn in turns}
     for sequence in merge_session(turns) if shape.merge == "chain" else split_session(turns):
         agent = agent_digest(root_of(sequence.turns[0], by_id).messages)

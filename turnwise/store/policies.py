@@ -412,12 +412,6 @@ def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
         return None
 
 
-def paths_in_use(conn: sa.Connection, deleted: Iterable[PolicyVersion]) -> set[str]:
-    """Return the directories of deleted versions that versions of other policies have too."""
-    wanted = {policy.path for policy in deleted}
-    return set(conn.execute(sa.select(table.c.path).where(table.c.path.in_(wanted))).scalars())
-
-
 def remove_files(deleted: Iterable[PolicyVersion], in_use: Collection[str] = ()) -> list[str]:
     """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
 

@@ -324,11 +324,11 @@ def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> 
     lines = lineage.rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
     updates_of = trained.trained_in(conn, [row.session_pk for row in found if row.group_pk is not None])
     return [
-        rows.session_from_row(
+        rows.SESSIONS.record(
             row,
-            credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)),
-            (update for update, _ in updates_of.get(row.session_pk, ())),
-            labels.get(row.session_pk, ()),
+            reward=credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)),
+            trained_in=tuple(update for update, _ in updates_of.get(row.session_pk, ())),
+            labels=labels.get(row.session_pk, ()),
         )
         for row in found
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import sqlalchemy as sa
 from turnwise.store import lineage, named_policies, policies, queries
 from turnwise.store.database import Database
 from turnwise.store.idempotency import forget_sessions
+from turnwise.store.pages import num_within
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among
 from turnwise.store.tables import (
@@ -29,6 +29,7 @@ from turnwise.store.tables import (
     feedback,
     groups,
     idempotency,
+    policy_versions,
     rewards,
     session_labels,
     sessions,
@@ -141,7 +142,9 @@ def finish(database: Database, deleted: Deleted) -> Json:
     """Remove the files of deleted policies; return what a deletion removed and what of it is left, as JSON."""
     with database.read() as conn:
         cloned = named_policies.bases_since(conn, deleted.policy_versions)
-        in_use = policies.paths_in_use(conn, deleted.deleted_versions)
+        path = policy_versions.c.path
+        is_deleted = path.in_({policy.path for policy in deleted.deleted_versions})
+        in_use = set(conn.execute(sa.select(path).where(is_deleted)).scalars())
     return {
         "num_sessions": len(deleted.sessions),
         "num_turns": deleted.num_turns,
@@ -179,14 +182,8 @@ def over_since(
                 sa.or_(at > after.last_active_at, pk > after.session_pk),
             )
         if found := conn.execute(page).all():
-            return _with_few_turns(found)
+            return list(found[: num_within((row.num_turns for row in found), TURNS_AT_ONCE)])
     return []
-
-
-def _with_few_turns(found: Sequence[StoredRow]) -> list[StoredRow]:
-    """Return the first of these sessions that have `TURNS_AT_ONCE` turns together; always the first one."""
-    num_turns = itertools.accumulate(row.num_turns for row in found)
-    return list(found[: max(1, sum(number <= TURNS_AT_ONCE for number in num_turns))])
 
 
 def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:

@@ -33,7 +33,6 @@ from turnwise.types import (
     Session,
     SessionStatus,
     TokenIds,
-    TrainedIn,
     Turn,
     UpdateRecord,
 )
@@ -217,13 +216,6 @@ def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
         status=SessionStatus.OPEN.value,
         last_active_at=to_micros(session.created_at),
     )
-
-
-def session_from_row(
-    row: StoredRow, reward: float | None, trained_in: Iterable[TrainedIn] = (), labels: tuple[Label, ...] = ()
-) -> Session:
-    """Return a stored session; its reward is computed from its reward lines."""
-    return SESSIONS.record(row, reward=reward, trained_in=tuple(trained_in), labels=labels)
 
 
 def turn_row(turn: Turn, session_pk: int) -> dict[str, Any]:

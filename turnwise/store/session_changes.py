@@ -41,7 +41,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
         Conflict: one of the fields can no longer change.
     """
     row = queries.session_row(conn, wanted.tenant, wanted.session_id, lock=True)
-    stored = rows.session_from_row(row, None)
+    stored = rows.SESSIONS.record(row)
     changes = {name: getattr(wanted, name) for name in CHANGEABLE if name in given}
     changes = {name: value for name, value in changes.items() if value != getattr(stored, name)}
     if not changes:

@@ -55,7 +55,7 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
         for row in found:
             judged = lines.get(row.session_pk, [])
             reward = credit.session_reward(judged, Credit(row.credit))
-            session = rows.session_from_row(row, reward, labels=labels.get(row.session_pk, ()))
+            session = rows.SESSIONS.record(row, reward=reward, labels=labels.get(row.session_pk, ()))
             yield SessionRecord(session, names[row.policy_id], stored.get(row.session_pk, []), judged)
 
 

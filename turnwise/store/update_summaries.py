@@ -61,7 +61,7 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
     in_update = trained.groups_of(conn, tenant, list(judged))
-    idle = dict(zip(judged, idle_shares(conn, _periods(newest)), strict=True))
+    idle = idle_shares(conn, _periods(newest))
     return [
         UpdateSummary(
             update_id=update.update_id,
@@ -74,18 +74,20 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
             reward=_mean([one.reward for _, one in judged[update.update_id]]),
             by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
             by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
-            engine_idle_share=idle[update.update_id],
+            engine_idle_share=idle.get(update.update_id),
         )
         for update in reversed(newest)
     ]
 
 
-def _periods(newest: Sequence[UpdateRecord]) -> list[Period | None]:
-    """Return for each update, newest first, the time since the update of the same trainer before it."""
-    periods: list[Period | None] = []
-    for at, update in enumerate(newest):
-        before = next((each for each in newest[at + 1 :] if each.trainer_id == update.trainer_id), None)
-        periods.append(None if before is None else (before.created_at, update.created_at))
+def _periods(newest: Sequence[UpdateRecord]) -> dict[int, Period]:
+    """Return the time since the update of the same trainer before it, for each update that follows one."""
+    periods: dict[int, Period] = {}
+    last: dict[str, datetime.datetime] = {}
+    for update in reversed(newest):
+        if update.trainer_id in last:
+            periods[update.update_id] = last[update.trainer_id], update.created_at
+        last[update.trainer_id] = update.created_at
     return periods
 
 

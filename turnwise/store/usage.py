@@ -32,11 +32,6 @@ def add_usage(conn: sa.Connection, amounts: Mapping[tuple[str, str, int], int]) 
         )
 
 
-def used_tokens(conn: sa.Connection, tenant: str, key_id: str | None = None, *, since_day: int | None = None) -> int:
-    """Return the tokens that a key used, or with `key_id=None` all keys of the tenant, from a day on."""
-    return sum(used_by_key(conn, tenant, key_id, since_day=since_day).values())
-
-
 def used_by_key(
     conn: sa.Connection, tenant: str | None = None, key_id: str | None = None, *, since_day: int | None = None
 ) -> dict[str, int]:

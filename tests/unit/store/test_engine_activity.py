@@ -30,15 +30,14 @@ def test_the_seconds_of_several_processes_are_combined(database: Database) -> No
         # Engine a is served for half of the next minute, always with calls.
         add_activity(connection, {(MINUTE + 1, "a"): Activity(bits(0, 30), bits(0, 30))})
     with database.read() as connection:
-        periods = [
-            (at(0, 0), at(1, 0)),  # a: 30 of 60 idle, b: 60 of 60
-            (at(0, 20), at(1, 10)),  # a: 10 of second 20 to 30 busy, 30 idle; then 10 busy; b: 40 idle
-            (at(1, 30), at(2, 0)),  # no engine served
-            None,
-            (at(5, 0), at(6, 0)),
-        ]
-        assert idle_shares(connection, periods) == [90 / 120, 70 / 90, None, None, None]
-        assert idle_shares(connection, [None]) == [None]
+        periods = {
+            1: (at(0, 0), at(1, 0)),  # a: 30 of 60 idle, b: 60 of 60
+            2: (at(0, 20), at(1, 10)),  # a: 10 of second 20 to 30 busy, 30 idle; then 10 busy; b: 40 idle
+            3: (at(1, 30), at(2, 0)),  # no engine served
+            4: (at(5, 0), at(6, 0)),
+        }
+        assert idle_shares(connection, periods) == {1: 90 / 120, 2: 70 / 90, 3: None, 4: None}
+        assert idle_shares(connection, {}) == {}
 
 
 def test_old_minutes_are_deleted(database: Database) -> None:

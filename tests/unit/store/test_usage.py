@@ -10,10 +10,10 @@ def test_usage_is_summed_by_key_tenant_and_day(database: Database) -> None:
     with database.write() as connection:
         usage.add_usage(connection, {("a", "k1", 10): 3, ("a", "k2", 11): 4, ("b", "k1", 11): 100})
         usage.add_usage(connection, {("a", "k1", 10): 5, ("a", "k1", 12): 1})
-        assert usage.used_tokens(connection, "a") == 13
-        assert usage.used_tokens(connection, "a", "k1") == 9
-        assert usage.used_tokens(connection, "a", "k1", since_day=11) == 1
-        assert usage.used_tokens(connection, "nobody") == 0
+        assert usage.used_by_key(connection, "a") == {"k1": 9, "k2": 4}
+        assert usage.used_by_key(connection, "a", "k1") == {"k1": 9}
+        assert usage.used_by_key(connection, "a", "k1", since_day=11) == {"k1": 1}
+        assert usage.used_by_key(connection, "nobody") == {}
         assert usage.used_by_key(connection, "a", since_day=11) == {"k1": 1, "k2": 4}
 
 
@@ -22,4 +22,4 @@ def test_a_deleted_tenant_leaves_no_usage(database: Database) -> None:
         keys.create_key(connection, "a", keys.KeyRole.AGENT, "")
         usage.add_usage(connection, {("a", "k", 1): 3, ("b", "k", 1): 4})
         retention.delete_tenant(connection, "a")
-        assert (usage.used_tokens(connection, "a"), usage.used_tokens(connection, "b")) == (0, 4)
+        assert (usage.used_by_key(connection, "a"), usage.used_by_key(connection, "b")) == ({}, {"k": 4})
