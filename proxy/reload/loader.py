@@ -89,10 +89,10 @@ class Loader:
             FilesNotRead: its files are being read; call again.
         """
         if not is_own_model(policy, engine) and await self._transfers.offer(policy, engine) is None:
-            await self._check_directory(policy, engine, PATIENCE_SECONDS)
+            await self._check_directory(policy, engine)
 
-    async def _check_directory(self, policy: PolicyVersion, engine: Engine, seconds: float | None) -> None:
-        """Check all files of a version; wait so long for it, None for the time that it takes."""
+    async def _check_directory(self, policy: PolicyVersion, engine: Engine) -> None:
+        """Check all files of a version."""
         if not policy.is_written:
             raise FilesNotRead(f"version {policy.version} is not on disk yet, and its trainer does not hand it out")
         path, model_path = policy.path, engine.model_path
@@ -102,7 +102,7 @@ class Loader:
             check_tokenizer(path, model_path)
             check_values(path)
 
-        await self.files.read(("check", path, str(model_path)), path, check, seconds=seconds)
+        await self.files.read(("check", path, str(model_path)), path, check, seconds=PATIENCE_SECONDS)
 
     async def exchange(self, engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
         """Make the engine serve the target, or on failure the last good version; return the pause, seconds.
@@ -138,7 +138,7 @@ class Loader:
             self._faults.point("weights_received")
             return offer
         # The check of a version that is in memory is its transfer's.
-        await self._check_directory(policy, engine, PATIENCE_SECONDS)
+        await self._check_directory(policy, engine)
         return None
 
     async def load(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
@@ -296,7 +296,7 @@ class Loader:
         self._metrics.adapter_loads.inc()
         return await engine.load_adapter(version, policy.path, seconds=self._settings.reload_timeout_seconds)
 
-    async def retire(self, engine: Engine, keep: set[int], *, num_spared: int = 1, ended: Collection[int] = ()) -> None:
+    async def retire(self, engine: Engine, keep: set[int], *, num_spared: int, ended: Collection[int]) -> None:
         """Unload adapters without calls, except the latest ones: another process may still call them.
 
         Args:
