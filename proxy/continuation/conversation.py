@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import operator
 import time
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ class Prefixes(cachetools.LRUCache[Prefix, tuple[Owner, int]]):
         """Return the owner's longest prefix that a JSON array of messages begins with."""
         alike = [
             prefix
-            for prefix in list(self._by_owner.get(owner, ()))[-MAX_COMPARED:]
+            for prefix in itertools.islice(reversed(self._by_owner.get(owner, {})), MAX_COMPARED)
             if text.endswith(prefix.tail, 0, prefix.num_bytes) and text.startswith((b",", b"]"), prefix.num_bytes)
         ]
         alike.sort(key=operator.attrgetter("num_bytes"), reverse=True)
