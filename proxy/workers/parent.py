@@ -151,6 +151,9 @@ class _Workers:
         num_quick_deaths, has_served = 0, False
         while not self._is_stopping:
             worker = await self._start(number)
+            if self._is_stopping:  # `_end_all` did not see this one
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.kill()
             code = await worker.process.wait()
             self._forget(worker)
             if self._is_stopping:
