@@ -32,7 +32,7 @@ from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import ledger, new_turns, opening
-from turnwise.store.database import Connection, Database
+from turnwise.store.database import Connection, Database, attempt
 from turnwise.store.new_turns import TurnRow
 from turnwise.telemetry import LogFormat, configure_logging
 from turnwise.types import Outcome, Reward, Session, Turn
@@ -222,7 +222,9 @@ class Committer:
                 results |= zip((number for number, _ in opens), opened, strict=True)
             for job in batch:
                 if isinstance(job.work, Work):
-                    results[job.number] = _attempt(connection, job.work)
+                    results[job.number] = attempt(
+                        connection, job.work.function, *job.work.arguments, **job.work.options
+                    )
                     self.note_progress()
             if appends:
                 results |= _append(connection, appends)
@@ -250,16 +252,6 @@ def _ending(connection: Connection, row: TurnRow, *, is_new: bool) -> tuple[Any,
         return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("routing_problem")
     turn = new_turns.stored_turn(connection, row)
     return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id
-
-
-def _attempt(connection: Connection, work: Work) -> Any:
-    try:
-        with connection.begin_nested():
-            return work.function(connection, *work.arguments, **work.options)
-    except StoreUnavailable:
-        raise
-    except TurnwiseError as refusal:
-        return refusal
 
 
 def _arriving(link: socket.socket, frames: Frames) -> Iterator[list[Any]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVa
 
 import sqlalchemy as sa
 
-from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
+from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable, TurnwiseError
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import execute
 
@@ -295,6 +295,23 @@ def attributed() -> Iterator[None]:
             f"the database failed ({said}); check that it runs, has space and is not locked",
             is_permanent=_is_permanent(error.orig),
         ) from error
+
+
+def attempt(
+    conn: sa.Connection, change: Callable[Concatenate[sa.Connection, P], T], *arguments: P.args, **options: P.kwargs
+) -> T | TurnwiseError:
+    """Make a change within a transaction; return its result, or the error that refuses it after it was undone.
+
+    Raises:
+        StoreUnavailable: nothing more can be done in the transaction.
+    """
+    try:
+        with conn.begin_nested():
+            return change(conn, *arguments, **options)
+    except StoreUnavailable:
+        raise
+    except TurnwiseError as refusal:
+        return refusal
 
 
 def _is_permanent(failure: BaseException | None) -> bool:

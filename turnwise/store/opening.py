@@ -12,8 +12,9 @@ from collections.abc import Collection, Sequence
 
 import sqlalchemy as sa
 
-from turnwise.errors import StoreUnavailable, TurnwiseError
+from turnwise.errors import TurnwiseError
 from turnwise.store import groups, ledger, rows, trials
+from turnwise.store.database import attempt
 from turnwise.store.statements import fetch_rows, insert_new_rows
 from turnwise.store.tables import sessions
 from turnwise.types import Session, SessionKey, Split
@@ -40,7 +41,7 @@ def open_sessions(conn: sa.Connection, wanted: Sequence[Session]) -> list[Opened
         if new is not None:
             opened.append((dataclasses.replace(new, last_active_at=new.created_at), True))
         else:
-            opened.append(_open_one(conn, session))
+            opened.append(attempt(conn, ledger.create_session, session))
     return opened
 
 
@@ -75,13 +76,3 @@ def _stored(conn: sa.Connection, keys: Collection[SessionKey]) -> list[SessionKe
         return []
     names = {"tenant": [tenant for tenant, _ in keys], "session_id": [session_id for _, session_id in keys]}
     return [(tenant, session_id) for tenant, session_id in fetch_rows(conn, sessions, tuple(names), names)]
-
-
-def _open_one(conn: sa.Connection, session: Session) -> Opened:
-    try:
-        with conn.begin_nested():
-            return ledger.create_session(conn, session)
-    except StoreUnavailable:
-        raise
-    except TurnwiseError as refusal:
-        return refusal

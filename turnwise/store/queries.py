@@ -162,7 +162,7 @@ def turns(
     session_id: str,
     *,
     limit: int | None = 100,
-    after: str | int | None = None,
+    after: str | None = None,
     whole_prompt: bool = True,
     max_bytes: int | None = None,
 ) -> tuple[list[TurnView], bool]:
@@ -173,7 +173,7 @@ def turns(
         tenant: The session's tenant.
         session_id: The session.
         limit: Maximum number of turns; None means all.
-        after: Return only turns after this one, given by its turn id or its `seq`.
+        after: Return only turns after this one.
         whole_prompt: Whether each turn has its whole prompt, or the part that it adds to its parent's prompt.
         max_bytes: Size at which the page ends before its limit; None for any size.
 
@@ -181,9 +181,7 @@ def turns(
         NotFound: no such session, or no turn `after` in it.
     """
     held = session_row(conn, tenant, session_id)
-    first = 0
-    if after is not None:
-        first = 1 + (after if isinstance(after, int) else _seq_of(conn, held.session_pk, after))
+    first = 0 if after is None else 1 + _seq_of(conn, held.session_pk, after)
     end = held.num_turns if limit is None else min(first + limit, held.num_turns)
     if max_bytes is not None:
         sizes = lineage.sizes_between(conn, held.session_pk, first, end, whole_prompt=whole_prompt)

@@ -64,10 +64,10 @@ def test_turns_are_paged_and_keep_their_ancestors(connection: sa.Connection) -> 
     assert ([view.turn.turn_id for view in whole], has_more) == (["t1", "t2", "t3", "t4"], False)
     page, has_more = queries.turns(connection, "default", "s", limit=2, after="t1")
     assert ([view.turn.turn_id for view in page], has_more) == (["t2", "t3"], True)
-    rest, has_more = queries.turns(connection, "default", "s", limit=2, after=2)
+    rest, has_more = queries.turns(connection, "default", "s", limit=2, after="t3")
     assert ([view.turn.turn_id for view in rest], has_more) == (["t4"], False)
     assert rest[0].prompt_token_ids.tolist() == whole[3].prompt_token_ids.tolist()
-    assert queries.turns(connection, "default", "s", after=3) == ([], False)
+    assert queries.turns(connection, "default", "s", after="t4") == ([], False)
 
 
 def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
