@@ -14,7 +14,9 @@ import datetime
 import functools
 import importlib.resources
 import re
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -40,6 +42,8 @@ _MIGRATION_SECONDS = 600
 ANSWER_SECONDS = 30.0
 """Maximum time of a statement on PostgreSQL; migrations have no limit."""
 GRACE_SECONDS = 2.0
+WAL_SECONDS = 0.01
+"""Between two attempts to turn on the write-ahead log."""
 _REFUSED = "Connection refused"
 _LOGIN_REFUSED = re.compile(
     r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"
@@ -348,7 +352,8 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
 
     @sa.event.listens_for(engine, "connect")
     def _configure(driver_connection: Any, _record: Any) -> None:
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        _write_ahead(driver_connection, time.monotonic() + lock_timeout_seconds)
+        for pragma in ("synchronous=FULL", "foreign_keys=ON"):
             driver_connection.execute(f"PRAGMA {pragma}")
 
     @sa.event.listens_for(engine, "begin")
@@ -356,6 +361,19 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
         execute(conn, conn.get_execution_options().get("begin", "BEGIN"), ())
 
     return engine
+
+
+def _write_ahead(connection: sqlite3.Connection, deadline: float) -> None:
+    """Turn on the write-ahead log; SQLite does not wait while another process does the same to a new file."""
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if not error.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+                raise
+            time.sleep(WAL_SECONDS)
+        else:
+            return
 
 
 def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> sa.Engine:
