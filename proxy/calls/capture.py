@@ -40,7 +40,7 @@ MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "func
 """Fields of a reply that are stored."""
 CHOICES = b'"choices"'
 """Present in every chunk of a completion; an event without it is an error."""
-NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError)
+NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError, AttributeError)
 """What decoding a reply raises that is not a completion."""
 
 
@@ -174,7 +174,8 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         outcome, reason = _outcome(prompt, choice, plan, unplanned or unsampled, aborted=aborted)
         digests = plan.history.extended(choice.message)
         own_id = running.turn_id if index == 0 else f"{running.turn_id}#{index}"
-        key = call.idempotency_key if aborted is None else None  # a retry of a reply that was cut off samples again
+        is_whole = aborted is None and choice.finish_reason is not None
+        key = call.idempotency_key if is_whole else None  # a retry of a reply that was cut off samples again
         turn = NewTurn(
             **common,
             turn_id=own_id,

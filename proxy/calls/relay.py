@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from http import HTTPStatus
@@ -44,6 +45,7 @@ from turnwise.store.new_turns import SESSION_ENDED
 from turnwise.store.session_changes import set_roles
 from turnwise.types import Turn
 
+log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
 
@@ -157,7 +159,8 @@ class Relay:
 
         Raises:
             ClientLeft: the client closed its connection; what was sampled until then is stored.
-            Conflict: another process has stored its reply under the same `Idempotency-Key` while events were sent.
+            Conflict: another process has stored its reply under the same `Idempotency-Key` while events were sent, or
+                that reply is not whole.
             EngineError, StoreError, Overloaded: no reply, a reply that broke off, or one that could not be stored;
                 events may have been sent by then.
             ProxyUnavailable: the server cancelled the call because it stops.
@@ -269,6 +272,12 @@ class Relay:
                 code="idempotency_key_in_use",
             )
         stored = await self.stored_turns(running)
+        if not stored:
+            raise Conflict(
+                f"a reply to the Idempotency-Key {running.call.idempotency_key!r} is stored, but it is not whole; "
+                "retry with a new key",
+                code="idempotency_key_in_use",
+            )
         running.version_first = stored[0].policy_version_first
         running.call.restart_encoder()
         return await self.rebuild(running, stored)
@@ -307,7 +316,11 @@ class Relay:
         self._count(running, turns, endings)
         for first in known[:1]:
             for correction in corrections(first, forest):  # what earlier turns have turned out to be
-                await self._writer.do(set_roles, correction.turn_ids, *correction.found)
+                try:
+                    await self._writer.do(set_roles, correction.turn_ids, *correction.found)
+                except StoreError as error:  # the call's own turn is stored
+                    log.warning("the turns %s keep their roles: %s", ", ".join(correction.turn_ids), error)
+                    continue
                 for turn_id in correction.turn_ids:
                     forest.by_id[turn_id].role = correction.found.role
         return True
@@ -319,6 +332,7 @@ class Relay:
             endings = await self._writer.append(turns)
         except NotFound:
             self._sessions.forget(*key)
+            self._metrics.turns.labels("error", "not_stored").inc()
             raise
         if any(ending.reason == SESSION_ENDED for ending in endings):
             self._sessions.forget(*key)

@@ -53,6 +53,8 @@ class Attempt:
     call_id: str
     left: asyncio.Future[None]
     """Done once the client has closed its connection."""
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the answer's headers say of the call: its session, its version."""
     answer: bytes | None = None
     """The whole reply, or all events of a stream; None until the turn is stored."""
     settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -71,8 +73,8 @@ class Replays:
         """The oldest first."""
         self._by_key: dict[tuple[object, ...], list[Attempt]] = {}
 
-    async def find(self, identity: RequestIdentity, *, is_retry: bool) -> bytes | None:
-        """Return the answer of the call that this one retries; None for a call that must be sampled.
+    async def find(self, identity: RequestIdentity, *, is_retry: bool) -> Attempt | None:
+        """Return the call that this one retries, with its answer; None for a call that must be sampled.
 
         Wait for a first call that is still running.
 
@@ -86,7 +88,7 @@ class Replays:
             check_same_request(identity, attempt.identity.digest)
             if attempt.settled.is_set():
                 # In another form, the answer is rebuilt from the store.
-                return attempt.answer if attempt.identity.form == identity.form else None
+                return attempt if attempt.answer is not None and attempt.identity.form == identity.form else None
             await attempt.settled.wait()
         return None
 
@@ -131,13 +133,13 @@ class Replays:
         while self._num_bytes > self._max_bytes and self._attempts:
             self._remove(next(iter(self._attempts)))
 
-    async def _claim_undelivered(self, identity: RequestIdentity) -> bytes | None:
+    async def _claim_undelivered(self, identity: RequestIdentity) -> Attempt | None:
         for attempt in self._by_key.get(identity.lookup_key, [])[:]:
             if attempt.left.done():
                 await attempt.settled.wait()
                 if attempt.answer is not None and attempt in self._attempts:
                     self._remove(attempt)
-                    return attempt.answer
+                    return attempt
         return None
 
     def _remove(self, attempt: Attempt) -> None:

@@ -1,4 +1,4 @@
-"""The conversation that a call sends, with its digests, and what earlier calls with the same first messages left of it.
+"""The messages of a call with their digests; those of an earlier call that begins with the same messages are reused.
 
 An agent repeats its whole conversation with every call. The messages of every dialect have one canonical text: the JSON
 array that the engine gets. An earlier call is recognised by the length of its text and a hash of that many bytes, so no
@@ -50,7 +50,7 @@ class Prefix:
     tail: bytes
     history: History
     kinds: list[int] = dataclasses.field(default_factory=list)
-    """`Outliner.kind` of the first messages: of those that were there when a turn was extended."""
+    """`Outliner.kind` of each message up to the turn that was extended last; shorter than the messages."""
     num_old_bytes: int = 0
     """Length of the prefix that it extends."""
 

@@ -172,7 +172,7 @@ def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
 
 
 def continued_role(turn: KnownTurn, forest: Forest) -> Role:
-    """Return the role of a turn that another one extends: a turn that was sampled again has that of the other attempt.
+    """Return the role that a child of this turn gets. If the turn is a `retry`, that of its sibling which is none.
 
     Of two attempts with the same prompt, as parallel sub-agents with one task make them, the client may continue both.
     """

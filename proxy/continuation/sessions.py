@@ -1,7 +1,7 @@
 """The sessions of a proxy: a cache over the store, so that any process can continue any session.
 
-The session of a call is the one that its session key or the request itself names (see `identities`). Without a name it
-is the session of the same API key that contains the conversation which the call extends, or a new session.
+The session of a call is the one that its session key or the request itself names (see `which_session`). Without a name
+it is the session of the same API key that contains the conversation which the call extends, or a new session.
 """
 
 from __future__ import annotations
@@ -348,6 +348,8 @@ class Sessions:
             target = await self._writer.do(claim_target, *caller[:2], call.idempotency_key, session_id)
             if target != session_id:
                 first = await self.open(_opened_by_call(target, caller, call))
+                if call.names_policy:
+                    check_has_policy(first.session, call.policy_id, call.model, param="model")
                 if first.session.status is SessionStatus.OPEN:
                     return Placement(first, caller.key_id)
         if live is None:

@@ -240,7 +240,7 @@ MAX_COMPARED = 1_000
 
 
 class Caller(NamedTuple):
-    """Whose conversations a call may continue. Key ids are unique only within a tenant."""
+    """Whose conversations a call may continue."""
 
     tenant: str
     key_id: str

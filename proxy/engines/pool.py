@@ -61,20 +61,20 @@ class EnginePool:
         self.archived: Collection[int] = ()
         """The numbers of those that are archived."""
         self.served: Mapping[int, ServingState] = {}
-        """The versions of each policy that has any, by its number: the served one, before the first one the adapter
-        that it starts from, and those of its arms, which only the sessions that name them as their arm sample with."""
+        """The versions of each policy that has any, by its number: the active version, the adapter that it starts from
+        before its first version, and the versions of its arms. Only sessions of an arm sample with its version."""
         self.load_adapter: Callable[[Engine, int], Awaitable[Lane]] | None = None
         """Loads an adapter into an engine at the call that needs it."""
         self.read_served: Callable[[], Awaitable[None]] | None = None
         """Reads from the store which versions are served and on trial, and applies it to this pool."""
         self._num_notes = 0
-        """Changes of other processes that call for such a reading; `_num_noted` of them are covered by one."""
+        """Changes that other processes announced; the last reading includes the first `_num_noted` of them."""
         self._num_noted = 0
         self._metrics = metrics
         self._max_concurrent_calls = max_concurrent_calls
         self._wait_seconds = wait_seconds
         self.num_served = 0
-        """Calls from the first byte that is decoded to the last byte of the reply, also those without a place yet."""
+        """Calls that hold a `Place`: from their admission to the last byte of their reply."""
         self._in_flight = 0
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
@@ -297,7 +297,7 @@ class EnginePool:
         lane.engine.adapters[lane.version] = lane
 
     def check_limit(self, num_calls: int) -> None:
-        """Check that one more than so many calls may run; a call whose body is not decoded yet counts `num_served`.
+        """Check that another call may run beside `num_calls`.
 
         Raises:
             Overloaded: all places are taken.

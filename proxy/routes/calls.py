@@ -184,13 +184,13 @@ class SampleEndpoint:
         services, principal = self._services, place.principal
         may_repeat = call.is_retry or identity.idempotency_key is not None
         earlier = await services.replays.find(identity, is_retry=call.is_retry) if may_repeat else None
-        if earlier is not None:
+        if earlier is not None and earlier.answer is not None:
             services.metrics.coalesced.inc()
-            if named := principal.session_id or call.session_id:
-                reply.headers[SESSION] = named
-            await reply.again(earlier, stream=call.stream)
+            reply.headers = {**earlier.headers}
+            await reply.again(earlier.answer, stream=call.stream)
             return
         attempt = services.replays.begin(identity, place.left)
+        attempt.headers = reply.headers
         answer = None
         try:
             if place.limited is None:
@@ -213,6 +213,8 @@ class SampleEndpoint:
         if stored:
             self._services.metrics.coalesced.inc()
             answer = await relay.rebuild(running, stored)
+            if not call.stream:
+                reply.headers[POLICY_VERSION] = str(stored[0].policy_version_first)
             await reply.again(answer, stream=call.stream)
             return answer
         if call.stream:
@@ -278,7 +280,8 @@ class SampleEndpoint:
     ) -> tuple[Call, bytes | None]:
         """Return the call before it is resumed, and the digest of the request if that does not depend on it.
 
-        What a `conversation` holds is no part of the request: its newest turn may be that of the first attempt.
+        The digest is None where it must be taken of the call itself. It leaves out what a `conversation` holds: the
+        first attempt may have added the newest turn.
         """
         settings = self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)

@@ -60,7 +60,7 @@ class _Waiting(NamedTuple):
 
 
 class Writer:
-    """Writes everything that a proxy stores, through one process."""
+    """Writes what calls and their routes store, through one process."""
 
     def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
         url, seconds = settings.database.get_secret_value(), settings.commit_timeout_seconds
@@ -109,7 +109,7 @@ class Writer:
         """Store the turns of one call and return how each is stored.
 
         Raises:
-            StoreUnavailable: when they could not be committed in time; nothing of them is stored.
+            StoreUnavailable: they could not be committed in time; whether they are stored is then not known.
             NotFound: when the session does not exist.
         """
         context, span = current_request.get(), NO_SPAN

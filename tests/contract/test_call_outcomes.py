@@ -115,3 +115,16 @@ def test_a_reply_over_the_limit_of_bytes_is_cut_off_stored_and_counted(
     assert outcomes(proxy) == [(outcome, "engine_reply_too_long")]
     assert bool(len(proxy.turns()[0].turn.token_ids)) is stream
     assert metric(proxy, "turnwise_turns_total", outcome=outcome, reason="engine_reply_too_long") == 1
+
+
+def test_a_whole_reply_without_a_finish_reason_is_stored_and_a_retry_with_its_key_samples_again(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Also where the proxy keeps no answers: what is stored under a key can be repeated."""
+    proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word").model_copy(update={"finish_reason": None})))
+    replies = [
+        httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers={"idempotency-key": "k"}) for _ in range(2)
+    ]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert len({reply.json()["id"] for reply in replies}) == 2

@@ -43,7 +43,7 @@ def keep_answer(conn: sa.Connection, tenant: str, session_id: str, key: str, ans
 
 
 def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, session_id: str) -> str:
-    """Return the session of the first call that an API key made under an idempotency key; for that call `session_id`.
+    """Bind an API key's idempotency key to a session, if it is not bound yet; return the session that it is bound to.
 
     A retry at another proxy, which may find another session, joins it.
     """

@@ -125,9 +125,9 @@ def _lock(conn: sa.Connection, wanted: set[SessionKey]) -> dict[SessionKey, _Ses
 
 
 def _stored_turns(conn: sa.Connection, batch: Sequence[TurnRow]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sessions of the stored ones of the batch's turns and parents, and the chains that no turn extends.
+    """Return the session of each turn and parent of the batch that is stored, and the chain of each without a child.
 
-    The chain ids are keyed by the last turn of each chain. The parents' sessions are locked.
+    The parents' sessions are locked.
     """
     ids = {turn_id for row in batch for turn_id in (row["turn_id"], row["parent_turn_id"]) if turn_id is not None}
     found = fetch_rows(conn, turns, ("turn_id", "session_pk", "chain_id", _HAS_CHILD), {"turn_id": list(ids)})

@@ -10,9 +10,15 @@ import pytest
 from support.in_process import in_process_proxy
 
 from proxy.auth import Principal
+from proxy.calls import relay
 from proxy.calls.replays import Replays, RequestIdentity, identify_request
+from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.roles import Correction, Found
 from proxy.dialects.chat import ChatCompletions
-from turnwise.errors import Conflict
+from proxy.writer.client import Writer
+from turnwise.errors import Conflict, StoreUnavailable
+from turnwise.store.session_changes import set_roles
+from turnwise.types import Role
 
 AGENT = Principal(tenant="a", role="agent", key_id="key")
 
@@ -37,21 +43,27 @@ def answered(replays: Replays, request: RequestIdentity, answer: bytes | None, *
     replays.settle(attempt, answer)
 
 
+async def answer_of(replays: Replays, request: RequestIdentity, *, is_retry: bool) -> bytes | None:
+    """Return what a call gets without sampling."""
+    attempt = await replays.find(request, is_retry=is_retry)
+    return None if attempt is None else attempt.answer
+
+
 async def test_an_undelivered_answer_is_given_to_one_retry_with_the_same_body():
     replays = Replays(10_000)
     answered(replays, identity(), b"delivered")
-    assert await replays.find(identity(), is_retry=True) is None
+    assert await answer_of(replays, identity(), is_retry=True) is None
     answered(replays, identity(), b"first", delivered=False)
     answered(replays, identity(), b"second", delivered=False)
-    assert await replays.find(identity(), is_retry=False) is None
-    assert [await replays.find(identity(), is_retry=True) for _ in range(3)] == [b"first", b"second", None]
+    assert await answer_of(replays, identity(), is_retry=False) is None
+    assert [await answer_of(replays, identity(), is_retry=True) for _ in range(3)] == [b"first", b"second", None]
 
 
 async def test_a_call_with_the_same_body_does_not_wait_for_a_call_whose_client_is_connected():
     """It is another rollout of the same prompt."""
     replays = Replays(10_000)
     replays.begin(identity(), asyncio.get_running_loop().create_future())
-    assert await asyncio.wait_for(replays.find(identity(), is_retry=True), 5) is None
+    assert await asyncio.wait_for(answer_of(replays, identity(), is_retry=True), 5) is None
 
 
 async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
@@ -59,7 +71,7 @@ async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
     left = asyncio.get_running_loop().create_future()
     left.set_result(None)
     attempt = replays.begin(identity(), left)
-    retry = asyncio.create_task(replays.find(identity(), is_retry=True))
+    retry = asyncio.create_task(answer_of(replays, identity(), is_retry=True))
     await asyncio.sleep(0)
     assert not retry.done()
     replays.settle(attempt, b"answer")
@@ -79,16 +91,16 @@ async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
 async def test_another_tenant_caller_session_request_or_form_is_no_retry(other: RequestIdentity):
     replays = Replays(10_000)
     answered(replays, identity(), b"answer", delivered=False)
-    assert await replays.find(other, is_retry=True) is None
+    assert await answer_of(replays, other, is_retry=True) is None
 
 
 async def test_an_idempotency_key_gets_the_same_answer_each_time():
     """Whether or not it was delivered; a failed call is sampled again."""
     replays = Replays(10_000)
     answered(replays, identity(key="k"), None)
-    assert await replays.find(identity(key="k"), is_retry=False) is None
+    assert await answer_of(replays, identity(key="k"), is_retry=False) is None
     answered(replays, identity(key="k"), b"answer")
-    assert [await replays.find(identity(key="k"), is_retry=False) for _ in range(2)] == [b"answer", b"answer"]
+    assert [await answer_of(replays, identity(key="k"), is_retry=False) for _ in range(2)] == [b"answer", b"answer"]
 
 
 async def test_an_idempotency_key_with_another_request_is_refused():
@@ -97,7 +109,7 @@ async def test_an_idempotency_key_with_another_request_is_refused():
     attempt = replays.begin(identity(key="k"), asyncio.get_running_loop().create_future())
     for _ in range(2):
         with pytest.raises(Conflict, match="'k' was used with another request"):
-            await replays.find(identity("Bye.", key="k"), is_retry=False)
+            await answer_of(replays, identity("Bye.", key="k"), is_retry=False)
         replays.settle(attempt, b"answer")
 
 
@@ -106,7 +118,7 @@ async def test_the_oldest_answers_are_evicted_first():
     replays = Replays(2_000)
     for key in "abc":
         answered(replays, identity(key=key), b"answer")
-    found = [await replays.find(identity(key=key), is_retry=False) for key in "abc"]
+    found = [await answer_of(replays, identity(key=key), is_retry=False) for key in "abc"]
     assert found == [None, b"answer", b"answer"]
 
 
@@ -121,3 +133,38 @@ def test_a_keyed_call_of_a_conversation_is_found_again_although_its_turn_is_the_
         assert again.json()["id"] == first.json()["id"]
         assert http.post("/v1/responses", json={**ask, "input": "Two"}, headers=keyed).status_code == 409
         assert len(http.get("/v1/sessions/conversation:conv_kim/turns").json()["data"]) == 1
+
+
+@pytest.mark.parametrize("replay_bytes", [10**6, 0])
+def test_a_repeated_answer_names_the_session_and_the_version_of_the_first(replay_bytes: int, tmp_path: Path):
+    """In memory and in the store; neither call names a session."""
+    ask, keyed = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}, {"idempotency-key": "k"}
+    with in_process_proxy(tmp_path, replay_bytes=replay_bytes) as (http, _):
+        first, again = (http.post("/v1/chat/completions", json=ask, headers=keyed).raise_for_status() for _ in range(2))
+    assert again.json()["id"] == first.json()["id"]
+    for name in ("x-session-id", "x-policy-version"):
+        assert again.headers[name] == first.headers[name]
+
+
+def test_a_stored_turn_is_answered_although_the_roles_of_earlier_turns_cannot_be_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def correct(turn: KnownTurn, _: Forest) -> list[Correction]:
+        return [Correction([turn.turn_id], Found(Role.SIDE, "asks_for_title"))]
+
+    async def do(self: Writer, change: Any, *arguments: Any) -> Any:
+        if change is set_roles:
+            raise StoreUnavailable("the disk is full")
+        return await original(self, change, *arguments)
+
+    original = Writer.do
+    monkeypatch.setattr(relay, "corrections", correct)
+    monkeypatch.setattr(Writer, "do", do)
+    ask = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+    with in_process_proxy(tmp_path) as (http, _):
+        http.post("/sessions/s/v1/chat/completions", json=ask).raise_for_status()
+        (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
+        counted = http.get("/metrics").text
+    assert turn["outcome"] == "exact"
+    assert turn["role"] == "main"
+    assert "not_stored" not in counted
