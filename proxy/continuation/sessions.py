@@ -444,7 +444,14 @@ def _read_candidates(
     Returns:
         Whether only the dialogue is equal, its digest, and the ids of the sessions.
     """
-    find = functools.partial(history.sessions_of_conversation, connection, *caller[:2], limit=MAX_CANDIDATES)
+    find = functools.partial(
+        history.sessions_of_conversation,
+        connection,
+        caller.tenant,
+        caller.key_id,
+        policy_id=caller.policy_id,
+        limit=MAX_CANDIDATES,
+    )
     digest, session_ids = find(conversation.after_replies(conversation.history.full))
     if session_ids:
         return False, digest, session_ids

@@ -10,7 +10,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from turnwise.store import lineage, rows, tables
-from turnwise.types import Outcome, SessionStatus, TokenIds, Turn
+from turnwise.types import DEFAULT_POLICY, Outcome, SessionStatus, TokenIds, Turn
 
 _ADDED_COLUMNS = [
     sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column
@@ -63,6 +63,7 @@ def sessions_of_conversation(
     digests: Sequence[bytes],
     *,
     limit: int,
+    policy_id: int = DEFAULT_POLICY,
     by: Literal["history_digest", "dialogue_digest"] = "history_digest",
 ) -> tuple[bytes, list[str]]:
     """Return the open sessions that contain the longest of these conversations and were inferred for this API key.
@@ -73,6 +74,7 @@ def sessions_of_conversation(
         key_id: The API key.
         digests: The digest of each conversation, longest first.
         limit: Maximum number of sessions; the newest are returned.
+        policy_id: The policy of the sessions.
         by: The column of turns that the digests are compared with.
 
     Returns:
@@ -88,6 +90,7 @@ def sessions_of_conversation(
             tables.turns.c.inferred_by == key_id,
             column.in_(digests),
             tables.sessions.c.tenant == tenant,
+            tables.sessions.c.policy_id == policy_id,
             tables.sessions.c.status == SessionStatus.OPEN.value,
         )
         .order_by(tables.sessions.c.session_pk)

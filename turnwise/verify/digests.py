@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sqlalchemy as sa
-
 from turnwise.store import digests, rows
+from turnwise.store.database import Connection
 from turnwise.store.session_records import SessionRecord
 from turnwise.store.trained import trained_digests
 from turnwise.types import UpdateRecord
@@ -28,7 +27,7 @@ def _compare(stored: bytes | None, recomputed: bytes, what: str, place: str, rep
         report.add("digest", place, "has no digest" if stored is None else "was changed after it was stored")
 
 
-def check_update(conn: sa.Connection, update: UpdateRecord, report: Report) -> None:
+def check_update(conn: Connection, update: UpdateRecord, report: Report) -> None:
     """Check that an update's turns and advantages are those that it was recorded with."""
     if update.batch_digest is None:
         report.not_checked["updates that trained nothing, or deleted turns"] += 1

@@ -252,13 +252,14 @@ def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -
     assert found == [(b"2", ["a"]), (b"1", ["b", "c"]), (b"", []), (b"", [])]
 
 
-def test_a_conversation_is_found_only_by_its_own_key_and_tenant_in_an_open_session(database: Database) -> None:
+def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_open_session(database: Database) -> None:
     """A turn whose call named its session is not found."""
-    sessions = {"mine": {}, "over": {}, "named": {}, "theirs": {"tenant": "b"}}
+    sessions = {"mine": {}, "over": {}, "named": {}, "theirs": {"tenant": "b"}, "of another policy": {"policy_id": 7}}
     for session_id, fields in sessions.items():
         add_session(database, session_id, turns=0, **fields)
         by = None if session_id == "named" else "key"
-        turn = make_turn("t1", session_id=session_id, history_digest=session_id.encode(), inferred_by=by, **fields)
+        turn = make_turn("t1", session_id=session_id, history_digest=session_id.encode(), inferred_by=by)
+        turn = dataclasses.replace(turn, tenant=fields.get("tenant", turn.tenant))
         with database.write() as connection:
             ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1")])
     finish(database, "over")
@@ -268,5 +269,11 @@ def test_a_conversation_is_found_only_by_its_own_key_and_tenant_in_an_open_sessi
             for session_id in sessions
         }
         other_key = history.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
-    assert found == {"mine": (b"mine", ["mine"]), "over": (b"", []), "named": (b"", []), "theirs": (b"", [])}
+    assert found == {
+        "mine": (b"mine", ["mine"]),
+        "over": (b"", []),
+        "named": (b"", []),
+        "theirs": (b"", []),
+        "of another policy": (b"", []),
+    }
     assert other_key == (b"", [])
