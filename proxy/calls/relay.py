@@ -278,12 +278,12 @@ class Relay:
                 "retry with a new key",
                 code="idempotency_key_in_use",
             )
-        running.version_first = stored[0].policy_version_first
         running.call.restart_encoder()
         return await self.rebuild(running, stored)
 
     async def rebuild(self, running: Running, stored: list[Turn]) -> bytes:
         """Return the answer to a call from its stored turns, with the token ids and logprobs that it asks for."""
+        running.version_first = stored[0].policy_version_first
         call, template, prompt = running.call, self._sessions.template, None
         if call.wants_token_ids:
             view = await self._database.fetch(queries.turn, running.session.tenant, stored[0].turn_id)

@@ -214,7 +214,7 @@ class SampleEndpoint:
             self._services.metrics.coalesced.inc()
             answer = await relay.rebuild(running, stored)
             if not call.stream:
-                reply.headers[POLICY_VERSION] = str(stored[0].policy_version_first)
+                reply.headers[POLICY_VERSION] = str(running.version_first)
             await reply.again(answer, stream=call.stream)
             return answer
         if call.stream:
