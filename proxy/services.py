@@ -187,7 +187,6 @@ class Services:
 
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""
-        await self.events.close()
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
             await asyncio.wait_for(self.relay.idle.wait(), self.settings.commit_timeout_seconds)
         self.pool.close()

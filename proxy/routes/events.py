@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 
 import orjson
@@ -47,22 +49,16 @@ async def listen(
 
 
 async def _stream(request: Request, services: Services, tenant: str) -> AsyncIterator[bytes]:
-    async with services.events.listener(tenant) as listener:
-        closing = request.scope["extensions"].get(CLOSING)
-        if closing is not None:
-            closing.add_done_callback(lambda _: listener.close())
-        yield b": listening\n\n"
-        while True:
-            try:
-                event = await asyncio.wait_for(listener.next(), KEEP_ALIVE_SECONDS)
-                if event is None:
-                    return
-                part = b"event: %s\ndata: %s\n\n" % (event.kind.encode(), orjson.dumps(event.data))
-            except TimeoutError:
-                part = b": keep-alive\n\n"
+    closing = request.scope["extensions"].get(CLOSING) or asyncio.get_running_loop().create_future()
+    comment, sent_at = b": listening\n\n", -math.inf
+    async for found in services.events.changes(tenant, closing):
+        part = b"".join(b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(data)) for kind, data in found)
+        now = time.monotonic()
+        if part or now - sent_at >= KEEP_ALIVE_SECONDS:
             if not await _is_still_valid(request, services):
                 return
-            yield part
+            yield part or comment
+            comment, sent_at = b": keep-alive\n\n", now
 
 
 async def _is_still_valid(request: Request, services: Services) -> bool:

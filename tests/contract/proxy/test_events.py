@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx2
@@ -18,7 +18,7 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 
 from proxy import events
-from proxy.events import Event, Events, Listener
+from proxy.events import Event, Events, changes_between
 from proxy.metrics import Metrics
 from turnwise.errors import Overloaded
 from turnwise.store import keys
@@ -30,8 +30,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "READ_SECONDS", 0.01)
 
 
-async def next_event(listener: Listener) -> Event | None:
-    return await asyncio.wait_for(listener.next(), 60.0)
+@contextlib.asynccontextmanager
+async def listening(hub: Events, tenant: str) -> AsyncIterator[AsyncIterator[Event]]:
+    """The events of a tenant from now on."""
+
+    async def events_of(changes: AsyncIterator[list[Event]]) -> AsyncIterator[Event]:
+        async for found in changes:
+            for event in found:
+                yield event
+
+    changes = hub.changes(tenant, asyncio.get_running_loop().create_future())
+    async with contextlib.aclosing(changes), asyncio.timeout(60.0):  # type: ignore[type-var]
+        assert await anext(changes) == []
+        yield events_of(changes)
 
 
 @pytest.mark.usefixtures("quick")
@@ -40,36 +51,42 @@ def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the_store
 
     async def go() -> None:
         hub = Events(database, Metrics())
-        async with hub.listener("mine") as mine, hub.listener("theirs") as theirs:
+        async with listening(hub, "mine") as mine, listening(hub, "theirs") as theirs:
             add_session(database, "s", tenant="mine", task_id="<b>")
             add_session(database, "t", tenant="theirs")
-            event = await next_event(mine)
-            assert event is not None
             fields = {"session_id": "s", "task_id": "<b>", "group_id": None, "status": "open"}
             counts = {"num_turns": 1, "num_chains": 1, "num_rewards": 0}
-            assert event == Event("session", fields | counts)
-            their_event = await next_event(theirs)
-            assert their_event is not None
-            assert their_event.data["session_id"] == "t"
+            assert await anext(mine) == Event("session", fields | counts)
+            assert (await anext(theirs)).data["session_id"] == "t"
             finish(database, "old", tenant="mine")
-            while (event := await next_event(mine)) is not None and event.data["status"] == "open":
+            while (event := await anext(mine)).data["status"] == "open":
                 assert event.data["session_id"] == "old"
-            assert event is not None
             assert (event.data["session_id"], event.data["status"], event.data["num_rewards"]) == ("old", "ended", 1)
-        await hub.close()
 
     asyncio.run(go())
 
 
-def test_a_slow_listener_loses_its_queued_events_and_gets_one_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_WAITING", 2)
+@pytest.mark.usefixtures("quick")
+def test_listeners_of_a_tenant_share_a_reading(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "SHARED_SECONDS", 600.0)
 
     async def go() -> None:
-        listener = Listener()
-        assert [listener.put(Event("session", {"n": n})) for n in range(4)] == [True, True, False, True]
-        assert [await next_event(listener) for _ in range(2)] == [Event("lost", {}), Event("session", {"n": 3})]
+        hub = Events(database, Metrics())
+        async with listening(hub, "mine"):
+            database.close()
+            async with listening(hub, "mine"):
+                pass
 
     asyncio.run(go())
+
+
+def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notice() -> None:
+    sessions = {("session", str(number)): {"n": number} for number in range(201)}
+    before, newest = ({key: sessions[key] for key in list(sessions)[part]} for part in (slice(1), slice(1, None)))
+    found = list(changes_between(before, newest))
+    assert [event.kind for event in found] == ["lost", *["session"] * 200]
+    assert [event.kind for event in changes_between(newest, sessions)] == ["session"]
+    assert list(changes_between(newest, {})) == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +103,7 @@ def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_oth
 
     async def go() -> None:
         hub = Events(database, Metrics())
-        async with hub.listener("mine"):
+        async with listening(hub, "mine"):
             with pytest.raises(Overloaded, match=refusal):
                 hub.check_room("mine")
             with pytest.raises(Overloaded) if is_another_refused else contextlib.nullcontext():
