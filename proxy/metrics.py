@@ -7,7 +7,7 @@ counts of a worker that died remain.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from prometheus_client import (
@@ -38,7 +38,6 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._directory = directory
         self._computed: list[tuple[Gauge, Callable[[], float]]] = []
-        self._counter = functools.partial(Counter, registry=self.registry)
         self._histogram = functools.partial(Histogram, registry=self.registry, buckets=SECONDS)
         self._sum = functools.partial(Gauge, registry=self.registry, multiprocess_mode="livesum")
         """A gauge that is the sum over the workers that run."""
@@ -49,6 +48,12 @@ class Metrics:
         self._add_store()
         self._add_engines()
         self._add_process()
+
+    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+        """Return a counter; it finds the children of its labels without a lock, because none is ever removed."""
+        counter = Counter(name, documentation, labels, registry=self.registry)
+        counter.labels = functools.cache(counter.labels)  # type: ignore[method-assign]
+        return counter
 
     def compute(self, gauge: Gauge, function: Callable[[], float]) -> None:
         """Export the value of a function as a gauge."""

@@ -14,7 +14,6 @@ import operator
 import time
 from collections.abc import Sequence
 
-import cachetools
 import orjson
 from blake3 import blake3
 
@@ -54,48 +53,71 @@ class Prefix:
     num_old_bytes: int = 0
     """Length of the prefix that it extends."""
 
-
-def prefix_of(text: bytes, history: History) -> Prefix:
-    """Return the prefix that a JSON array of messages is for later ones."""
-    num_bytes = len(text) - 1
-    return Prefix(num_bytes, _digest(text, num_bytes), text[max(0, num_bytes - TAIL_BYTES) : num_bytes], history)
-
-
-def _digest(text: bytes, num_bytes: int) -> bytes:
-    return blake3(memoryview(text)[:num_bytes]).digest(DIGEST_BYTES)
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that it takes, roughly."""
+        return PREFIX_BYTES + len(self.history.full) * MESSAGE_BYTES
 
 
-class Prefixes(cachetools.LRUCache[Prefix, tuple[Owner, int]]):
-    """The last prefix of each conversation, up to an amount of memory; the least recently used ones are dropped."""
+def prefix_of(text: bytes, history: History, earlier: Prefix | None = None, hashed: blake3 | None = None) -> Prefix:
+    """Return the prefix that a JSON array of messages is for later ones.
+
+    Args:
+        text: the array.
+        history: the digests of its messages.
+        earlier: the prefix that it extends.
+        hashed: the hash of the bytes of that one.
+    """
+    num_bytes, num_old_bytes = len(text) - 1, 0 if earlier is None else earlier.num_bytes
+    hashed = (hashed or blake3()).update(memoryview(text)[num_old_bytes:num_bytes])
+    tail = text[max(0, num_bytes - TAIL_BYTES) : num_bytes]
+    kinds = [] if earlier is None else earlier.kinds
+    return Prefix(num_bytes, hashed.digest(DIGEST_BYTES), tail, history, kinds, num_old_bytes)
+
+
+class Prefixes:
+    """The last prefix of each conversation, up to an amount of memory; those that were kept first are dropped."""
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes, operator.itemgetter(1))
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        """Memory of all prefixes, roughly."""
+        self._owners: dict[Prefix, Owner] = {}
         self._by_owner: dict[Owner, dict[Prefix, None]] = {}
 
-    def find(self, owner: Owner, text: bytes) -> Prefix | None:
-        """Return the owner's longest prefix that a JSON array of messages begins with."""
+    def find(self, owner: Owner, text: bytes) -> tuple[Prefix | None, blake3]:
+        """Return the owner's longest prefix that a JSON array of messages begins with, and the hash of these bytes."""
         alike = [
             prefix
             for prefix in itertools.islice(reversed(self._by_owner.get(owner, {})), MAX_COMPARED)
             if text.endswith(prefix.tail, 0, prefix.num_bytes) and text.startswith((b",", b"]"), prefix.num_bytes)
         ]
         alike.sort(key=operator.attrgetter("num_bytes"), reverse=True)
-        return next((each for each in alike[:MAX_HASHED] if each.digest == _digest(text, each.num_bytes)), None)
+        for prefix in alike[:MAX_HASHED]:
+            hashed = blake3(memoryview(text)[: prefix.num_bytes])
+            if hashed.digest(DIGEST_BYTES) == prefix.digest:
+                return prefix, hashed
+        return None, blake3()
 
     def keep(self, owner: Owner, prefix: Prefix, replaced: Prefix | None) -> None:
         """Add a prefix, in the place of the one that it extends; drop others above the limit."""
-        if replaced is not None:
-            self.pop(replaced, None)
-        self.pop(prefix, None)
-        num_bytes = PREFIX_BYTES + len(prefix.history.full) * MESSAGE_BYTES
-        if num_bytes <= self.maxsize:
-            self[prefix] = owner, num_bytes
-            self._by_owner.setdefault(owner, {})[prefix] = None
+        if replaced in self._owners:
+            self._drop(replaced)
+        if prefix.memory > self._max_bytes:
+            return
+        self._owners[prefix] = owner
+        self._by_owner.setdefault(owner, {})[prefix] = None
+        self.num_bytes += prefix.memory
+        while self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._owners)))
 
-    def __delitem__(self, prefix: Prefix) -> None:
-        """Drop a prefix."""
-        owner, _ = self[prefix]
-        super().__delitem__(prefix)
+    def clear(self) -> None:
+        """Drop all prefixes."""
+        self.num_bytes, self._owners, self._by_owner = 0, {}, {}
+
+    def _drop(self, prefix: Prefix) -> None:
+        owner = self._owners.pop(prefix)
+        self.num_bytes -= prefix.memory
         del self._by_owner[owner][prefix]
         if not self._by_owner[owner]:
             del self._by_owner[owner]
@@ -159,16 +181,16 @@ async def read_conversation(
     pauses = _Pauses()
     await pauses.pause()
     call.messages_json = await _encode(call.messages, pauses)
-    earlier = None if prefixes is None or owner is None else prefixes.find(owner, call.messages_json)
+    earlier, hashed = None, blake3()
+    if prefixes is not None and owner is not None:
+        earlier, hashed = prefixes.find(owner, call.messages_json)
     context = context_digest(call.tools, template_arguments(call.body))
     is_usable = earlier is not None and (earlier.history.context, earlier.history.fields) == (context, fields)
     history = earlier.history.copy() if earlier is not None and is_usable else History(context, fields)
     for start in range(len(history.full), len(call.messages), SLICE_MESSAGES):
         history.extend(call.messages[start : start + SLICE_MESSAGES])
         await pauses.pause()
-    prefix = prefix_of(call.messages_json, history)
-    if earlier is not None:
-        prefix.kinds, prefix.num_old_bytes = earlier.kinds, earlier.num_bytes
+    prefix = prefix_of(call.messages_json, history, earlier, hashed)
     if prefixes is not None and owner is not None:
         prefixes.keep(owner, prefix, earlier)
     return Conversation(call.messages, history, prefix)

@@ -80,10 +80,11 @@ class History:
     def extended(self, message: Json) -> Digests:
         """Return the digests after one more message."""
         digest = message_digest(message, self.fields)
+        messages = chained(self.messages[-1] if self.messages else b"", digest)
         dialogue = self.dialogue[-1] if self.dialogue else b""
         return Digests(
-            chained(self.full[-1] if self.full else self.context, digest),
-            chained(self.messages[-1] if self.messages else b"", digest),
+            chained(self.full[-1] if self.full else self.context, digest) if self.context else messages,
+            messages,
             dialogue if message.get("role") in SYSTEM_ROLES else chained(dialogue, digest),
         )
 

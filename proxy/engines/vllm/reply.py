@@ -94,10 +94,10 @@ def read_parts(
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
     has_content = _capture(replies, captured)
-    if not shows_token_ids:  # first, because the ids of a long prompt are most of the text
-        text = IDS.sub(b'token_ids":null', text)
-    if not shows_logprobs:
+    if not shows_logprobs:  # first, because they are most of the text, and are not searched
         text = _without_logprobs(text, replies)
+    if not shows_token_ids:
+        text = IDS.sub(b'token_ids":null', text)
     if captured.has_routing:
         text = ROUTING.sub(b'"routed_experts":null', text)
     shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
@@ -196,7 +196,7 @@ def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:
     No text of a reply can contain these keys and values, because JSON escapes its quotes.
     """
     values = [choice.logprobs for reply in replies for choice in reply.choices if len(choice.logprobs) > len(NULL)]
-    first, *others = text.split(LOGPROBS)
+    first, *others = text.split(LOGPROBS, len(values))
     if len(others) == len(values):
         rests = [other[len(value) - 1 :] for other, value in zip(others, values, strict=True)]
         return NO_LOGPROBS.join([first, *rests])

@@ -30,7 +30,7 @@ def kept(*owners: tuple[str, str, str], max_bytes: int = 10**6) -> Prefixes:
 
 
 def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
-    earlier = kept(OWNER).find(OWNER, orjson.dumps(SECOND))
+    earlier = kept(OWNER).find(OWNER, orjson.dumps(SECOND))[0]
     assert earlier is not None
     continued, whole = earlier.history.copy(), digest_history(SECOND, b"")
     continued.extend(SECOND[2:])
@@ -51,12 +51,12 @@ def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
 )
 def test_other_messages_are_digested_as_a_whole(messages: list[Json]) -> None:
     """Also those that Python calls equal: JSON distinguishes 1, 1.0 and true, and so does the engine."""
-    assert kept(OWNER).find(OWNER, orjson.dumps(messages)) is None
+    assert kept(OWNER).find(OWNER, orjson.dumps(messages))[0] is None
 
 
 @pytest.mark.parametrize("other", [("other", "session", "s"), ("tenant", "key", "s"), ("tenant", "session", "t")])
 def test_the_messages_of_another_owner_are_not_used(other: tuple[str, str, str]) -> None:
-    assert kept(OWNER).find(other, orjson.dumps(SECOND)) is None
+    assert kept(OWNER).find(other, orjson.dumps(SECOND))[0] is None
 
 
 def test_the_longest_prefix_is_found_and_replaced_by_what_extends_it() -> None:
@@ -64,11 +64,11 @@ def test_the_longest_prefix_is_found_and_replaced_by_what_extends_it() -> None:
     text = orjson.dumps(SECOND)
     second = prefix_of(text, digest_history(SECOND, b""))
     prefixes.keep(OWNER, second, None)
-    assert prefixes.find(OWNER, text) is second
-    num_bytes = prefixes.currsize
+    assert prefixes.find(OWNER, text)[0] is second
+    num_bytes = prefixes.num_bytes
     prefixes.keep(OWNER, third := prefix_of(text, second.history), second)
-    assert prefixes.find(OWNER, text) is third
-    assert prefixes.currsize == num_bytes
+    assert prefixes.find(OWNER, text)[0] is third
+    assert prefixes.num_bytes == num_bytes
 
 
 def body_of(dialect: Dialect, num_messages: int) -> Json:
