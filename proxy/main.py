@@ -20,6 +20,7 @@ from proxy.settings import ProxySettings
 from proxy.workers.affinity import SessionAffinity
 from proxy.workers.parent import listening_sockets
 from proxy.workers.peers import Peers, WorkerReady, WorkerSetup
+from proxy.writer.frames import receive
 from proxy.writer.process import GC_ALLOCATIONS
 from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging
@@ -41,8 +42,9 @@ def run(settings: ProxySettings) -> int:
 
 def run_worker() -> None:
     """Run as a worker: the only argument is the descriptor of the socket to the parent, which it inherits."""
-    peers = Peers(socket.socket(fileno=int(sys.argv[1])))
-    setup = peers.receive_setup()
+    link = socket.socket(fileno=int(sys.argv[1]))
+    setup: WorkerSetup = receive(link)
+    peers = Peers(link)
     try:
         sockets = listening_sockets(setup.settings.host, setup.settings.port)
         sys.exit(_serve(setup.settings, peers, setup, sockets))

@@ -41,7 +41,6 @@ from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
 from turnwise.store import idempotency, keys, ledger, retention
 from turnwise.store.database import Database
-from turnwise.telemetry import random_hex
 from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)
@@ -95,11 +94,9 @@ class Services:
             check_engine=self._check_engine,
             faults=faults,
             announce=lambda engine: peers.confirm(
-                WeightsLoaded(engine.url, str(engine.loaded_version), random_hex(16)), ANNOUNCE_SECONDS
+                WeightsLoaded(engine.url, str(engine.loaded_version)), ANNOUNCE_SECONDS
             ),
-            reserve=lambda engine: peers.confirm(
-                EngineReserved(engine.url, random_hex(16)), DRAIN_SECONDS + ANNOUNCE_SECONDS
-            ),
+            reserve=lambda engine: peers.confirm(EngineReserved(engine.url), DRAIN_SECONDS + ANNOUNCE_SECONDS),
         )
         self.files = VersionFiles()
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
@@ -130,11 +127,11 @@ class Services:
                 self.sessions.forget(tenant, session_id)
             case KeysChanged():
                 self.authenticator.forget()
-            case EngineReserved(engine_url, _):
+            case EngineReserved(engine_url):
                 engine = self.pool.engine_at(engine_url)
                 if engine is not None:
                     await self.pool.drain(engine, DRAIN_SECONDS)
-            case WeightsLoaded(engine_url, label, _):
+            case WeightsLoaded(engine_url, label):
                 self.pool.note_label(engine_url, label)
 
     async def _check_engine(self, engine: Engine) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from prometheus_client.multiprocess import mark_process_dead
 
 from proxy.settings import ProxySettings
-from proxy.workers.peers import AwaitedChange, Confirmed, WorkerFailed, WorkerReady, WorkerSetup
+from proxy.workers.peers import Awaited, Confirmed, WorkerFailed, WorkerReady, WorkerSetup
 from proxy.writer.frames import Link, frame
 from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
 from turnwise.processes.supervisor import describe_exit
@@ -105,8 +105,8 @@ class _Worker:
             self.transport.writelines(frame(message))
 
 
-class _Awaited(NamedTuple):
-    """A change that workers have to confirm."""
+class _Confirmation(NamedTuple):
+    """The confirmation of a change by the workers."""
 
     sender: _Worker
     missing: set[_Worker]
@@ -120,7 +120,7 @@ class _Workers:
         self._setup = setup
         self._num_workers = num_workers
         self._running: set[_Worker] = set()
-        self._awaited: dict[str, _Awaited] = {}
+        self._awaited: dict[str, _Confirmation] = {}
         """Changes that some workers have not confirmed yet, by the receipt."""
         self._is_stopping = False
         self._stop = asyncio.Event()
@@ -211,9 +211,11 @@ class _Workers:
                 others = {other for other in self._running - {worker} if other.transport is not None}
                 for other in others:
                     other.send(message)
-                if isinstance(message, AwaitedChange):
+                if isinstance(message, Awaited):
                     # A worker that does not serve yet handles the change before it reads any engine's label.
-                    self._awaited[message.receipt] = _Awaited(worker, {other for other in others if other.is_ready})
+                    self._awaited[message.receipt] = _Confirmation(
+                        worker, {other for other in others if other.is_ready}
+                    )
                     self._note_confirmation(message.receipt, worker)
 
     def _note_confirmation(self, receipt: str, worker: _Worker) -> None:

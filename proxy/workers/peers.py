@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.settings import ProxySettings
-from proxy.writer.frames import Frames, Link, frame
+from proxy.writer.frames import Link, frame
 from turnwise.errors import TurnwiseError
+from turnwise.telemetry import random_hex
 
 log = logging.getLogger(__name__)
-READ_BYTES = 1 << 16
 
 
 class WorkerSetup(NamedTuple):
@@ -58,8 +58,6 @@ class EngineReserved(NamedTuple):
     """An engine is about to load a version on trial: send it no new calls, and confirm when the running ones ended."""
 
     engine_url: str
-    receipt: str
-    """What the other workers confirm it with."""
 
 
 class WeightsLoaded(NamedTuple):
@@ -67,8 +65,18 @@ class WeightsLoaded(NamedTuple):
 
     engine_url: str
     label: str
+
+
+Change = SessionChanged | KeysChanged | EngineReserved | WeightsLoaded
+"""What the other workers apply."""
+
+
+class Awaited(NamedTuple):
+    """A change that the other workers confirm."""
+
+    change: Change
     receipt: str
-    """What the other workers confirm it with."""
+    """What they confirm it with."""
 
 
 class Confirmed(NamedTuple):
@@ -77,42 +85,17 @@ class Confirmed(NamedTuple):
     receipt: str
 
 
-AwaitedChange = EngineReserved | WeightsLoaded
-"""A change that the other workers confirm."""
-Change = SessionChanged | KeysChanged | AwaitedChange
-"""A message that the parent passes on to the other workers."""
-
-
 class Peers:
     """The other workers of this proxy; none in a proxy of one process."""
 
     def __init__(self, link: socket.socket | None = None) -> None:
         """Keep the link to the parent; None if there are no other workers."""
         self._link = link
-        self._frames = Frames()
-        self._early: list[Any] = []
-        """Messages that came with the setup."""
         self._transport: asyncio.Transport | None = None
         self._is_closing = False
         self._confirmed: dict[str, asyncio.Event] = {}
         """Set when all other workers have confirmed, by the receipt."""
         self._applying: set[asyncio.Task[None]] = set()
-
-    def receive_setup(self) -> WorkerSetup:
-        """Wait for the parent's first message, and return it.
-
-        Raises:
-            EOFError: the parent has ended.
-        """
-        assert self._link is not None, "a worker has a link"
-        while not self._early:
-            data = self._link.recv(READ_BYTES)
-            if not data:
-                raise EOFError("the link is closed")
-            self._early = self._frames.feed(data)
-        setup = self._early.pop(0)
-        assert isinstance(setup, WorkerSetup)
-        return setup
 
     async def connect(self, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
         """Receive the changes of other workers from now on; they are applied in their order."""
@@ -120,25 +103,25 @@ class Peers:
             return
         loop = asyncio.get_running_loop()
 
-        def take(message: Change | Confirmed) -> None:
+        async def apply_and_confirm(message: Change | Awaited) -> None:
+            if not isinstance(message, Awaited):
+                await apply(message)
+                return
+            await apply(message.change)
+            self.announce(Confirmed(message.receipt))
+
+        def take(message: Change | Awaited | Confirmed) -> None:
             if isinstance(message, Confirmed):
                 if message.receipt in self._confirmed:
                     self._confirmed[message.receipt].set()
                 return
-            task = loop.create_task(self._apply(message, apply))
+            task = loop.create_task(apply_and_confirm(message))
             self._applying.add(task)
             task.add_done_callback(self._applying.discard)
 
-        for message in self._early:
-            take(message)
         self._transport, _ = await loop.create_unix_connection(
-            lambda: Link(take, self._stop_with_parent, self._frames), sock=self._link.dup()
+            lambda: Link(take, self._stop_with_parent), sock=self._link.dup()
         )
-
-    async def _apply(self, change: Change, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
-        await apply(change)
-        if isinstance(change, AwaitedChange):
-            self.announce(Confirmed(change.receipt))
 
     def close(self) -> None:
         """Receive no more messages."""
@@ -151,24 +134,25 @@ class Peers:
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def announce(self, message: Change | Confirmed | WorkerReady) -> None:
+    def announce(self, message: Change | Awaited | Confirmed | WorkerReady) -> None:
         """Send a change to all other workers, or a report to the parent."""
         if self._transport is not None:
             self._transport.writelines(frame(message))
 
-    async def confirm(self, change: AwaitedChange, seconds: float) -> None:
+    async def confirm(self, change: Change, seconds: float) -> None:
         """Send a change to all other workers, and wait so long until those that serve have applied it."""
         if self._transport is None:
             return
-        confirmed = self._confirmed[change.receipt] = asyncio.Event()
-        self.announce(change)
+        receipt = random_hex(16)
+        confirmed = self._confirmed[receipt] = asyncio.Event()
+        self.announce(Awaited(change, receipt))
         try:
             async with asyncio.timeout(seconds):
                 await confirmed.wait()
         except TimeoutError:
             log.warning("a worker has not applied %s within %g s", change, seconds)
         finally:
-            del self._confirmed[change.receipt]
+            del self._confirmed[receipt]
 
     def report_failure(self, error: TurnwiseError) -> None:
         """Tell the parent why this worker cannot start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import socket
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,12 @@ def frame(content: object) -> list[bytes]:
     pieces = _Pieces()
     pickle.Pickler(pieces, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
     return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
+
+
+def receive(link: socket.socket) -> Any:
+    """Wait for the next object, and read nothing of what follows it; the socket is blocking."""
+    (length,) = _LENGTH.unpack(link.recv(_LENGTH.size, socket.MSG_WAITALL))
+    return pickle.loads(link.recv(length, socket.MSG_WAITALL))  # noqa: S301  our own
 
 
 class Frames:
@@ -55,17 +62,16 @@ class Frames:
 class Link(asyncio.Protocol):
     """An event loop's end of the socket to another process."""
 
-    def __init__(self, take: Callable[[Any], None], end: Callable[[], None], frames: Frames | None = None) -> None:
+    def __init__(self, take: Callable[[Any], None], end: Callable[[], None]) -> None:
         """Prepare.
 
         Args:
             take: gets each object.
             end: called once the other end is closed, or this one.
-            frames: what has received the beginning of the stream.
         """
         self._take = take
         self._end = end
-        self._frames = frames or Frames()
+        self._frames = Frames()
 
     def data_received(self, data: bytes) -> None:
         """Hand over the objects that are complete."""

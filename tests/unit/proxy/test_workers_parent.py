@@ -11,10 +11,19 @@ import pytest
 
 from proxy.settings import ProxySettings
 from proxy.workers.parent import _Worker, _Workers
-from proxy.workers.peers import Change, Confirmed, KeysChanged, Peers, WeightsLoaded, WorkerReady, WorkerSetup
+from proxy.workers.peers import (
+    Awaited,
+    Change,
+    Confirmed,
+    KeysChanged,
+    Peers,
+    WeightsLoaded,
+    WorkerReady,
+    WorkerSetup,
+)
 from proxy.writer.frames import Frames, frame
 
-LOADED = WeightsLoaded("http://engine", "7", "receipt")
+LOADED = Awaited(WeightsLoaded("http://engine", "7"), "receipt")
 
 
 class Link(asyncio.Transport):
@@ -87,10 +96,10 @@ def test_a_worker_that_dies_before_it_confirms_is_not_awaited(workers: _Workers)
     assert received(sender) == [Confirmed("receipt")] * 2, "no other worker serves"
 
 
-async def test_a_starting_worker_applies_the_changes_that_follow_its_setup(tmp_path: Path):
+async def test_a_starting_worker_applies_the_changes_since_its_start():
     """Other workers change sessions while it starts; the last change arrives in two parts."""
-    setup, applied, is_last = WorkerSetup(ProxySettings(), tmp_path), [], asyncio.Event()
-    sent = b"".join((*frame(setup), *frame(LOADED), *frame(KeysChanged())))
+    applied, is_last = [], asyncio.Event()
+    sent = b"".join((*frame(LOADED), *frame(KeysChanged())))
 
     async def apply(change: Change) -> None:
         applied.append(change)
@@ -101,9 +110,8 @@ async def test_a_starting_worker_applies_the_changes_that_follow_its_setup(tmp_p
     with parent, worker:
         parent.sendall(sent[:-5])
         peers = Peers(worker)
-        assert peers.receive_setup() == setup
         await peers.connect(apply)
         parent.sendall(sent[-5:])
         await asyncio.wait_for(is_last.wait(), 60)
         peers.close()
-    assert applied == [LOADED, KeysChanged()]
+    assert applied == [LOADED.change, KeysChanged()]
