@@ -22,7 +22,6 @@ from proxy.routes import (
     dashboard,
     events,
     feedback,
-    forks,
     keys,
     logprobs,
     openapi,
@@ -83,7 +82,7 @@ def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_dire
         openapi_url=None,
         redirect_slashes=False,
     )
-    records = (sessions, forks, tokens, logprobs, rewards, feedback)
+    records = (sessions, tokens, logprobs, rewards, feedback)
     for module in (*records, policies, keys, operations, events, dashboard):
         app.include_router(module.router)
     app.include_router(operations.control)

@@ -6,12 +6,12 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
-from turnwise.settings import Settings, mask_credentials, parsed_json
+from turnwise.settings import FromJson, Settings, mask_credentials
 from turnwise.types import MAX_REWARD, PolicyKind
 
 DIVIDED = (
@@ -66,7 +66,7 @@ class ProxySettings(Settings):
     retention_days: float | None = Field(default=None, gt=0)
     """Sessions that were over this many days ago are deleted with their turns and rewards, once they are trained or
     dropped; None keeps them."""
-    feedback_rewards: FeedbackRewards = Field(default={"up": 1.0, "down": 0.0})
+    feedback_rewards: Annotated[FeedbackRewards, FromJson] = Field(default={"up": 1.0, "down": 0.0})
     """Rewards of a thumb up and of a thumb down in `POST /v1/feedback`, as JSON. A rating on a scale lies between
     them. With `correction` a comment or an edited reply is a reward too, of that name: set it to 0 where sessions are
     corrected and not rated, so that they are ready to be trained by the algorithm `correction`."""
@@ -241,11 +241,6 @@ class ProxySettings(Settings):
         """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""
         limits = {name: value for name in DIVIDED if (value := getattr(self, name)) is not None}
         return self.model_copy(update={name: math.ceil(value / self.workers) for name, value in limits.items()})
-
-    @field_validator("feedback_rewards", mode="before")
-    @classmethod
-    def _parse_feedback_rewards(cls, value: object) -> object:
-        return parsed_json(value)
 
     @field_validator("feedback_rewards")
     @classmethod
