@@ -165,7 +165,7 @@ class Services:
     async def sweep(self) -> None:
         """Expire idle sessions, and delete old stored answers and the rows of deleted sessions, until cancelled."""
         idle = datetime.timedelta(seconds=self.settings.session_idle_seconds)
-        remembered = datetime.timedelta(seconds=self.settings.reward_replay_seconds)
+        remembered = datetime.timedelta(seconds=self.settings.idempotency_seconds)
         while True:
             try:
                 while await self.writer.do(idempotency.forget_answers, utc_now() - remembered):

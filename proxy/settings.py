@@ -164,8 +164,9 @@ class ProxySettings(Settings):
     `litellm`, `session-affinity`, `claude-user`, `conversation`, `prompt-cache-key`."""
     session_idle_seconds: float = Field(default=3600.0, gt=0)
     """An open session without a call for this long expires."""
-    reward_replay_seconds: float = Field(default=86_400.0, gt=0)
-    """How long posted rewards are recognised by their `Idempotency-Key`; a later use of the key is a new request."""
+    idempotency_seconds: float = Field(default=86_400.0, gt=0)
+    """How long an `Idempotency-Key` of rewards, of feedback, or of a call that names no session is recognised; a later
+    use of the key is a new request."""
     cache_sessions: int = Field(default=20_000, gt=0)
     """Sessions kept in memory; the rest is read back from the store when it is needed."""
 
