@@ -31,7 +31,7 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
-from turnwise.store import ledger, new_turns, opening
+from turnwise.store import ledger, new_turns
 from turnwise.store.database import Connection, Database, attempt
 from turnwise.store.new_turns import TurnRow
 from turnwise.telemetry import LogFormat, configure_logging
@@ -218,7 +218,7 @@ class Committer:
         appends = {job.number: list(map(complete, job.work)) for job in batch if isinstance(job.work, list)}
         with self._database.write_often() as connection:
             if opens:
-                opened = opening.open_sessions(connection, [session for _, session in opens])
+                opened = ledger.create_sessions(connection, [session for _, session in opens])
                 results |= zip((number for number, _ in opens), opened, strict=True)
             for job in batch:
                 if isinstance(job.work, Work):

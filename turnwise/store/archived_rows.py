@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_if_new, is_among, last_assigned
+from turnwise.store.statements import insert_ignoring, is_among, last_assigned
 from turnwise.store.tables import feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.types import SessionStatus
 
@@ -96,7 +96,7 @@ def _join_group(conn: sa.Connection, group: Row, session: Row) -> int:
     empty = {**_without(group, "group_pk"), "num_sessions": 0, "num_finished": 0}
     numbers: list[Row] = [{"group_pk": group["group_pk"]}, {}]
     for number in numbers if group["group_pk"] <= last_assigned(conn, groups.c.group_pk) else numbers[1:]:
-        if insert_if_new(conn, groups, {**empty, **number}) is not None:
+        if insert_ignoring(conn, groups, {**empty, **number}):
             break
     is_finished = session["status"] != SessionStatus.OPEN and session["num_rewards"] > 0
     group_pk: int = conn.execute(

@@ -358,7 +358,7 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
 
     @sa.event.listens_for(engine, "begin")
     def _begin(conn: sa.Connection) -> None:
-        execute(conn, conn.get_execution_options().get("begin", "BEGIN"), ())
+        execute(conn, conn.get_execution_options().get("begin", "BEGIN"))
 
     return engine
 

@@ -19,7 +19,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store.queries import LockedSession
 from turnwise.store.rows import StoredRow, to_micros
-from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, unindexed
+from turnwise.store.statements import insert_new_rows, is_among, unindexed
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now
 
@@ -120,9 +120,8 @@ def imported_groups(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> lis
 def join(conn: sa.Connection, session: Session) -> int:
     """Count the session in its group, and create the group with its first session; return the group's key."""
     new = _new_group(session)
-    created_pk = insert_if_new(conn, groups, new)
-    if created_pk is not None:
-        return int(created_pk)
+    if created := insert_new_rows(conn, groups, [new], "group_pk"):
+        return int(created[0][0])
     group = conn.execute(
         sa.select(groups)
         .where(groups.c.tenant == new["tenant"], groups.c.group_id == new["group_id"])
@@ -147,7 +146,7 @@ def create(conn: sa.Connection, alone: Sequence[Session]) -> dict[SessionKey, in
     Returns:
         The groups' keys by their sessions; without the sessions whose id is the id of a group.
     """
-    created = insert_new_rows(conn, groups, list(map(_new_group, alone)), ("tenant", "group_id", "group_pk"))
+    created = insert_new_rows(conn, groups, list(map(_new_group, alone)), "tenant", "group_id", "group_pk")
     return {(tenant, session_id): group_pk for tenant, session_id, group_pk in created}
 
 

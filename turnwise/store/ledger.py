@@ -8,20 +8,23 @@ that finishes a session counts it in its group, and the write that finishes the 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import datetime
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import sqlalchemy as sa
 
-from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import groups, idempotency, new_turns, queries, rows, trials
 from turnwise.store.queries import LockedSession, lock_sessions
 from turnwise.store.rows import to_micros
-from turnwise.store.statements import insert_ignoring, insert_rows, is_among
+from turnwise.store.statements import fetch_rows, insert_new_rows, insert_rows, is_among
 from turnwise.store.tables import rewards, sessions, turns
 from turnwise.types import MAX_REWARD, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
+
+Created = tuple[Session, bool] | TurnwiseError
+"""The stored session and whether it was created; or the error that rejects it."""
 
 
 def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
@@ -33,16 +36,75 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
     Raises:
         Conflict: its group is complete, has another size, or is the group of a single session.
     """
-    if session.group_size is not None and session.group_id is None:
-        raise InvalidRequest(f"group_size {session.group_size!r} needs a group_id; give one", param="group_id")
-    with contextlib.suppress(NotFound):
-        return queries.session(conn, session.tenant, session.session_id), False
-    (session,) = trials.assign(conn, [session])
-    group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
-    if insert_ignoring(conn, sessions, rows.session_row(session, group_pk)):
-        return dataclasses.replace(session, last_active_at=session.created_at), True
-    groups.leave(conn, group_pk)
-    return queries.session(conn, session.tenant, session.session_id), False
+    (created,) = create_sessions(conn, [session])
+    if isinstance(created, TurnwiseError):
+        raise created
+    return created
+
+
+def create_sessions(conn: sa.Connection, wanted: Sequence[Session]) -> list[Created]:
+    """Create the sessions that are not stored; a rejected session affects no other.
+
+    The number of statements does not depend on the number of new sessions that name no group.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        wanted: Sessions as they are stored if they are new.
+
+    Returns:
+        The result of each session.
+    """
+    is_valid = [session.group_size is None or session.group_id is not None for session in wanted]
+    first = {_key(session): session for session in reversed(list(itertools.compress(wanted, is_valid)))}
+    new = _insert_new(conn, first)
+    results: list[Created] = []
+    for session, may_be_new in zip(wanted, is_valid, strict=True):
+        if not may_be_new:
+            message = f"group_size {session.group_size!r} needs a group_id; give one"
+            results.append(InvalidRequest(message, param="group_id"))
+        elif first[_key(session)] is not session:
+            results += create_sessions(conn, [session])
+        else:
+            result = new.get(_key(session))
+            if result is None or isinstance(result, Conflict):  # it is stored; another writer may have done so just now
+                try:
+                    result = queries.session(conn, session.tenant, session.session_id), False
+                except NotFound as missing:
+                    result = result or missing
+            results.append(result)
+    return results
+
+
+def _key(session: Session) -> SessionKey:
+    return session.tenant, session.session_id
+
+
+def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> dict[SessionKey, Created]:
+    """Insert those of the sessions that are new; return their results by their keys.
+
+    The rows are inserted in one order, so that two writers cannot deadlock.
+    """
+    names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
+    stored = set(fetch_rows(conn, sessions, tuple(names), names))
+    assigned = trials.assign(conn, [wanted[key] for key in sorted(wanted.keys() - stored)])
+    trained = {_key(session): session for session in assigned if session.split is Split.TRAIN}
+    group_pks = groups.create(conn, [session for session in trained.values() if session.group_id is None])
+    results: dict[SessionKey, Created] = {}
+    for key in trained.keys() - group_pks.keys():
+        try:
+            group_pks[key] = groups.join(conn, trained[key])
+        except Conflict as error:
+            results[key] = error
+    new = {_key(session): session for session in assigned if _key(session) not in results}
+    new_rows = [rows.session_row(session, group_pks.get(key)) for key, session in new.items()]
+    created = set(insert_new_rows(conn, sessions, new_rows, "tenant", "session_id"))
+    for key in group_pks.keys() - created:  # another writer has created the session meanwhile
+        groups.leave(conn, group_pks[key])
+    return results | {
+        key: (dataclasses.replace(session, last_active_at=session.created_at), True)
+        for key, session in new.items()
+        if key in created
+    }
 
 
 def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> None:

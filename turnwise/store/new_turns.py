@@ -15,7 +15,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import queries
 from turnwise.store.rows import finish_turn
-from turnwise.store.statements import count_up, fetch_rows, insert_rows
+from turnwise.store.statements import execute_many, fetch_rows, insert_rows, mark
 from turnwise.store.tables import turns
 from turnwise.types import Outcome, SessionKey, SessionStatus, Turn
 
@@ -65,7 +65,9 @@ def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     new_rows = [row for row, is_added in zip(batch, added, strict=True) if is_added]
     if new_rows:
         insert_rows(conn, turns, new_rows)
-        count_up(conn, [state.counts() for state in states.values() if state.num_new])
+        latest = "greatest" if conn.dialect.name == "postgresql" else "max"
+        count = _COUNT.format(latest=latest, value=mark(conn.dialect))
+        execute_many(conn, count, [state.counts() for state in states.values() if state.num_new])
     return added
 
 
@@ -86,6 +88,11 @@ _HAS_CHILD = (
     "AND child.parent_turn_id = turns.turn_id)"
 )
 """Whether a turn extends this one; it reads only later turns of the session."""
+_COUNT = (
+    "UPDATE sessions SET num_turns = num_turns + {value}, num_chains = num_chains + {value}, "
+    "last_active_at = {latest}(last_active_at, {value}) WHERE session_pk = {value}"
+)
+"""Counts new turns and chains in their session, with the instant of the last activity."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,8 +119,8 @@ class _SessionState:
             row["outcome"], row["reason"] = Outcome.UNTRAINABLE.value, SESSION_ENDED
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return the session's arguments for `count_up`."""
-        return self.session_pk, self.num_new, self.num_new_chains, self.last_active_at
+        """Return the session's values in `_COUNT`."""
+        return self.num_new, self.num_new_chains, self.last_active_at, self.session_pk
 
 
 def _lock(conn: sa.Connection, wanted: set[SessionKey]) -> dict[SessionKey, _SessionState]:

@@ -12,27 +12,11 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
-
-T = TypeVar("T")
-
-
-def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
-    """Insert the row unless its key exists; return whether it was inserted."""
-    return insert_if_new(conn, table, row) is not None
-
-
-def insert_if_new(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> Any:
-    """Insert the row unless its key exists; return the first column of its primary key, None if it exists."""
-    insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
-    key, *_ = table.primary_key.columns
-    inserted = conn.execute(insert(table).values(**row).on_conflict_do_nothing().returning(key))
-    return inserted.scalar_one_or_none()
-
+from sqlalchemy.dialects import postgresql
 
 ROWS_AT_ONCE = 1000
 """Maximum number of small rows that one transaction deletes of a table."""
@@ -56,7 +40,7 @@ def last_assigned(conn: sa.Connection, key: sa.Column[int]) -> float:
     return conn.execute(last).scalar_one() or 0
 
 
-def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
+def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> Any:
     """Run a statement of the hot path directly on the driver, because SQLAlchemy would take longer than the database.
 
     Returns:
@@ -65,28 +49,46 @@ def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
     Raises:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
-    with _translated(conn, sql, values):
+    with _translated(conn, sql):
         return conn.connection.dbapi_connection.execute(sql, values)  # type: ignore[union-attr]
 
 
-def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Run a statement as `execute` does and return its rows; SQLite's driver computes the later ones as it is read.
 
     Raises:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
-    with _translated(conn, sql, values):
+    with _translated(conn, sql):
         return conn.connection.dbapi_connection.execute(sql, values).fetchall()  # type: ignore[no-any-return, union-attr]
 
 
+def execute_many(conn: sa.Connection, sql: str, batch: Sequence[tuple[Any, ...]]) -> None:
+    """Run a statement as `execute` does, once for each of several rows of values; PostgreSQL gets them together.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
+    """
+    if len(batch) == 1:
+        execute(conn, sql, batch[0])
+        return
+    with _translated(conn, sql):
+        conn.connection.cursor().executemany(sql, batch)
+
+
 @contextlib.contextmanager
-def _translated(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Iterator[None]:
+def _translated(conn: sa.Connection, sql: str) -> Iterator[None]:
     """Raise the error that SQLAlchemy raises for an error of the driver."""
     driver: Any = conn.dialect.dbapi
     try:
         yield
     except driver.Error as error:
-        raise sa.exc.DBAPIError.instance(sql, values, error, driver.Error, dialect=conn.dialect) from error
+        raise sa.exc.DBAPIError.instance(sql, None, error, driver.Error, dialect=conn.dialect) from error
+
+
+def mark(dialect: sa.Dialect) -> str:
+    """Return what stands for a value in a statement of the driver."""
+    return "%s" if dialect.name == "postgresql" else "?"
 
 
 def fetch_rows(
@@ -107,29 +109,16 @@ def fetch_rows(
             combine the values in another way.
         lock: Lock the rows until the transaction ends, in the order of the primary key.
     """
+    selected = f"SELECT {', '.join(columns)} FROM"
     if conn.dialect.name == "postgresql":
-        sql = _rows_sql_postgresql(table, tuple(columns), tuple(keys), lock=lock)
+        condition = " AND ".join(f"{key} = ANY(%s)" for key in keys)
+        locking = f" ORDER BY {', '.join(table.primary_key.columns.keys())} FOR UPDATE" if lock else ""
+        sql = f"{selected} {table.name} WHERE {condition}{locking}"
         return fetch(conn, sql, tuple(list(set(values)) for values in keys.values()))
-    found: list[tuple[Any, ...]] = []
-    for chunk in _chunks(list(zip(*keys.values(), strict=True))):
-        sql = _rows_sql_sqlite(table, tuple(columns), tuple(keys), len(chunk))
-        found += fetch(conn, sql, tuple(itertools.chain.from_iterable(chunk)))
-    return found
-
-
-@functools.lru_cache
-def _rows_sql_sqlite(table: sa.Table, columns: tuple[str, ...], keys: tuple[str, ...], num_rows: int) -> str:
-    """Return the statement that reads so many rows by their keys; SQLite searches for each key in an index."""
-    row, names = f"({', '.join('?' * len(keys))})", ", ".join(keys)
-    wanted = f"WITH wanted({names}) AS (VALUES {', '.join([row] * num_rows)})"
-    return f"{wanted} SELECT {', '.join(columns)} FROM wanted CROSS JOIN {table.name} USING ({names})"  # noqa: S608  names are ours
-
-
-@functools.lru_cache
-def _rows_sql_postgresql(table: sa.Table, columns: tuple[str, ...], keys: tuple[str, ...], *, lock: bool) -> str:
-    condition = " AND ".join(f"{key} = ANY(%s)" for key in keys)
-    locking = f" ORDER BY {', '.join(table.primary_key.columns.keys())} FOR UPDATE" if lock else ""
-    return f"SELECT {', '.join(columns)} FROM {table.name} WHERE {condition}{locking}"  # noqa: S608  names are ours
+    # SQLite searches for each key in an index.
+    condition = " AND ".join(f"{key} = json_extract(wanted.value, '$[{number}]')" for number, key in enumerate(keys))
+    wanted = json.dumps(list(zip(*keys.values(), strict=True)))
+    return fetch(conn, f"{selected} json_each(?) AS wanted CROSS JOIN {table.name} ON {condition}", (wanted,))
 
 
 def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
@@ -137,84 +126,36 @@ def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[st
 
     Values that are no columns of the table are left out.
     """
-    _insert(conn, table, batch, "")
+    if batch:
+        sql, values_of = _insert_sql(table, tuple(batch[0]), 1, mark(conn.dialect))
+        execute_many(conn, sql, list(map(values_of, batch)))
 
 
 def insert_new_rows(
-    conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]], returned: Sequence[str]
+    conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]], *returned: str
 ) -> list[tuple[Any, ...]]:
-    """Insert those rows whose keys do not exist, as `insert_rows`; return some columns of the inserted rows."""
-    return _insert(conn, table, batch, f" ON CONFLICT DO NOTHING RETURNING {', '.join(returned)}")
-
-
-def _insert(
-    conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]], suffix: str
-) -> list[tuple[Any, ...]]:
-    """Insert rows; return what the statement's suffix returns.
-
-    One statement inserts many rows, because the driver releases the interpreter's lock between statements and waits to
-    reacquire it.
-    """
-    found: list[tuple[Any, ...]] = []
+    """Insert those of some hundred rows whose keys do not exist, as `insert_rows`; return columns of those inserted."""
     if not batch:
-        return found
-    columns = tuple(filter(_columns(table).__contains__, batch[0]))
-    values_of = operator.itemgetter(*columns)
-    for chunk in _chunks(batch):
-        values = tuple(itertools.chain.from_iterable(map(values_of, chunk)))
-        sql = _insert_sql(table, columns, len(chunk), conn.dialect.name, suffix)
-        if suffix:
-            found += fetch(conn, sql, values)
-        else:
-            execute(conn, sql, values)
-    return found
+        return []
+    sql, values_of = _insert_sql(table, tuple(batch[0]), len(batch), mark(conn.dialect))
+    values = tuple(itertools.chain.from_iterable(map(values_of, batch)))
+    return fetch(conn, f"{sql} ON CONFLICT DO NOTHING RETURNING {', '.join(returned)}", values)
+
+
+def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
+    """Insert the row unless its key exists, as `insert_rows`; return whether it was inserted."""
+    return bool(insert_new_rows(conn, table, [row], "1"))
 
 
 @functools.lru_cache
-def _columns(table: sa.Table) -> frozenset[str]:
-    return frozenset(table.c.keys())
-
-
-_ROWS_PER_STATEMENT = (32, 16, 8, 4, 2, 1)
-"""A batch is split into these sizes, so that few different statements are prepared."""
-
-
-def _chunks(batch: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split the rows of a batch into those of its statements."""
-    start = 0
-    for size in _ROWS_PER_STATEMENT:
-        while len(batch) - start >= size:
-            yield batch[start : start + size]
-            start += size
-
-
-@functools.lru_cache
-def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialect_name: str, suffix: str) -> str:
-    mark = "%s" if dialect_name == "postgresql" else "?"
-    row = f"({', '.join([mark] * len(columns))})"
-    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}{suffix}"  # noqa: S608  names are ours
-
-
-def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) -> None:
-    """Increase the numbers of turns and chains of sessions and update their last activity, many in one statement.
-
-    Args:
-        conn: a transaction of `Database.write`.
-        batch: session_pk, new turns, new chains, instant of the last activity; each session once.
-    """
-    for chunk in _chunks(batch):
-        execute(conn, _count_sql(len(chunk), conn.dialect.name), tuple(itertools.chain.from_iterable(chunk)))
-
-
-@functools.lru_cache
-def _count_sql(num_rows: int, dialect_name: str) -> str:
-    row = "(%s::bigint, %s::int, %s::int, %s::bigint)" if dialect_name == "postgresql" else "(?, ?, ?, ?)"
-    latest = "greatest" if dialect_name == "postgresql" else "max"
-    new = f"WITH new(session_pk, turns, chains, at) AS (VALUES {', '.join([row] * num_rows)})"
-    return (
-        f"{new} UPDATE sessions SET num_turns = num_turns + new.turns, num_chains = num_chains + new.chains, "  # noqa: S608
-        f"last_active_at = {latest}(last_active_at, new.at) FROM new WHERE sessions.session_pk = new.session_pk"
-    )
+def _insert_sql(
+    table: sa.Table, names: tuple[str, ...], num_rows: int, value: str
+) -> tuple[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
+    """Return the statement that inserts so many rows, and what returns the values of a row."""
+    columns = [name for name in names if name in table.c]
+    row = f"({', '.join([value] * len(columns))})"
+    sql = f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}"  # noqa: S608  names are ours
+    return sql, operator.itemgetter(*columns)
 
 
 def is_among(dialect: sa.Dialect, column: sa.Column[Any], values: Collection[Any]) -> sa.ColumnElement[bool]:

@@ -27,7 +27,7 @@ def takes(version: int, share: float, session: Session) -> bool:
 
 def assign(conn: sa.Connection, sessions: Sequence[Session]) -> list[Session]:
     """Return new sessions as they are stored: those that an arm takes name its version."""
-    arms = fetch(conn, _RUNNING, ()) if sessions else []
+    arms = fetch(conn, _RUNNING) if sessions else []
     return [_assigned(session, arms) for session in sessions] if arms else list(sessions)
 
 

@@ -22,7 +22,6 @@ from turnwise.store import (
     keys,
     ledger,
     named_policies,
-    opening,
     played,
     policies,
     queries,
@@ -191,7 +190,7 @@ def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tup
         policies.try_policy(conn, 2, 1.0)
         wanted = [Session(session_id=f"s{number}", tenant="a", policy_id=number) for number in (DEFAULT_POLICY, a, b)]
         assert [each.arm for each in trials.assign(conn, wanted)] == [None, 2, None]
-        opened = opening.open_sessions(conn, wanted)
+        opened = ledger.create_sessions(conn, wanted)
         stored = [queries.session(conn, "a", each.session_id) for each in wanted]
     assert [(each.policy_id, each.arm) for each in stored] == [(DEFAULT_POLICY, None), (a, 2), (b, None)]
     assert [one for one, _ in opened] == stored  # type: ignore[misc]
@@ -203,7 +202,7 @@ def test_a_group_has_one_policy(database: Database, two: tuple[int, int]) -> Non
         ledger.create_session(conn, Session(session_id="one", tenant="a", group_id="g", policy_id=a))
         with pytest.raises(Conflict, match="of another policy"):
             ledger.create_session(conn, Session(session_id="two", tenant="a", group_id="g", policy_id=b))
-        (refused,) = opening.open_sessions(conn, [Session(session_id="three", tenant="a", group_id="g")])
+        (refused,) = ledger.create_sessions(conn, [Session(session_id="three", tenant="a", group_id="g")])
         assert isinstance(refused, Conflict)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from support.ledger_samples import add_session
 
 from turnwise.errors import Conflict
-from turnwise.store import ledger, opening, queries, tables
+from turnwise.store import ledger, queries, tables
 from turnwise.store.database import Database
 from turnwise.types import Session, Split
 
@@ -28,7 +28,7 @@ def test_each_session_is_stored_as_if_it_were_created_alone(database: Database) 
         Session(session_id="new", tenant="other"),
     ]
     with database.write() as connection:
-        opened = opening.open_sessions(connection, [*new, *others])
+        opened = ledger.create_sessions(connection, [*new, *others])
     refused = opened.pop(4)
     assert isinstance(refused, Conflict)
     assert [created for _, created in opened] == [True, True, False, False, True, True, True]
@@ -50,7 +50,7 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
         barrier.wait(60)
         order = names if worker % 2 else names[::-1]
         with database.write() as connection:
-            opened = opening.open_sessions(connection, [Session(session_id=name) for name in order])
+            opened = ledger.create_sessions(connection, [Session(session_id=name) for name in order])
         return sum(created for _, created in opened)
 
     with ThreadPoolExecutor(4) as pool:
@@ -62,4 +62,4 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
 def test_the_session_of_a_call_is_the_one_that_the_api_created(database: Database) -> None:
     with database.write() as connection:
         stored, _ = ledger.create_session(connection, Session(session_id="s", task_id="kim"))
-        assert opening.open_sessions(connection, [Session(session_id="s", opened_by="call")]) == [(stored, False)]
+        assert ledger.create_sessions(connection, [Session(session_id="s", opened_by="call")]) == [(stored, False)]

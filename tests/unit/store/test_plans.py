@@ -40,9 +40,7 @@ NOT_RECORDED = {
     "database.py": "connects and migrates",
 }
 LOST_RACES = {
-    "ledger.py: groups.leave(conn, group_pk)",
-    "ledger.py: queries.session(conn, session.tenant, session.session_id)",
-    "opening.py: groups.leave(conn, group_pks[key])",
+    "ledger.py: groups.leave(conn, group_pks[key])",
 }
 """Call sites that run only if another transaction has created the same session meanwhile."""
 ONLY_ON_POSTGRESQL = {"archived_rows.py: last_assigned(conn, groups.c.group_pk)"}

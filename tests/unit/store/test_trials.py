@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from turnwise.errors import TurnwiseError
-from turnwise.store import ledger, opening, policies, queries, trials
+from turnwise.store import ledger, policies, queries, trials
 from turnwise.store.database import Database
 from turnwise.types import IMPORT, PolicyVersion, Session, Split
 
@@ -16,7 +16,7 @@ Create = Callable[[sa.Connection, Session], Session]
 
 
 def open_one(conn: sa.Connection, session: Session) -> Session:
-    (opened,) = opening.open_sessions(conn, [session])
+    (opened,) = ledger.create_sessions(conn, [session])
     assert not isinstance(opened, TurnwiseError)
     return opened[0]
 
