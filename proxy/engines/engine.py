@@ -17,7 +17,7 @@ from proxy.engines.kind import EngineKind
 from proxy.engines.state import SERVING, EngineState, EngineStatus
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.telemetry import current_request
-from turnwise.types import Json
+from turnwise.types import Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,6 @@ class Engine(EngineKind):
         """Samples with its base weights."""
         self.loaded_version: int | None = UNLABELLED
         """Version of the base weights, from their label; None during an exchange, or after one that was interrupted."""
-        self.served_adapter: int | None = None
-        """Version of the adapter that the default policy is served with; None where it is served with whole weights."""
         self.adapters: dict[int, Lane] = {}
         """Its LoRA adapters by policy version, in the order of loading."""
         self.draining_since = 0.0
@@ -101,11 +99,15 @@ class Engine(EngineKind):
         return self.status.current
 
     @property
-    def active_lane(self) -> Lane:
-        """What the default policy's calls sample with: its adapter, unless other whole weights were loaded since."""
-        if self.served_adapter is None or self.base_lane.version:
+    def has_own_model(self) -> bool:
+        """Whether its base weights are the model that it was started with, which adapters were trained on."""
+        return self.loaded_version in (UNLABELLED, 0)
+
+    def lane_of(self, version: PolicyVersion) -> Lane:
+        """Return what samples with a version: its adapter, which may not be loaded yet, or else the base weights."""
+        if version.kind is PolicyKind.FULL or self.base_lane.version:
             return self.base_lane
-        return self.adapters.get(self.served_adapter, self.base_lane)
+        return self.adapters.get(version.version) or Lane(self, version.version, adapter_name(version.version))
 
     @property
     def num_calls(self) -> int:
@@ -116,11 +118,6 @@ class Engine(EngineKind):
     def is_serving(self) -> bool:
         """Whether calls are routed to it."""
         return self.status.current in SERVING
-
-    @property
-    def version(self) -> int:
-        """Policy version that calls sample with now."""
-        return self.active_lane.version
 
     async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         """Send a call; the caller reads the answer in a `with` block.
@@ -233,10 +230,10 @@ class Engine(EngineKind):
             raise EngineRefused(answer.status, raw)
         return raw
 
-    async def fetch_models(self, *, seconds: float = 10.0) -> None:
+    async def fetch_models(self) -> None:
         """Read which model and which adapters it serves; an adapter that is loaded meanwhile stays."""
         before = set(self.adapters)
-        models = (await self.ask("GET", "/v1/models", seconds=seconds))["data"]
+        models = (await self.ask("GET", "/v1/models"))["data"]
         self.model, self.model_path = str(models[0]["id"]), str(models[0].get("root") or models[0]["id"])
         served = {version for model in models if (version := adapter_version(str(model["id"]))) is not None}
         for version in before - served:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from hashlib import blake2b
 
 from proxy.engines.engine import Engine, Lane
@@ -28,7 +29,7 @@ from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKi
 DRAIN_POLL_SECONDS = 0.02
 """How often it is checked whether the calls of a draining engine have ended."""
 OWN_MODEL = PolicyVersion(version=0, path="")
-"""What a named policy without an adapter samples with."""
+"""What a policy without versions samples with."""
 
 
 class EnginePool:
@@ -118,63 +119,57 @@ class EnginePool:
         Raises:
             EngineUnavailable: when none serves.
         """
-        return self._choose(key, [engine.active_lane for engine in self.serving]).engine
+        return self._choose(key, self.serving)
+
+    def version_on(self, engine: Engine) -> int:
+        """Return the version that the default policy's calls sample with on an engine."""
+        return engine.lane_of(self.served.get(DEFAULT_POLICY, NO_VERSIONS).active or OWN_MODEL).version
 
     def lane(self, session: Session, wanted: PolicyVersion | None = None) -> Lane:
-        """Return what the session's calls sample with now; the engine's own model for an adapter that it has not yet.
+        """Return what the session's calls sample with now; its engine may not have that adapter yet.
 
         Args:
             session: the calls' session.
-            wanted: the version to sample with; None for the one that the default policy's sessions sample with.
+            wanted: the version that a call asks for; None for the one that is served to its session.
 
         Raises:
             EngineUnavailable: when no engine serves.
-            Conflict: when no engine has the whole weights that are wanted.
+            Conflict: when no engine has the whole weights that are wanted, or the policy is archived.
         """
-        serving = self._not_draining
-        if wanted is not None:
-            return self._choose(session.session_id, self._wanted_lanes(wanted, serving))
-        state = self.served.get(DEFAULT_POLICY, NO_VERSIONS)
-        arms = {each.version for each in (state.canary, state.holdout) if each is not None}
-        lanes = [engine.active_lane for engine in serving]
-        if arms:
-            if session.arm in arms:
-                own = self.lanes_of(session.arm, serving)
-            else:
-                own = [lane for lane in lanes if lane.version not in arms]
+        if session.policy_id in self.archived:
+            self.check_in_use(session.policy_id)
+        state = self.served.get(session.policy_id, NO_VERSIONS)
+        served = state.active or state.base or OWN_MODEL
+        arm = None if session.arm is None else state.of_arm(session.arm)
+        version = wanted or arm or served
+        engines = self._not_draining
+        if version.kind is PolicyKind.LORA:
+            fit = [engine for engine in engines if not engine.base_lane.version]
+        elif wanted or arm:
+            fit = [engine for engine in engines if engine.base_lane.version == version.version]
+        else:
+            arms = {each.version for each in (state.canary, state.holdout) if each is not None}
+            fit = [engine for engine in engines if engine.base_lane.version not in arms]
+        if not fit:
+            if wanted and engines:
+                raise Conflict(
+                    f"version {wanted.version} needs whole weights that no engine has now: ask for another version, "
+                    "or for the served one",
+                    param="model",
+                    code="version_not_loaded",
+                )
             # Where one arm has no engine left, its sessions are better served by the other than not at all.
-            lanes = own or lanes
-        return self._choose(session.session_id, lanes)
+            version, fit = served, engines
+        return self._choose(session.session_id, fit).lane_of(version)
 
-    @staticmethod
-    def lanes_of(version: int | None, serving: Sequence[Engine]) -> list[Lane]:
-        """Return what samples with a version: what engines serve, else their adapters, else weights under adapters."""
-        found = [engine.active_lane for engine in serving if engine.active_lane.version == version]
-        found = found or [lane for engine in serving for lane in engine.adapters.values() if lane.version == version]
-        return found or [engine.base_lane for engine in serving if engine.base_lane.version == version]
-
-    def _wanted_lanes(self, wanted: PolicyVersion, serving: Sequence[Engine]) -> list[Lane]:
-        """Return the lanes of a version by engine; an engine that lacks the adapter can load it."""
-        if wanted.kind is PolicyKind.LORA:
-            return [engine.adapters.get(wanted.version, engine.base_lane) for engine in serving]
-        found = self.lanes_of(wanted.version, serving)
-        if serving and not found:
-            raise Conflict(
-                f"version {wanted.version} is whole weights, and no engine has them now: ask for an adapter, or "
-                "for the served version",
-                param="model",
-                code="version_not_loaded",
-            )
-        return found
-
-    def _choose(self, key: str, lanes: list[Lane]) -> Lane:
-        if not lanes:
+    def _choose(self, key: str, engines: list[Engine]) -> Engine:
+        if not engines:
             raise EngineUnavailable(
                 f"none of the {len(self.engines)} engines is ready; check /readyz and the engine's log, then retry"
             )
-        if len(lanes) == 1:
-            return lanes[0]
-        return max(lanes, key=lambda lane: blake2b(f"{lane.engine.url} {key}".encode(), digest_size=8).digest())
+        if len(engines) == 1:
+            return engines[0]
+        return max(engines, key=lambda engine: blake2b(f"{engine.url} {key}".encode(), digest_size=8).digest())
 
     async def drain(self, engine: Engine, seconds: float) -> None:
         """Send new calls to other engines, and wait so long for the running ones to end."""
@@ -238,18 +233,13 @@ class EnginePool:
         self._in_flight += 1
         try:
             await self._update_served(session)
-            state = self.served.get(session.policy_id, NO_VERSIONS)
-            wanted = version
-            if version is None and session.policy_id != DEFAULT_POLICY:
-                wanted = self._served_to(session)
-            lane = await self._wait_for_lane(session, wanted, may_wait=not has_waited)
-            if wanted is not None:
-                lane = await self._with_adapter(lane, wanted)
+            lane = await self._wait_for_lane(session, version, may_wait=not has_waited)
         except BaseException:
             self._in_flight -= 1
             raise
         lane.num_calls += 1
         lane.engine.num_started += 1
+        state = self.served.get(session.policy_id, NO_VERSIONS)
         if version is None and (state.canary is not None or state.holdout is not None):
             sampled = state.of_arm(lane.version)
             arm = "control" if sampled is None else "canary" if sampled is state.canary else "holdout"
@@ -263,27 +253,14 @@ class EnginePool:
             ReloadFailed: the engine did not load the adapter.
             EngineUnavailable: no engine serves.
         """
-        if session.policy_id == DEFAULT_POLICY:
-            return self.route(session.session_id).active_lane
-        wanted = self._served_to(session)
-        return await self._with_adapter(self.lane(session, wanted), wanted)
+        return await self._loaded(self.lane(dataclasses.replace(session, arm=None)))
 
-    def _served_to(self, session: Session) -> PolicyVersion:
-        """Return the version that the sessions of a named policy are served with.
-
-        Raises:
-            Conflict: the policy is archived.
-        """
-        self.check_in_use(session.policy_id)
-        state = self.served.get(session.policy_id, NO_VERSIONS)
-        return state.of_arm(session.arm) or state.active or state.base or OWN_MODEL
-
-    async def _with_adapter(self, lane: Lane, wanted: PolicyVersion) -> Lane:
-        """Return the lane; load the wanted adapter first if its engine lacks it."""
-        if wanted.kind is not PolicyKind.LORA or lane.adapter is not None:
+    async def _loaded(self, lane: Lane) -> Lane:
+        """Return the lane of an adapter once its engine has it."""
+        if lane.adapter is None or lane.version in lane.engine.adapters:
             return lane
         assert self.load_adapter is not None, "a reloader has told the pool which adapters there are"
-        return await self.load_adapter(lane.engine, wanted.version)
+        return await self.load_adapter(lane.engine, lane.version)
 
     async def load_again(self, lane: Lane) -> None:
         """Load an adapter again that its engine has lost, in a restart or because another process unloaded it.
@@ -291,9 +268,8 @@ class EnginePool:
         Raises:
             ReloadFailed: the engine did not load it.
         """
-        assert self.load_adapter is not None, "a reloader has told the pool which adapters there are"
         lane.engine.adapters.pop(lane.version, None)
-        await self.load_adapter(lane.engine, lane.version)
+        await self._loaded(lane)
         lane.engine.adapters[lane.version] = lane
 
     def check_limit(self, num_calls: int) -> None:
@@ -327,7 +303,7 @@ class EnginePool:
                     raise
                 continue
             if lane.engine.state is not EngineState.RELOADING:
-                return lane
+                return lane if lane.adapter is None else await self._loaded(lane)
             await self._changed.wait()
 
     async def _wait_until_serving(self, engine: Engine) -> bool:

@@ -16,6 +16,7 @@ the trial ends, and the version is served as with a single engine: to all sessio
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -26,7 +27,7 @@ from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.load_attempts import LoadAttempts
-from proxy.reload.loader import NUM_PROBED, Loader, serves
+from proxy.reload.loader import Loader, serves
 from proxy.reload.served_versions import ServedVersions
 from proxy.reload.verdict import drift, judge
 from proxy.settings import ProxySettings
@@ -50,42 +51,30 @@ DRAIN_SECONDS = 10.0
 """How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
 
 
+@dataclasses.dataclass(eq=False)
 class Arms:
     """Begins, judges and ends the trials and the hold-out of one policy, in the process that holds the reload lease."""
 
-    def __init__(
-        self,
-        policy_id: int,
-        database: Database,
-        lease: DriverLease,
-        pool: EnginePool,
-        loader: Loader,
-        served: ServedVersions,
-        settings: ProxySettings,
-        metrics: Metrics,
-        *,
-        reserve: Callable[[Engine], Awaitable[None]],
-    ) -> None:
-        self._policy_id = policy_id
-        self._database = database
-        self._lease = lease
-        self._pool = pool
-        self._loader = loader
-        self._served = served
-        self.attempts = LoadAttempts(metrics)
-        """Failed attempts to load a version of this policy."""
-        self._reserve = reserve
-        """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
-        self._settings = settings
-        self._metrics = metrics
-        self._judged_at = 0.0
-        self._recorded: Json | None = None
-        """The arms that this process has stored last."""
-        self._measured_at = 0.0
-        self._lacks_engine_since: float | None = None
-        """When a trial of whole weights was found without its engines, on the monotonic clock."""
-        self.problem: str | None = None
-        """What a trial waits for; None if nothing is missing."""
+    policy_id: int
+    database: Database
+    lease: DriverLease
+    pool: EnginePool
+    loader: Loader
+    served: ServedVersions
+    settings: ProxySettings
+    metrics: Metrics
+    reserve: Callable[[Engine], Awaitable[None]]
+    """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
+    attempts: LoadAttempts
+    """Failed attempts to load a version of this policy."""
+    waits_for: str | None = None
+    """What a trial waits for; None if nothing is missing."""
+    _judged_at: float = 0.0
+    _measured_at: float = 0.0
+    _recorded: Json | None = None
+    """The arms that this process has stored last."""
+    _lacks_engine_since: float | None = None
+    """When a trial of whole weights was found without its engines, on the monotonic clock."""
 
     @property
     def is_due(self) -> bool:
@@ -105,14 +94,14 @@ class Arms:
         Whole weights are held out only beside another engine.
         """
         held = holdout or active
-        if held is None or held.version >= target.version or not self._settings.share_held_out(target.kind):
+        if held is None or held.version >= target.version or not self.settings.share_held_out(target.kind):
             return None
         needs_engine = target.kind is PolicyKind.FULL
-        return None if needs_engine and len(self._pool.serving) < NUM_ENGINES else held
+        return None if needs_engine and len(self.pool.serving) < NUM_ENGINES else held
 
     def without_held_out(self, holdout: PolicyVersion | None, target: PolicyVersion) -> list[Engine]:
         """Return the serving engines that the target may be loaded into: one keeps the hold-out's whole weights."""
-        serving = self._pool.serving
+        serving = self.pool.serving
         if target.kind is PolicyKind.LORA:
             return serving
         kept = [engine for engine in serving if holdout is not None and serves(engine, holdout)]
@@ -121,8 +110,8 @@ class Arms:
     async def end_holdout(self, holdout: PolicyVersion) -> None:
         """Serve all new sessions with the served version; the next version that is served starts another hold-out."""
         log.info("the hold-out of version %d ends", holdout.version)
-        await self._lease.write(policies.end_holdout, holdout.version)
-        await self._served.refresh()
+        await self.lease.write(policies.end_holdout, holdout.version)
+        await self.served.refresh()
 
     async def measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
         """Compare the sessions of the hold-out with those of all later versions since it began.
@@ -139,25 +128,25 @@ class Arms:
                 await self.end_holdout(holdout)
                 return
             self.stop_draining()
-        arms = await self._database.fetch(held_out_arms, holdout)
+        arms = await self.database.fetch(held_out_arms, holdout)
         await self._record(arms, active, holdout)
         if lift(*arms).get("reward", {"low": 0.0})["low"] > 0:
             await self.end_holdout(holdout)
 
     def is_wanted(self, target: PolicyVersion, active: PolicyVersion) -> bool:
         """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""
-        if not self._settings.canary_share or target.version <= active.version:
+        if not self.settings.canary_share or target.version <= active.version:
             return False
         return not self._lacks_engine(target)
 
     def _lacks_engine(self, policy: PolicyVersion) -> bool:
-        holdout = self._served.state(self._policy_id).holdout
+        holdout = self.served.state(self.policy_id).holdout
         return policy.kind is PolicyKind.FULL and len(self.without_held_out(holdout, policy)) < NUM_ENGINES
 
     def note_engines(self, policy: PolicyVersion | None) -> None:
         """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
         if policy is None or not self._lacks_engine(policy):
-            self._lacks_engine_since = self.problem = None
+            self._lacks_engine_since = self.waits_for = None
 
     async def wait_for_engine(self, policy: PolicyVersion, active: PolicyVersion) -> bool:
         """Keep a trial without its engines from taking sessions, and end it if it waits too long.
@@ -170,17 +159,17 @@ class Arms:
         now = self._judged_at = time.monotonic()
         if self._lacks_engine_since is None:
             self._lacks_engine_since = now
-            self.problem = (
+            self.waits_for = (
                 f"the trial of version {policy.version} waits for an engine: it needs {NUM_ENGINES}, and "
-                f"{len(self._pool.serving)} serves; after {ENGINE_SECONDS:g} s the version is served without a trial"
+                f"{len(self.pool.serving)} serves; after {ENGINE_SECONDS:g} s the version is served without a trial"
             )
-            log.warning("%s", self.problem)
+            log.warning("%s", self.waits_for)
         if now - self._lacks_engine_since >= ENGINE_SECONDS:
             log.error("the trial of version %d ends: no engine came back", policy.version)
             await self.call_off(policy, active)
         elif policy.activated_at is not None:
-            await self._lease.write(policies.try_policy, policy.version, None)
-            await self._served.refresh()
+            await self.lease.write(policies.try_policy, policy.version, None)
+            await self.served.refresh()
         return True
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
@@ -189,13 +178,13 @@ class Arms:
         The store names the version first: from then on no process sends calls to an engine that has its whole weights.
         """
         self.stop_draining()
-        for engine in self._pool.serving:  # an earlier attempt may have failed after it loaded the weights
-            if engine.version == policy.version:
+        for engine in self.pool.serving:  # an earlier attempt may have failed after it loaded the weights
+            if engine.base_lane.version == policy.version:
                 engine.status.change(EngineState.DRAINING)
         try:
-            await self._loader.check(policy, self._pool.serving[0])
-            await self._lease.write(policies.try_policy, policy.version, None)
-            await self._served.refresh()
+            await self.loader.check(policy, self.pool.serving[0])
+            await self.lease.write(policies.try_policy, policy.version, None)
+            await self.served.refresh()
             await self._place(policy, active)
             reason = await self._drift_reason(policy, active)
             self.attempts.forget(policy.version)
@@ -208,12 +197,12 @@ class Arms:
             return
         if self._is_missing(policy):  # the engine was lost meanwhile
             return
-        await self._lease.write(policies.try_policy, policy.version, self._settings.canary_share)
+        await self.lease.write(policies.try_policy, policy.version, self.settings.canary_share)
         self.stop_draining()
         log.info(
             "policy version %d is on trial with %.0f %% of the new sessions",
             policy.version,
-            100 * self._settings.canary_share,
+            100 * self.settings.canary_share,
         )
 
     async def advance(self, policy: PolicyVersion, active: PolicyVersion) -> bool:
@@ -232,16 +221,16 @@ class Arms:
             return False
         assert policy.activated_at is not None, "the trial has started"
         versions = policy.version, active.version
-        arms = await self._database.fetch(arms_since, policy.activated_at, versions, self._policy_id)
+        arms = await self.database.fetch(arms_since, policy.activated_at, versions, self.policy_id)
         await self._record(arms, policy, active)
-        verdict = judge(*arms, self._settings)
+        verdict = judge(*arms, self.settings)
         if verdict is None:
             return False
         if not verdict.is_good:
             await self._withdraw(policy, active, verdict.reason)
             return False
         log.info("policy version %d is promoted: %s", policy.version, verdict.reason)
-        self._metrics.canaries.labels("promoted").inc()
+        self.metrics.canaries.labels("promoted").inc()
         return True
 
     async def call_off(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
@@ -257,46 +246,45 @@ class Arms:
             "lift": lift(canary, control),
         }
         if compared != self._recorded:
-            await self._lease.write(policies.record_arms, policy.version, compared)
+            await self.lease.write(policies.record_arms, policy.version, compared)
             self._recorded = compared
 
     async def _place(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Load the version where it is missing: an adapter on each engine, whole weights on one."""
-        serving = self._pool.serving
+        serving = self.pool.serving
         if policy.kind is PolicyKind.LORA:
             for engine in serving:
                 if policy.version not in engine.adapters:
-                    await self._loader.load_beside(engine, policy)
+                    await self.loader.load_beside(engine, policy)
         elif len(serving) > 1 and self._is_missing(policy):
-            free = self.without_held_out(self._served.state(self._policy_id).holdout, policy)[-1]
+            free = self.without_held_out(self.served.state(self.policy_id).holdout, policy)[-1]
             await self._drain(free)
-            await self._loader.exchange(free, policy, active)
+            await self.loader.exchange(free, policy, active)
 
     def _is_missing(self, policy: PolicyVersion) -> bool:
         """Return whether no engine samples with a version of whole weights."""
         is_full = policy.kind is PolicyKind.FULL
-        return is_full and all(engine.version != policy.version for engine in self._pool.serving)
+        return is_full and all(engine.base_lane.version != policy.version for engine in self.pool.serving)
 
     async def _drain(self, engine: Engine) -> None:
         """Route new calls to other engines and wait for the running ones: no control session may sample the canary."""
-        await asyncio.gather(self._pool.drain(engine, DRAIN_SECONDS), self._reserve(engine))
+        await asyncio.gather(self.pool.drain(engine, DRAIN_SECONDS), self.reserve(engine))
 
     async def _drift_reason(self, policy: PolicyVersion, active: PolicyVersion) -> str | None:
         """Return why the version is too far from the served one for a trial, None if it is not."""
-        probe = await self._loader.probe(policy, self._pool.serving[0])
+        probe = await self.loader.probe(policy, self.pool.serving[0])
         if active.kind is PolicyKind.LORA:
             await self._place(active, active)
-        serving = self._pool.serving
-        tried, control = self._pool.lanes_of(policy.version, serving), self._pool.lanes_of(active.version, serving)
-        if probe is None or not tried or not control:
+        found = [[engine for engine in self.pool.serving if serves(engine, each)] for each in (active, policy)]
+        if probe is None or not all(found):
             return None
-        positions = probe.positions(NUM_PROBED)
-        before = await control[0].engine.token_logprobs(control[0].model, probe.token_ids, positions)
-        nats = drift(before, await tried[0].engine.token_logprobs(tried[0].model, probe.token_ids, positions))
-        if nats <= self._settings.canary_drift_nats:
+        (control, *_), (tried, *_) = found
+        before = await self.loader.probed(control.lane_of(active), probe)
+        nats = drift(before, await self.loader.probed(tried.lane_of(policy), probe))
+        if nats <= self.settings.canary_drift_nats:
             return None
         return (
-            f"it is {nats:.3g} nats a token from the served version; the limit is {self._settings.canary_drift_nats:g}"
+            f"it is {nats:.3g} nats a token from the served version; the limit is {self.settings.canary_drift_nats:g}"
         )
 
     async def _withdraw(self, policy: PolicyVersion, active: PolicyVersion, reason: str) -> None:
@@ -316,18 +304,18 @@ class Arms:
 
         An adapter is unloaded once it has no calls.
         """
-        for engine in self._pool.serving:
+        for engine in self.pool.serving:
             if active is not None and engine.base_lane.version == policy.version:
                 try:
-                    await self._loader.exchange(engine, active, None)
+                    await self.loader.exchange(engine, active, None)
                 except (BadCheckpoint, EngineError, FilesNotRead) as error:
-                    self._loader.take_out(engine, error)
-        await self._lease.write(change, policy.version, *arguments)
-        await self._served.refresh()
+                    self.loader.take_out(engine, error)
+        await self.lease.write(change, policy.version, *arguments)
+        await self.served.refresh()
         self.stop_draining()
-        self._metrics.canaries.labels(outcome).inc()
+        self.metrics.canaries.labels(outcome).inc()
 
     def stop_draining(self) -> None:
         """Send new calls to all engines again; only the default policy, whose weights may be whole, drains engines."""
-        if self._policy_id == DEFAULT_POLICY:
-            self._pool.stop_draining()
+        if self.policy_id == DEFAULT_POLICY:
+            self.pool.stop_draining()

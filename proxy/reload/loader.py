@@ -2,10 +2,9 @@
 
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
-after a crash loads a version again. Adapters need no pause: each has its own name. An engine that lacks the adapter of
-a named policy, because it was restarted, loads it at the first call that needs it. Whole weights come from the
-trainer's memory if the engine can receive them, while it serves calls as before; otherwise the engine reads the
-version's directory.
+after a crash loads a version again. Adapters need no pause: each has its own name. An engine that was restarted loads
+an adapter at the first call that needs it. Whole weights come from the trainer's memory if the engine can receive
+them, while it serves calls as before; otherwise the engine reads the version's directory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
-from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
+from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -105,12 +104,17 @@ class Loader:
         await self.files.read(("check", path, str(model_path)), path, check, seconds=PATIENCE_SECONDS)
 
     async def exchange(self, engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
-        """Make the engine serve the target, or on failure the last good version; return the pause, seconds.
+        """Load the target, or on failure the last good version; return how long the engine was paused, seconds.
+
+        An adapter is loaded beside what the engine serves, without a pause, if that is the model under the adapter.
 
         Raises:
             EngineError: the target is not served. An engine that cannot restore the last good version is taken out.
             FilesNotRead: the same, but its files are being read; call again.
         """
+        if target.kind is PolicyKind.LORA and engine.has_own_model:
+            await self.load_beside(engine, target)
+            return 0.0
         received = await self.receive(engine, target)
         with engine.status.reloading():
             try:
@@ -154,7 +158,6 @@ class Loader:
                 if policy.kind is PolicyKind.LORA:
                     paused = await self._load_base(engine)
                     await self._load_adapter(engine, policy, await self.probe(policy, engine, seconds=None))
-                    engine.served_adapter = policy.version
                     return paused
                 return await self._load_weights(engine, policy, received)
         except TimeoutError as error:
@@ -187,7 +190,7 @@ class Loader:
 
     async def _load_base(self, engine: Engine) -> float:
         """Restore the model that the engine was started with: adapters were trained on it."""
-        if engine.loaded_version in (UNLABELLED, 0):
+        if engine.has_own_model:
             return 0.0
         return await self._replace_weights(engine, own_model(engine), None)
 
@@ -231,7 +234,7 @@ class Loader:
         """Compare the engine's logprobs with the trainer's, if the version has a probe."""
         if probe is None:
             return
-        logprobs = await self._probed(lane, probe)
+        logprobs = await self.probed(lane, probe)
         problem = mismatch(
             probe,
             gap_to(probe, probe.positions(NUM_PROBED), logprobs),
@@ -246,9 +249,9 @@ class Loader:
     async def _compare_base(self, engine: Engine, probe: Probe | None) -> None:
         """Measure once what an engine and the trainer differ by at version 0, while the engine has its own model."""
         base = None if probe is None else probe.base
-        if base is None or engine.url in self._at_base or engine.loaded_version not in (UNLABELLED, 0):
+        if base is None or engine.url in self._at_base or not engine.has_own_model:
             return
-        logprobs = await self._probed(engine.base_lane, base)
+        logprobs = await self.probed(engine.base_lane, base)
         found = self._at_base[engine.url] = gap_to(base, base.positions(NUM_PROBED), logprobs)
         log.info(
             "the engine at %s and the trainer differ by %.3g nats on average and %.3g at most at version 0",
@@ -257,7 +260,7 @@ class Loader:
             found.largest,
         )
 
-    async def _probed(self, lane: Lane, probe: Probe) -> list[float]:
+    async def probed(self, lane: Lane, probe: Probe) -> list[float]:
         """Return the engine's logprobs at some positions of a probe's text."""
         return await lane.engine.token_logprobs(lane.model, probe.token_ids, probe.positions(NUM_PROBED))
 
@@ -347,7 +350,7 @@ def has_loaded(engine: Engine, policy: PolicyVersion) -> bool:
 
 
 def serves(engine: Engine, policy: PolicyVersion) -> bool:
-    """Return whether calls on the engine sample with this version."""
+    """Return whether an engine has what calls of a version sample with."""
     if policy.kind is PolicyKind.LORA:
-        return engine.active_lane.adapter == adapter_name(policy.version)
-    return engine.active_lane is engine.base_lane and has_loaded(engine, policy)
+        return engine.has_own_model and policy.version in engine.adapters
+    return has_loaded(engine, policy)

@@ -21,9 +21,9 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.arms import Arms
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.follower import Follower
+from proxy.reload.load_attempts import LoadAttempts
 from proxy.reload.loader import Loader, own_model, serves
 from proxy.reload.served_versions import ServedVersions
 from proxy.reload.sleep import Sleeper
@@ -42,7 +42,7 @@ from turnwise.errors import (
 )
 from turnwise.store import policies
 from turnwise.store.database import Database
-from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, PolicyVersion
 from turnwise.version_directory import MANIFEST, base_version
 
 log = logging.getLogger(__name__)
@@ -84,20 +84,8 @@ class Reloader:
         pool.load_adapter = self._loader.load_at_call
 
         def follower_of(policy_id: int) -> Follower:
-            arms = Arms(
-                policy_id, database, self.lease, pool, self._loader, self._served, settings, metrics, reserve=reserve
-            )
-            is_default = policy_id == DEFAULT_POLICY
-            return Follower(
-                policy_id,
-                arms,
-                self.lease,
-                self._served,
-                settings,
-                metrics,
-                is_served=self._is_served if is_default else _is_served_at_calls,
-                roll_out=self._roll_out if is_default else self._roll_out_beside,
-            )
+            objects = database, self.lease, pool, self._loader, self._served, settings, metrics
+            return Follower(policy_id, *objects, reserve, LoadAttempts(metrics))
 
         self._follower_of = follower_of
         self._default = follower_of(DEFAULT_POLICY)
@@ -112,7 +100,7 @@ class Reloader:
     @property
     def problem(self) -> str | None:
         """What the default policy's trial or reload waits for, or why its last one failed; None if neither."""
-        return self._default.arms.problem or self._default.problem or self._loader.files.problem
+        return self._default.waits_for or self._default.problem or self._loader.files.problem
 
     async def read_served(self) -> None:
         """Read which policies and versions there are, after this process has changed them."""
@@ -153,7 +141,7 @@ class Reloader:
         await self._served.refresh()
         self._export()
         state = self._served.state(DEFAULT_POLICY)
-        self._default.arms.note_engines(state.canary)
+        self._default.note_engines(state.canary)
         if state.canary is None or state.canary.activated_at is not None:
             self._pool.stop_draining(before=self._served.read_at)
         if self._settings.engine_sleep and await self._sleeper.follow(state.active):
@@ -182,7 +170,8 @@ class Reloader:
                 await self._served.refresh()
             state = self._served.state(DEFAULT_POLICY)
             if self._default.next_step(state) is not None:
-                await self._read_served_versions(state.active)
+                for engine in self._pool.serving:  # another process may have loaded them
+                    await engine.read_label()
             for policy_id, step in self._next_steps() if is_driver else ():
                 if not self._pool.serving:  # the step before has taken the last engine out
                     break
@@ -203,64 +192,6 @@ class Reloader:
             active = self._served.state(policy.policy_id).active
             version = 0 if active is None else active.version
             self._metrics.named_policy_version.labels(policy.tenant, policy.name).set(version)
-
-    def _is_served(self, target: PolicyVersion, holdout: PolicyVersion | None) -> bool:
-        """Return whether all engines serve the target, save one that keeps the hold-out's whole weights."""
-        return all(serves(engine, target) for engine in self._default.arms.without_held_out(holdout, target))
-
-    async def _read_served_versions(self, active: PolicyVersion | None) -> None:
-        """Read from the engines what another process has loaded into them."""
-        for engine in self._pool.serving:
-            await engine.read_label()
-            if active is not None and active.kind is PolicyKind.LORA:
-                await engine.fetch_models()
-
-    async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> float:
-        """Load the target into one engine, then into the others; return how long they were paused, seconds.
-
-        Raises:
-            BadCheckpoint, EngineError: the first engine did not load it; an engine that fails later is taken out.
-            FilesNotRead: its files are being read; call again.
-        """
-        arms = self._default.arms
-        holdout = arms.holdout_after(target, active, self._served.state(DEFAULT_POLICY).holdout)
-        others = arms.without_held_out(holdout, target)
-        await self._loader.compare_with_own_model(target, others)
-        behind = [engine for engine in others if not serves(engine, target)]
-        is_proven = len(behind) < len(others) or (active is not None and active.version == target.version)
-        seconds = 0.0
-        if behind:
-            await self._loader.check(target, behind[0])
-        if behind and not is_proven:
-            first = behind.pop(0)
-            seconds = await self._loader.exchange(first, target, active or own_model(first))
-        outcomes = await asyncio.gather(
-            *(self._loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
-        )
-        for engine, outcome in zip(behind, outcomes, strict=True):
-            if isinstance(outcome, BadCheckpoint | EngineError):
-                self._loader.take_out(engine, outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                seconds = max(seconds, outcome)
-        return seconds
-
-    async def _roll_out_beside(self, target: PolicyVersion, _active: PolicyVersion | None) -> float:
-        """Load a named policy's version into one engine and check it, then into the others; no engine is paused.
-
-        Raises:
-            BadCheckpoint, EngineError: the first engine did not load it; the others load it at its first call.
-            FilesNotRead: its files are being read; call again.
-        """
-        first, *others = self._pool.serving
-        await self._loader.check(target, first)
-        await self._loader.load_beside(first, target)
-        loads = (self._loader.load_beside(engine, target) for engine in others)
-        for outcome in await asyncio.gather(*loads, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                log.warning("version %d will be loaded at its first call: %s", target.version, outcome)
-        return 0.0
 
     async def _check_engines(self, engines: list[Engine]) -> None:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""
@@ -285,16 +216,13 @@ class Reloader:
         elif engine.adapters:
             await self._loader.retire(
                 engine,
-                {engine.version} | self._served.in_use,
+                self._served.in_use,
                 num_spared=len(self._pool.policies),
                 ended=self._served.ended,
             )
 
     async def _has_lost_weights(self, engine: Engine) -> bool:
         """Return whether an engine was restarted between two checks."""
-        if engine.active_lane.adapter is not None:
-            await engine.fetch_models()
-            return engine.active_lane.adapter is None
         if engine.loaded_version == UNLABELLED or await _has_version(engine):
             return False
         if self._settings.engine_sleep and await engine.is_sleeping():
@@ -330,8 +258,9 @@ class Reloader:
         async with self._check_lock:  # the chat template is found once, with the first engine
             await self._check_engine(engine)
         engine.status.change(EngineState.READY)
-        self._metrics.policy_version.set(engine.version)
-        log.info("the engine at %s serves %s, version %d", engine.url, engine.model, engine.version)
+        version = self._pool.version_on(engine)
+        self._metrics.policy_version.set(version)
+        log.info("the engine at %s serves %s, version %d", engine.url, engine.model, version)
 
     async def _adopt(self, engine: Engine) -> None:
         """Let a new database belong to the engine's own model, if this machine has its files.
@@ -370,11 +299,6 @@ class Reloader:
         if self._missed is None or self._missed[0] != active.version:
             self._missed = active.version, time.monotonic()
         return time.monotonic() - self._missed[1] >= LOST_SECONDS
-
-
-def _is_served_at_calls(_target: PolicyVersion, _holdout: PolicyVersion | None) -> bool:
-    """Return that a named policy's active adapter is where calls need it: an engine that lacks it loads it then."""
-    return True
 
 
 async def _has_version(engine: Engine) -> bool:

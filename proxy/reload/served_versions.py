@@ -8,19 +8,14 @@ next one.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
-from proxy.engines.engine import HEALTH_TIMEOUT_SECONDS, Engine
 from proxy.engines.pool import EnginePool
-from turnwise.errors import EngineError
 from turnwise.store import named_policies, policies
 from turnwise.store.database import Connection, Database
 from turnwise.store.policies import NO_VERSIONS, ServingState
-from turnwise.types import DEFAULT_POLICY, Policy, PolicyKind
-
-log = logging.getLogger(__name__)
+from turnwise.types import Policy
 
 
 def versions_in_use(states: Iterable[ServingState]) -> set[int]:
@@ -65,19 +60,6 @@ class ServedVersions:
         self._running, self._next = self._next, None
         read_at = time.monotonic()
         states, named = await self._database.fetch(_read)
-        await self._find_adapters(states.get(DEFAULT_POLICY, NO_VERSIONS))
-        self._apply(states, named)
-        self.read_at = read_at
-
-    async def _find_adapters(self, state: ServingState) -> None:
-        """Ask the engines for adapters of the default policy that another process has loaded into them."""
-        served = [policy for policy in (state.active, state.canary, state.holdout) if policy is not None]
-        wanted = {policy.version for policy in served if policy.kind is PolicyKind.LORA}
-        lacking = [engine for engine in self._pool.serving if wanted - engine.adapters.keys()]
-        await asyncio.gather(*map(_find_adapters, lacking))
-
-    def _apply(self, states: Mapping[int, ServingState], named: Sequence[Policy]) -> None:
-        """Set the versions of each policy, and the adapter that the default policy's calls sample with."""
         pool = self._pool
         pool.policies = {(policy.tenant, policy.name): policy for policy in named}
         pool.policy_names = {policy.policy_id: policy.name for policy in named}
@@ -86,20 +68,8 @@ class ServedVersions:
         self.ended |= versions_in_use(state for number, state in pool.served.items() if number not in live)
         pool.served = states
         self.in_use = versions_in_use(states.values())
-        active = self.state(DEFAULT_POLICY).active
-        for engine in pool.engines:
-            if active is None or active.kind is PolicyKind.FULL:
-                engine.served_adapter = None
-            elif active.version in engine.adapters:
-                engine.served_adapter = active.version
+        self.read_at = read_at
 
 
 def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]]:
     return policies.serving_states(connection), named_policies.list_named_policies(connection)
-
-
-async def _find_adapters(engine: Engine) -> None:
-    try:
-        await engine.fetch_models(seconds=HEALTH_TIMEOUT_SECONDS)
-    except EngineError as error:
-        log.info("calls of the adapters that an engine lacks go to other engines: %s", error)

@@ -46,7 +46,7 @@ async def readyz(request: Request, services: Here) -> Response:
             "url": engine.url if is_known else None,
             "ready": engine.is_serving,
             "model": engine.model,
-            "policy_version": engine.version,
+            "policy_version": services.pool.version_on(engine),
             "error": engine.problem if is_known and not engine.is_serving else None,
         }
         for engine in services.pool.engines
@@ -57,7 +57,7 @@ async def readyz(request: Request, services: Here) -> Response:
         "ready": ready,
         "engines": engines,
         "store": store_error or "ok",
-        "policy_version": max((engine.version for engine in services.pool.serving), default=None),
+        "policy_version": max(map(services.pool.version_on, services.pool.serving), default=None),
         "exact_continuation": services.sessions.template is not None and services.settings.continuation,
         "reload_error": services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
         "trainers": [

@@ -80,7 +80,7 @@ class Process:
     @property
     def versions(self) -> list[int | None]:
         """The version that each engine serves, None where it gets no calls."""
-        return [engine.version if engine.is_serving else None for engine in self.pool.engines]
+        return [self.pool.version_on(engine) if engine.is_serving else None for engine in self.pool.engines]
 
 
 @dataclasses.dataclass

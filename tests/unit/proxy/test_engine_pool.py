@@ -14,11 +14,13 @@ from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
 from turnwise.store.policies import ServingState
-from turnwise.types import DEFAULT_POLICY, PolicyVersion, Session
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
 
 URLS = ["http://a", "http://b", "http://c"]
 SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
-TRIAL = {DEFAULT_POLICY: ServingState(canary=PolicyVersion(version=8, path=""))}
+TRIAL = {
+    kind: {DEFAULT_POLICY: ServingState(canary=PolicyVersion(version=8, path="", kind=kind))} for kind in PolicyKind
+}
 IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 
 
@@ -108,7 +110,7 @@ async def test_a_call_over_the_limit_is_refused_with_the_time_to_retry(pool: Eng
 
 async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool: EnginePool):
     pool.engines[2].apply_label("8")
-    pool.served = TRIAL
+    pool.served = TRIAL[PolicyKind.FULL]
     assert {pool.lane(session).version for session in IN_TRIAL} == {8}
     assert {pool.lane(session).version for session in SESSIONS} == {0}
     pool.engines[2].status.change(EngineState.ABSENT)
@@ -118,7 +120,7 @@ async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(po
 async def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine(pool: EnginePool):
     for engine in pool.engines:
         engine.adapters[8] = Lane(engine, 8, adapter_name(8))
-    pool.served = TRIAL
+    pool.served = TRIAL[PolicyKind.LORA]
     assert {pool.lane(session).adapter for session in IN_TRIAL} == {"policy-v8"}
     assert {pool.lane(session).adapter for session in SESSIONS} == {None}
     assert {pool.lane(session).engine.url for session in IN_TRIAL} == set(URLS)
@@ -134,7 +136,7 @@ async def test_the_label_of_the_weights_sets_the_loaded_version(pool: EnginePool
     engine: Engine = pool.engines[0]
     engine.apply_label("3")
     engine.apply_label(label)
-    assert (engine.loaded_version, engine.version) == (held, version)
+    assert (engine.loaded_version, pool.version_on(engine)) == (held, version)
 
 
 def test_an_adapters_name_and_its_version_are_one_to_one():
@@ -162,4 +164,4 @@ async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_i
 
     monkeypatch.setattr(engine, "weights_label", answer)
     await engine.read_label()
-    assert (engine.loaded_version, engine.version) == (8, 8)
+    assert (engine.loaded_version, pool.version_on(engine)) == (8, 8)
