@@ -172,7 +172,8 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         parent = prompt.parent
         unplanned = None if index < call.num_choices else "unplanned_choice"
         outcome, reason = _outcome(prompt, choice, plan, unplanned or unsampled, aborted=aborted)
-        digests = plan.history.extended(choice.message)
+        message = choice.message()
+        digests = plan.history.extended(message)
         own_id = running.turn_id if index == 0 else f"{running.turn_id}#{index}"
         is_whole = aborted is None and choice.finish_reason is not None
         key = call.idempotency_key if is_whole else None  # a retry of a reply that was cut off samples again
@@ -184,7 +185,7 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
             model=call.model or next(iter(captured.models), ""),
             messages=call.messages if parent is None else call.messages[parent.num_messages :],
             tools=call.tools if parent is None else None,
-            response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
+            response={field: value for field in MESSAGE_FIELDS if (value := message.get(field)) is not None},
             prompt_delta=prompt.between,
             prompt_length=prompt.length,
             token_ids=np.frombuffer(array("i", choice.token_ids), np.int32),

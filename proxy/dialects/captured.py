@@ -22,7 +22,12 @@ SENT = b"-0"
 class Choice:
     """One sampled choice, complete or so far."""
 
-    message: Json = dataclasses.field(default_factory=functools.partial(dict, role="assistant", content=None))
+    fields: Json = dataclasses.field(default_factory=functools.partial(dict, role="assistant", content=None))
+    """The message's fields, without the texts of a stream."""
+    texts: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """The message's texts in the parts of a stream, by field."""
+    arguments: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    """The arguments of its tool calls in the parts of a stream, by the call's index."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[bytes] = dataclasses.field(default_factory=list)
     """The sampled tokens' logprobs as JSON, one value for each part of the reply; decoded by the writer."""
@@ -31,6 +36,12 @@ class Choice:
     """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
     routed_experts: str | None = None
     """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
+
+    def message(self) -> Json:
+        """Return the message so far."""
+        for index, parts in self.arguments.items():
+            self.fields["tool_calls"][index]["function"]["arguments"] = "".join(parts)
+        return self.fields | {field: "".join(parts) for field, parts in self.texts.items()}
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,36 +10,32 @@ DONE = b"[DONE]"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SEPARATOR = b"\n\n"
 PREFIX = b"data: "
+BETWEEN = SEPARATOR + PREFIX
 END = PREFIX + DONE + SEPARATOR
 
 
 class EventBuffer:
-    """Splits a byte stream after its last complete event."""
+    """Splits a byte stream after its last complete line."""
 
     def __init__(self) -> None:
         self.pending: list[bytes] = []
-        """The bytes of an incomplete event, in parts."""
+        """The bytes of an incomplete line, in parts."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes; return the data of the events that are now complete, without their other fields.
 
-        Bytes that end no event are only kept: the event of a long prompt arrives in many parts.
+        Bytes that end no line are only kept: the event of a long prompt arrives in many parts.
         """
-        if self.pending or not data.endswith(SEPARATOR) or b"\r" in data:
+        if b"\n" not in data:
             self.pending.append(data)
-            if not (SEPARATOR in data or b"\r" in data or data[:1] == b"\n"):
-                return []
-            received = b"".join(self.pending)
-            if b"\r" in received:
-                received = received.replace(b"\r\n", b"\n")
-            end = received.rfind(SEPARATOR) + len(SEPARATOR)
-            if end < len(SEPARATOR):
-                end = 0
-            rest = received[end:]
-            self.pending = [rest] if rest else []
-            data = received[:end]
+            return []
+        received = b"".join([*self.pending, data]) if self.pending else data
+        if b"\r" in received:
+            received = received.replace(b"\r\n", b"\n")
+        *lines, rest = received.split(b"\n")
+        self.pending = [rest] if rest else []
         start = len(PREFIX)
-        return [event[start:] for event in data.split(SEPARATOR) if event.startswith(PREFIX)]
+        return [line[start:] for line in lines if line.startswith(PREFIX)]
 
 
 def event(data: bytes) -> bytes:
@@ -60,7 +56,7 @@ class Verbatim:
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Frame chunks."""
-        return b"".join([PREFIX + chunk + SEPARATOR for chunk in chunks])
+        return event(BETWEEN.join(chunks)) if chunks else b""
 
     def done(self) -> bytes:
         """Frame the end."""

@@ -25,7 +25,7 @@ PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
 SENT_IDS = b"[%b]" % SENT
 LOGPROBS, NO_LOGPROBS = b'"logprobs":{', b'"logprobs":null'
-SEPARATOR = b",\n"
+SEPARATOR = b"\n"
 """Between the parts: no JSON string has a line feed, and no chunk has one elsewhere."""
 ABSENT = msgspec.Raw(NULL)
 """The value of a field that a reply does not have."""
@@ -62,7 +62,7 @@ class EngineReply(msgspec.Struct, gc=False):
     """A JSON array; see `read_ids`."""
 
 
-_replies = msgspec.json.Decoder(list[EngineReply])
+_reply = msgspec.json.Decoder(EngineReply)
 
 
 def read_parts(
@@ -90,7 +90,7 @@ def read_parts(
     text = SEPARATOR.join(parts)
     if prompt is not None and not shows_token_ids:
         text = _without_echo(text, prompt)
-    replies = _replies.decode(b"[%b]" % text)
+    replies = _reply.decode_lines(text)
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
     has_content = _capture(replies, captured)
@@ -137,7 +137,8 @@ def _capture(replies: list[EngineReply], captured: Captured) -> list[bool]:
             choice = captured.choices.get(part.index)
             if choice is None:
                 choice = captured.choices[part.index] = Choice()
-            captured.has_routing |= part.routed_experts is not None
+            if part.routed_experts is not None:
+                choice.routed_experts, captured.has_routing = part.routed_experts, True
             if part.prompt_token_ids is not ABSENT:
                 choice.prompt_ids = read_ids(part.prompt_token_ids) or choice.prompt_ids
                 captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
@@ -158,36 +159,34 @@ def _extend(choice: Choice, part: EngineChoice) -> bool:
         choice.finish_reason = part.finish_reason
     if part.delta is None:
         return _extend_message(choice, part) or part.finish_reason is not None
-    message = choice.message
     for field, value in part.delta.items():
         if isinstance(value, str) and field != "role":
-            message[field] = (message.get(field) or "") + value
+            choice.texts.setdefault(field, []).append(value)
         elif field == "tool_calls":
             for call in value or ():
-                _join_call(message.setdefault("tool_calls", []), call)
+                _join_call(choice, call)
         elif value is not None:
-            message[field] = value
+            choice.fields[field] = value
     return bool(part.delta) or part.finish_reason is not None
 
 
 def _extend_message(choice: Choice, part: EngineChoice) -> bool:
     """Add a part that is no delta: of a whole chat reply, or of the completions route; return whether it has text."""
-    choice.routed_experts = part.routed_experts or choice.routed_experts
     if part.text is not None:
-        choice.message["content"] = (choice.message["content"] or "") + part.text
+        choice.texts.setdefault("content", []).append(part.text)
         return bool(part.text or part.token_ids)
-    choice.message |= part.message or {}
+    choice.fields |= part.message or {}
     return part.message is not None
 
 
-def _join_call(calls: list[Json], part: Json) -> None:
-    index = part.get("index", 0)
+def _join_call(choice: Choice, part: Json) -> None:
+    calls, index = choice.fields.setdefault("tool_calls", []), part.get("index", 0)
     while len(calls) <= index:
         calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
     call, function = calls[index], part.get("function") or {}
     call["id"] = part.get("id") or call["id"]
     call["function"]["name"] += function.get("name") or ""
-    call["function"]["arguments"] += function.get("arguments") or ""
+    choice.arguments.setdefault(index, []).append(function.get("arguments") or "")
 
 
 def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:

@@ -44,7 +44,7 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
     """Return a choice; each token has a logprob of minus a tenth of its id."""
     found = [-token / 10 for token in token_ids] if logprobs is None else logprobs
     encoded = json.dumps({"content": [{"logprob": logprob} for logprob in found]}).encode()
-    return Choice(message=dict(REPLY), token_ids=list(token_ids), logprobs=[encoded], finish_reason="stop", **fields)
+    return Choice(fields=dict(REPLY), token_ids=list(token_ids), logprobs=[encoded], finish_reason="stop", **fields)
 
 
 def plan_of(call: Call, **fields: Any) -> Plan:
@@ -100,7 +100,7 @@ def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
     captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, {"served"})
-    captured.choices[0].message |= {"unheard_of": 1, "refusal": None}
+    captured.choices[0].fields |= {"unheard_of": 1, "refusal": None}
     turn = only(built(call, plan_of(call), captured))
     assert (turn.turn_id, turn.chain_id, turn.parent_turn_id) == ("chatcmpl-1", "chatcmpl-1", None)
     assert (turn.session_id, turn.tenant, turn.model, turn.dialect) == ("s", "team", "served", "chat")

@@ -85,7 +85,7 @@ def test_only_fields_that_were_not_requested_become_null(choices, separators, sh
     assert captured.prompt_ids == b"1,2"
     for each in choices:
         found = captured.choices[each["index"]]
-        assert (found.token_ids, found.message) == (each.get("token_ids", []), {**found.message, **each["message"]})
+        assert (found.token_ids, found.message()) == (each.get("token_ids", []), {**found.message(), **each["message"]})
         expected = [entry["logprob"] for entry in (each["logprobs"] or {}).get("content") or ()]
         assert read_logprobs(found.logprobs) == expected
 
