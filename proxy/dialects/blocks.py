@@ -65,6 +65,9 @@ class BlockEncoder(abc.ABC):
     def __init__(self) -> None:
         self.closed: list[Block] = []
         self.open: Block | None = None
+        """The block that grows; it gets its text when it is closed."""
+        self._texts: list[str] = []
+        """The text of the open block, in parts."""
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
         """The stop string or stop token that ended the reply."""
@@ -102,13 +105,14 @@ class BlockEncoder(abc.ABC):
             events = self._close()
             self.open = dataclasses.replace(block, text="")
             events += self.opening(self.open)
-        self.open.text += block.text
+        self._texts.append(block.text)
         return events + self.growing(block, logprobs) if block.text else events
 
     def _close(self) -> bytes:
         if self.open is None:
             return b""
         block, self.open = self.open, None
+        block.text, self._texts = "".join(self._texts), []
         events = self.closing(block)
         self.closed.append(block)
         return events

@@ -162,7 +162,7 @@ class GeminiEncoder:
         """`message` of a whole reply's choice, or `delta` of a chunk's."""
         self._num_written = 0
         self._usage: Json = {}
-        self._calls: dict[int, dict[int, Block]] = {}
+        self._calls: dict[int, dict[int, list[Block]]] = {}
         """Function calls so far, by choice and by their index in it."""
 
     def chunks(self, chunks: list[bytes]) -> bytes:
@@ -209,10 +209,7 @@ class GeminiEncoder:
         calls = self._calls.setdefault(choice["index"], {})
         for block in blocks_of(choice[self._field]):
             if block.kind == "tool":
-                call = calls.setdefault(block.call, Block("tool", ""))
-                call.tool_call_id = block.tool_call_id or call.tool_call_id
-                call.name += block.name
-                call.text += block.text
+                calls.setdefault(block.call, []).append(block)
             elif block.kind == "text":
                 parts.append({"text": block.text})
             elif self._shows_thoughts:
@@ -229,9 +226,12 @@ class GeminiEncoder:
         return (b"[" if self._num_written == 1 else b",\r\n") + orjson.dumps(response)
 
 
-def _function_call(call: Block) -> Json:
-    arguments = json_object(call.text) or {}
-    return {"functionCall": {"id": call.tool_call_id or None, "name": call.name, "args": arguments}}
+def _function_call(blocks: list[Block]) -> Json:
+    """Return the part of a tool call from its blocks."""
+    call_id = next((block.tool_call_id for block in blocks if block.tool_call_id), None)
+    name = "".join([block.name for block in blocks])
+    arguments = json_object("".join([block.text for block in blocks])) or {}
+    return {"functionCall": {"id": call_id, "name": name, "args": arguments}}
 
 
 def _logprobs(content: list[Json]) -> Json:

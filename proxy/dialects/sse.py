@@ -56,7 +56,7 @@ class Verbatim:
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Frame chunks."""
-        return event(BETWEEN.join(chunks)) if chunks else b""
+        return PREFIX + BETWEEN.join(chunks) + SEPARATOR if chunks else b""
 
     def done(self) -> bytes:
         """Frame the end."""
