@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -14,7 +15,7 @@ import orjson
 
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.kind import EngineKind
-from proxy.engines.state import SERVING, EngineState, EngineStatus
+from proxy.engines.state import SERVING, TRANSITIONS, EngineState
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.telemetry import current_request
 from turnwise.types import Json, PolicyKind, PolicyVersion
@@ -61,7 +62,10 @@ class Engine(EngineKind):
     ) -> None:
         self.url = without_credentials(url)
         """Its address, without the user and password that the setting may hold."""
-        self.status = EngineStatus(self.url)
+        self.state = EngineState.ABSENT
+        """What the proxy may do with it now; only `change` sets it."""
+        self.on_change: Callable[[], None] | None = None
+        """Called after each change of the state."""
         self.model = ""
         """Name it serves its model under."""
         self.model_path = ""
@@ -93,10 +97,26 @@ class Engine(EngineKind):
             url.rstrip("/"), connect_seconds=CONNECT_SECONDS, silence_seconds=timeout_seconds, access=access
         )
 
-    @property
-    def state(self) -> EngineState:
-        """What the proxy may do with it now."""
-        return self.status.current
+    def change(self, new: EngineState) -> None:
+        """Change the state; to the present state this does nothing."""
+        if new is self.state:
+            return
+        assert new in TRANSITIONS[self.state], f"an engine cannot change from {self.state} to {new}"
+        log.debug("the engine at %s changes from %s to %s", self.url, self.state, new)
+        self.state = new
+        if self.on_change is not None:
+            self.on_change()
+
+    @contextlib.contextmanager
+    def reloading(self) -> Iterator[None]:
+        """Keep it in RELOADING for the block; then restore its state, unless the block took it out."""
+        before = self.state
+        self.change(EngineState.RELOADING)
+        try:
+            yield
+        finally:
+            if self.state is EngineState.RELOADING:
+                self.change(before)
 
     @property
     def has_own_model(self) -> bool:
@@ -117,7 +137,7 @@ class Engine(EngineKind):
     @property
     def is_serving(self) -> bool:
         """Whether calls are routed to it."""
-        return self.status.current in SERVING
+        return self.state in SERVING
 
     async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         """Send a call; the caller reads the answer in a `with` block.
@@ -152,7 +172,7 @@ class Engine(EngineKind):
         """Take the engine out, because nothing listens on its port, and wait; return whether it is back."""
         if self.is_serving:
             log.error("the engine at %s is taken out: nothing listens on its port", self.url)
-            self.status.change(EngineState.ABSENT)
+            self.change(EngineState.ABSENT)
         return self.wait_until_serving is not None and await self.wait_until_serving()
 
     def close(self) -> None:
@@ -270,19 +290,26 @@ class Engine(EngineKind):
         """
         await self.fetch_models()
         if version not in self.adapters:
+            advice = "; an engine takes adapters if it was started with `turnwise engine --lora`"
             try:
-                await self.add_adapter(adapter_name(version), path, seconds=seconds)
-            except EngineRefused as refused:
+                with self.loading(f"the adapter {path!r}", advice):
+                    await self.add_adapter(adapter_name(version), path, seconds=seconds)
+                self.adapters[version] = Lane(self, version, adapter_name(version))
+            except ReloadFailed:
                 await self.fetch_models()
-                if version in self.adapters:  # another process has loaded it meanwhile
-                    return self.adapters[version]
-                raise ReloadFailed(
-                    f"the engine at {self.url} did not load the adapter {path!r}: {refused}; "
-                    "an engine takes adapters if it was started with `turnwise engine --lora`",
-                    is_transient=refused.is_transient,
-                ) from refused
-            self.adapters[version] = Lane(self, version, adapter_name(version))
+                if version not in self.adapters:  # otherwise another process has loaded it meanwhile
+                    raise
         return self.adapters[version]
+
+    @contextlib.contextmanager
+    def loading(self, what: str, advice: str = "") -> Iterator[None]:
+        """Raise `ReloadFailed` where the engine refuses to load something in the block."""
+        try:
+            yield
+        except EngineRefused as refused:
+            raise ReloadFailed(
+                f"the engine at {self.url} did not load {what}: {refused}{advice}", is_transient=refused.is_transient
+            ) from refused
 
     async def unload_adapter(self, version: int) -> None:
         """Unload a LoRA adapter; one that is not loaded is no error."""

@@ -80,7 +80,7 @@ class EnginePool:
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
         for engine in self.engines:
-            engine.status.on_change = lambda _state, engine=engine: self._note_change(engine)
+            engine.on_change = functools.partial(self._note_change, engine)
             metrics.engine_up.labels(engine.url).set(0)
             engine.wait_until_serving = functools.partial(self._wait_until_serving, engine)
             engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
@@ -175,7 +175,7 @@ class EnginePool:
         """Send new calls to other engines, and wait so long for the running ones to end."""
         if not engine.is_serving:
             return
-        engine.status.change(EngineState.DRAINING)
+        engine.change(EngineState.DRAINING)
         engine.draining_since = time.monotonic()
         deadline = time.monotonic() + seconds
         while engine.num_calls and time.monotonic() < deadline:  # noqa: ASYNC110  once in a trial
@@ -185,7 +185,7 @@ class EnginePool:
         """Send new calls to every serving engine again whose draining began before this monotonic instant."""
         for engine in self.serving:
             if engine.state is EngineState.DRAINING and engine.draining_since < before:
-                engine.status.change(EngineState.READY)
+                engine.change(EngineState.READY)
 
     def engine_at(self, url: str) -> Engine | None:
         """Return the engine with this address; None if there is none."""
@@ -198,7 +198,7 @@ class EnginePool:
         if engine is not None:
             engine.apply_label(label)
             if engine.state is EngineState.DRAINING:
-                engine.status.change(EngineState.READY)
+                engine.change(EngineState.READY)
 
     async def wait_for_first(self) -> bool:
         """Wait while no engine serves and one is expected; return whether one serves now."""

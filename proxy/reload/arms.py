@@ -26,12 +26,11 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.load_attempts import LoadAttempts
 from proxy.reload.loader import Loader, serves
 from proxy.reload.served_versions import ServedVersions
 from proxy.reload.verdict import drift, judge
 from proxy.settings import ProxySettings
-from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead
+from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed, TurnwiseError
 from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since, held_out_arms, lift
 from turnwise.store.database import Database
@@ -47,6 +46,10 @@ NUM_ENGINES = 2
 """Serving engines that a trial of whole weights needs."""
 ENGINE_SECONDS = 600.0
 """How long a trial of whole weights waits for an engine that it has lost; a large model takes minutes to start."""
+MAX_LOAD_ATTEMPTS = 3
+"""Attempts to load a version whose failures may pass, as those of a busy engine do; it fails after the last."""
+RETRY_LOAD_SECONDS = 1.0
+"""Pause before the second attempt; it doubles with each further one."""
 DRAIN_SECONDS = 10.0
 """How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
 
@@ -65,8 +68,6 @@ class Arms:
     metrics: Metrics
     reserve: Callable[[Engine], Awaitable[None]]
     """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
-    attempts: LoadAttempts
-    """Failed attempts to load a version of this policy."""
     waits_for: str | None = None
     """What a trial waits for; None if nothing is missing."""
     _judged_at: float = 0.0
@@ -75,6 +76,11 @@ class Arms:
     """The arms that this process has stored last."""
     _lacks_engine_since: float | None = None
     """When a trial of whole weights was found without its engines, on the monotonic clock."""
+    _failed_version: int = -1
+    """The version that was not loaded last."""
+    _num_failures: int = 0
+    _not_before: float = 0.0
+    """When the next attempt to load it may start, on the monotonic clock."""
 
     @property
     def is_due(self) -> bool:
@@ -85,6 +91,35 @@ class Arms:
     def is_lift_due(self) -> bool:
         """Whether the served version should be compared with the hold-out now."""
         return time.monotonic() - self._measured_at >= LIFT_SECONDS
+
+    def awaits_retry(self, version: int) -> bool:
+        """Return whether the next attempt to load a version must not start yet."""
+        return version == self._failed_version and time.monotonic() < self._not_before
+
+    def forget_failures(self) -> None:
+        """Forget the failed attempts to load a version, after one that succeeded or the last."""
+        self._failed_version, self._num_failures = -1, 0
+
+    def schedule_retry(self, version: int, error: TurnwiseError) -> bool:
+        """Schedule another attempt if the failure may pass; return whether one is scheduled."""
+        self._num_failures = 1 + (self._num_failures if version == self._failed_version else 0)
+        self._failed_version = version
+        may_pass = isinstance(error, ReloadFailed) and error.is_transient
+        if not may_pass or self._num_failures >= MAX_LOAD_ATTEMPTS:
+            self.forget_failures()
+            return False
+        pause = RETRY_LOAD_SECONDS * 2 ** (self._num_failures - 1)
+        self._not_before = time.monotonic() + pause
+        self.metrics.reloads.labels("retried").inc()
+        log.warning(
+            "attempt %d of %d to load policy version %d failed, the next one is in %.0f s: %s",
+            self._num_failures,
+            MAX_LOAD_ATTEMPTS,
+            version,
+            pause,
+            error,
+        )
+        return True
 
     def holdout_after(
         self, target: PolicyVersion, active: PolicyVersion | None, holdout: PolicyVersion | None
@@ -180,16 +215,16 @@ class Arms:
         self.stop_draining()
         for engine in self.pool.serving:  # an earlier attempt may have failed after it loaded the weights
             if engine.base_lane.version == policy.version:
-                engine.status.change(EngineState.DRAINING)
+                engine.change(EngineState.DRAINING)
         try:
             await self.loader.check(policy, self.pool.serving[0])
             await self.lease.write(policies.try_policy, policy.version, None)
             await self.served.refresh()
             await self._place(policy, active)
             reason = await self._drift_reason(policy, active)
-            self.attempts.forget(policy.version)
+            self.forget_failures()
         except (BadCheckpoint, EngineError) as error:
-            if self.attempts.schedule(policy.version, error):
+            if self.schedule_retry(policy.version, error):
                 return
             reason = str(error)
         if reason is not None:
@@ -213,10 +248,10 @@ class Arms:
             return False
         try:
             await self._place(policy, active)
-            self.attempts.forget(policy.version)
+            self.forget_failures()
             self.stop_draining()
         except (BadCheckpoint, EngineError) as error:
-            if not self.attempts.schedule(policy.version, error):
+            if not self.schedule_retry(policy.version, error):
                 await self._withdraw(policy, active, str(error))
             return False
         assert policy.activated_at is not None, "the trial has started"
@@ -255,7 +290,7 @@ class Arms:
         if policy.kind is PolicyKind.LORA:
             for engine in serving:
                 if policy.version not in engine.adapters:
-                    await self.loader.load_beside(engine, policy)
+                    await self.loader.load(engine, policy)
         elif len(serving) > 1 and self._is_missing(policy):
             free = self.without_held_out(self.served.state(self.policy_id).holdout, policy)[-1]
             await self._drain(free)

@@ -42,7 +42,7 @@ class Follower(Arms):
             return functools.partial(self.end_holdout, holdout)
         if canary is not None and (state.pinned is not None or not self.settings.canary_share):
             return functools.partial(self.call_off, canary, active)
-        if self.attempts.is_waiting((canary or target).version):
+        if self.awaits_retry((canary or target).version):
             return None
         if canary is not None and active is not None:
             return functools.partial(self._advance, canary, active) if self.is_due else None
@@ -94,7 +94,7 @@ class Follower(Arms):
         except (BadCheckpoint, EngineError) as error:
             if active is not None and active.version == target.version:
                 raise
-            if not self.attempts.schedule(target.version, error):
+            if not self.schedule_retry(target.version, error):
                 await self._fail(target, error)
             return
         await self._succeed(target, seconds)
@@ -145,7 +145,7 @@ class Follower(Arms):
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
         self.stop_draining()
         self.problem = None
-        self.attempts.forget(target.version)
+        self.forget_failures()
         self.metrics.reloads.labels("done").inc()
         if self.policy_id == DEFAULT_POLICY:
             self.metrics.policy_version.set(target.version)

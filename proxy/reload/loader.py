@@ -113,10 +113,9 @@ class Loader:
             FilesNotRead: the same, but its files are being read; call again.
         """
         if target.kind is PolicyKind.LORA and engine.has_own_model:
-            await self.load_beside(engine, target)
-            return 0.0
+            return await self.load(engine, target)
         received = await self.receive(engine, target)
-        with engine.status.reloading():
+        with engine.reloading():
             try:
                 return await self.load(engine, target, received)
             except (EngineError, FilesNotRead) as error:
@@ -145,8 +144,10 @@ class Loader:
         await self._check_directory(policy, engine)
         return None
 
-    async def load(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
-        """Make the engine serve a version, which it has received or reads; return the length of the pause, seconds.
+    async def load(self, engine: Engine, policy: PolicyVersion, received: Offer | None = None) -> float:
+        """Load a version, which the engine has received or reads; return how long it was paused, seconds.
+
+        An adapter is loaded beside what the engine serves, which changes only if that is not the model under it.
 
         Raises:
             EngineError: it is not known what the engine serves now.
@@ -156,9 +157,7 @@ class Loader:
         try:
             async with asyncio.timeout(seconds):
                 if policy.kind is PolicyKind.LORA:
-                    paused = await self._load_base(engine)
-                    await self._load_adapter(engine, policy, await self.probe(policy, engine, seconds=None))
-                    return paused
+                    return await self._load_adapter(engine, policy)
                 return await self._load_weights(engine, policy, received)
         except TimeoutError as error:
             if self.files.is_reading(policy.path):
@@ -167,17 +166,6 @@ class Loader:
                 f"the engine at {engine.url} did not load version {policy.version} within {seconds:g} s "
                 "(--reload-timeout-seconds)"
             ) from error
-
-    async def load_beside(self, engine: Engine, policy: PolicyVersion) -> Lane:
-        """Load an adapter without routing calls to it yet.
-
-        Raises:
-            EngineError: the engine refused it.
-            FilesNotRead: its probe is being read, and nothing was loaded; call again.
-        """
-        probe = await self.probe(policy, engine)
-        await self._load_base(engine)
-        return await self._load_adapter(engine, policy, probe)
 
     async def _load_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
         if has_loaded(engine, policy):
@@ -188,17 +176,13 @@ class Loader:
         await self._verify(engine.base_lane, probe)
         return paused
 
-    async def _load_base(self, engine: Engine) -> float:
-        """Restore the model that the engine was started with: adapters were trained on it."""
-        if engine.has_own_model:
-            return 0.0
-        return await self._replace_weights(engine, own_model(engine), None)
-
-    async def _load_adapter(self, engine: Engine, policy: PolicyVersion, probe: Probe | None) -> Lane:
+    async def _load_adapter(self, engine: Engine, policy: PolicyVersion) -> float:
+        probe = await self.probe(policy, engine)
+        paused = 0.0 if engine.has_own_model else await self._replace_weights(engine, own_model(engine), None)
         await self._compare_base(engine, probe)
         lane = await engine.load_adapter(policy.version, policy.path, seconds=self._settings.reload_timeout_seconds)
         await self._verify(lane, probe)
-        return lane
+        return paused
 
     async def _replace_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
         """Load a version that the engine has received, or from its directory; return the pause, seconds."""
@@ -316,7 +300,7 @@ class Loader:
 
     def take_out(self, engine: Engine, why: Exception | str) -> None:
         """Route no calls to an engine until the reloader has admitted it again."""
-        engine.status.change(EngineState.ABSENT)
+        engine.change(EngineState.ABSENT)
         log.error("the engine at %s is taken out: %s", engine.url, why)
 
 

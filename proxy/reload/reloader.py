@@ -23,7 +23,6 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.follower import Follower
-from proxy.reload.load_attempts import LoadAttempts
 from proxy.reload.loader import Loader, own_model, serves
 from proxy.reload.served_versions import ServedVersions
 from proxy.reload.sleep import Sleeper
@@ -84,8 +83,9 @@ class Reloader:
         pool.load_adapter = self._loader.load_at_call
 
         def follower_of(policy_id: int) -> Follower:
-            objects = database, self.lease, pool, self._loader, self._served, settings, metrics
-            return Follower(policy_id, *objects, reserve, LoadAttempts(metrics))
+            return Follower(
+                policy_id, database, self.lease, pool, self._loader, self._served, settings, metrics, reserve
+            )
 
         self._follower_of = follower_of
         self._default = follower_of(DEFAULT_POLICY)
@@ -198,7 +198,7 @@ class Reloader:
         outcomes = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
         for engine, outcome in zip(engines, outcomes, strict=True):
             if isinstance(outcome, EngineUnsuitable):
-                engine.status.change(EngineState.UNSUITABLE)
+                engine.change(EngineState.UNSUITABLE)
             elif isinstance(outcome, EngineError) and engine.is_serving:
                 self._loader.take_out(engine, outcome)
             _note_problem(engine, outcome)
@@ -257,7 +257,7 @@ class Reloader:
                 await self._restore(engine, active or own_model(engine))
         async with self._check_lock:  # the chat template is found once, with the first engine
             await self._check_engine(engine)
-        engine.status.change(EngineState.READY)
+        engine.change(EngineState.READY)
         version = self._pool.version_on(engine)
         self._metrics.policy_version.set(version)
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, version)

@@ -21,7 +21,7 @@ from proxy.engines.vllm import requirements
 from proxy.engines.vllm.reply import read_parts, without_thinking
 from turnwise import logprob_request
 from turnwise.engine_requirements import CHAT_ROUTE
-from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
+from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest
 from turnwise.types import TOOL_GRAMMAR, Json
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
@@ -168,12 +168,8 @@ class Vllm(Engine):
     async def load_weights(self, path: str, *, seconds: float) -> None:
         """Replace the base weights with those of a checkpoint directory."""
         body: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        try:
+        with self.loading(repr(path)):
             await self.ask("POST", "/collective_rpc", body, seconds=seconds)
-        except EngineRefused as refused:
-            raise ReloadFailed(
-                f"the engine at {self.url} did not load {path!r}: {refused}", is_transient=refused.is_transient
-            ) from refused
 
     async def num_workers(self) -> int:
         """Return how many processes hold a part of its model."""
@@ -185,23 +181,14 @@ class Vllm(Engine):
 
     async def load_received(self, version: int, *, seconds: float) -> None:
         """Replace the base weights with a version that it received."""
-        try:
-            await self._start_update(seconds)
+        with self.loading(f"version {version}, which it had received"):
+            try:
+                await self.ask("POST", "/start_weight_update", seconds=seconds)
+            except EngineRefused:  # a process that died had started an update
+                await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
+                await self.ask("POST", "/start_weight_update", seconds=seconds)
             await self.ask("POST", "/update_weights", {"update_info": {"version": version}}, seconds=seconds)
             await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-        except EngineRefused as refused:
-            raise ReloadFailed(
-                f"the engine at {self.url} did not load version {version}, which it had received: {refused}",
-                is_transient=refused.is_transient,
-            ) from refused
-
-    async def _start_update(self, seconds: float) -> None:
-        """Start a weight update, and end the one that a process which died had started."""
-        try:
-            await self.ask("POST", "/start_weight_update", seconds=seconds)
-        except EngineRefused:
-            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-            await self.ask("POST", "/start_weight_update", seconds=seconds)
 
     @staticmethod
     def says_it_takes_no_weights(refused: EngineRefused) -> bool:

@@ -10,7 +10,7 @@ from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fa
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, without_credentials
 from proxy.engines.pool import EnginePool
-from proxy.engines.state import EngineState, EngineStatus
+from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable
@@ -19,26 +19,17 @@ from turnwise.types import Session
 SESSION = Session(session_id="s")
 
 
-def status_in(state: EngineState) -> EngineStatus:
-    """Return a status that reached a state by legal transitions."""
-    status = EngineStatus("http://a")
-    if state is EngineState.UNSUITABLE:
-        status.change(state)
-    elif state is not EngineState.ABSENT:
-        status.change(EngineState.READY)
-        status.change(state)
-    return status
-
-
 @pytest.mark.parametrize("before", [EngineState.READY, EngineState.DRAINING])
-def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(before: EngineState):
-    status = status_in(before)
-    with status.reloading():
-        assert status.current is EngineState.RELOADING
-    assert status.current is before
-    with status.reloading():
-        status.change(EngineState.ABSENT)
-    assert status.current is EngineState.ABSENT
+async def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(before: EngineState):
+    engine = Vllm("http://a", timeout_seconds=1)
+    engine.change(EngineState.READY)
+    engine.change(before)
+    with engine.reloading():
+        assert engine.state is EngineState.RELOADING
+    assert engine.state is before
+    with engine.reloading():
+        engine.change(EngineState.ABSENT)
+    assert engine.state is EngineState.ABSENT
 
 
 def make_pool(wait_seconds: float, url: str = "http://a"):
@@ -53,7 +44,7 @@ async def test_a_call_waits_for_an_engine_that_may_return_and_keeps_its_place():
     for _ in range(10):
         await asyncio.sleep(0)
     assert not waiting.done()
-    pool.engines[0].status.change(EngineState.READY)
+    pool.engines[0].change(EngineState.READY)
     lane = await asyncio.wait_for(waiting, 60)
     assert lane.engine is pool.engines[0]
     pool.release(lane)
@@ -67,7 +58,7 @@ async def test_a_call_fails_once_no_engine_came_back_in_time():
 
 async def test_a_call_does_not_wait_for_an_unsuitable_engine():
     pool, _ = make_pool(600.0)
-    pool.engines[0].status.change(EngineState.UNSUITABLE)
+    pool.engines[0].change(EngineState.UNSUITABLE)
     with pytest.raises(EngineUnavailable):
         await asyncio.wait_for(pool.admit(SESSION), 60)
 
@@ -77,7 +68,7 @@ async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_
     monkeypatch.setattr("proxy.engines.engine.HEALTH_TIMEOUT_SECONDS", 0.05)
     async with SilentServer() as url:
         engine = Vllm(url, timeout_seconds=5)
-        engine.status.change(EngineState.READY)
+        engine.change(EngineState.READY)
         for _ in range(MAX_FAILED_CHECKS - 1):
             await engine.check_health()
         with pytest.raises(EngineUnavailable):
@@ -106,7 +97,7 @@ async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwh
 
     server, began = await asyncio.start_server(serve, "127.0.0.1", 0), asyncio.Event()
     engine = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=60)
-    engine.status.change(EngineState.READY)
+    engine.change(EngineState.READY)
     reading = asyncio.create_task(read(engine))
     await asyncio.wait_for(began.wait(), 60)
     for _ in range(MAX_FAILED_CHECKS):
@@ -121,7 +112,7 @@ async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     async with SilentServer() as url:
         pass
     engine = Vllm(url, timeout_seconds=5)
-    engine.status.change(EngineState.READY)
+    engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
 
@@ -171,12 +162,12 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
     port = free_port()
     pool, _ = make_pool(30.0, f"http://127.0.0.1:{port}")
     engine = pool.engines[0]
-    engine.status.change(EngineState.READY)
+    engine.change(EngineState.READY)
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
     while engine.is_serving:  # noqa: ASYNC110  the call changes it
         await asyncio.sleep(0.01)
     with running_fake_engine(port=port):
-        engine.status.change(EngineState.READY)
+        engine.change(EngineState.READY)
         with await asyncio.wait_for(call, 60) as answer:
             assert answer.status == 200
             await answer.read()
@@ -188,7 +179,7 @@ async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_se
     urls = [f"http://127.0.0.1:{free_port()}", "http://127.0.0.1:1"]
     pool = EnginePool(urls, metrics, timeout_seconds=60, max_concurrent_calls=10, wait_seconds=60)
     for engine in pool.engines:
-        engine.status.change(EngineState.READY)
+        engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
         await asyncio.wait_for(pool.engines[0].post("/v1/chat/completions", chat_body(), {}), 20)
     assert pool.serving == [pool.engines[1]]

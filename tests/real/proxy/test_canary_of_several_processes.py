@@ -114,7 +114,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
     monkeypatch.setattr("proxy.reload.arms.JUDGE_SECONDS", 0.0)
     async with on_trial(stage) as driver:
         assert driver.versions == [1, 2]
-        driver.pool.engines[lost].status.change(EngineState.ABSENT)
+        driver.pool.engines[lost].change(EngineState.ABSENT)
         for _ in range(3):
             await driver.follow()
         assert stage.statuses() == ["active", "canary"]

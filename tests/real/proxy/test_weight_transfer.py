@@ -96,7 +96,7 @@ async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage: Stag
 
         async def noted(self, offer, engine):
             is_sent = await send(self, offer, engine)
-            states.append(engine.status.current)
+            states.append(engine.state)
             return is_sent
 
         monkeypatch.setattr(transfer.Transfers, "send", noted)

@@ -37,7 +37,7 @@ def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
         writer, metrics = FailingOnce(), Metrics()
         pool = EnginePool(["http://a"], metrics, timeout_seconds=1, max_concurrent_calls=9)
         recorder = ActivityRecorder(pool, writer, metrics)  # type: ignore[arg-type]
-        pool.engines[0].status.change(EngineState.READY)
+        pool.engines[0].change(EngineState.READY)
         for minute in range(MAX_WAITING + 3):
             recorder.sample(60 * (MINUTE + minute))
         await recorder.store()
@@ -54,7 +54,7 @@ def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
         writer, metrics = FailingOnce(), Metrics()
         pool = EnginePool(["http://a", "http://b"], metrics, timeout_seconds=1, max_concurrent_calls=9)
         recorder = ActivityRecorder(pool, writer, Metrics())  # type: ignore[arg-type]
-        pool.engines[0].status.change(EngineState.READY)
+        pool.engines[0].change(EngineState.READY)
         recorder.sample(60 * MINUTE)  # second 0: no call
         session = Session(session_id="s")
         pool.release(await pool.admit(session))  # it ends before the sample of second 1

@@ -29,7 +29,7 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[EnginePool]:
     """A pool of engines that are ready; no request is sent to them. The parameter is the limit of calls."""
     pool = EnginePool(URLS, Metrics(), timeout_seconds=1, max_concurrent_calls=getattr(request, "param", 100))
     for engine in pool.engines:
-        engine.status.change(EngineState.READY)
+        engine.change(EngineState.READY)
     yield pool
     pool.close()
 
@@ -47,18 +47,18 @@ async def test_sessions_are_spread_and_stay(pool: EnginePool):
 
 async def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_moves_them_back(pool: EnginePool):
     before = homes(pool)
-    pool.engines[1].status.change(EngineState.ABSENT)
+    pool.engines[1].change(EngineState.ABSENT)
     without = homes(pool)
     assert {key for key in before if before[key] != without[key]} == {
         key for key, url in before.items() if url == URLS[1]
     }
-    pool.engines[1].status.change(EngineState.READY)
+    pool.engines[1].change(EngineState.READY)
     assert homes(pool) == before
 
 
 async def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once(pool: EnginePool):
     for engine in pool.engines:
-        engine.status.change(EngineState.ABSENT)
+        engine.change(EngineState.ABSENT)
     with pytest.raises(EngineUnavailable, match="none of the 3 engines is ready"):
         pool.lane(SESSIONS[0])
     with pytest.raises(EngineUnavailable):
@@ -66,17 +66,17 @@ async def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once(
 
 
 async def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another(pool: EnginePool):
-    pool.engines[0].status.change(EngineState.DRAINING)
+    pool.engines[0].change(EngineState.DRAINING)
     assert set(homes(pool).values()) == set(URLS[1:])
     for engine in pool.engines:
-        engine.status.change(EngineState.DRAINING)
+        engine.change(EngineState.DRAINING)
     assert set(homes(pool).values()) == set(URLS)
 
 
 async def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engines_do_not(pool: EnginePool):
     closed, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
     other = next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[1])
-    with closed.status.reloading():
+    with closed.reloading():
         waiting = asyncio.ensure_future(enter(pool, session))
         assert (await enter(pool, other)).engine is pool.engines[1]
         assert not waiting.done()
@@ -85,10 +85,10 @@ async def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engine
 
 async def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out(pool: EnginePool):
     lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
-    with lost.status.reloading():
+    with lost.reloading():
         waiting = asyncio.ensure_future(enter(pool, session))
         await asyncio.sleep(0)
-        lost.status.change(EngineState.ABSENT)
+        lost.change(EngineState.ABSENT)
     assert (await waiting).engine is not lost
 
 
@@ -113,7 +113,7 @@ async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(po
     pool.served = TRIAL[PolicyKind.FULL]
     assert {pool.lane(session).version for session in IN_TRIAL} == {8}
     assert {pool.lane(session).version for session in SESSIONS} == {0}
-    pool.engines[2].status.change(EngineState.ABSENT)
+    pool.engines[2].change(EngineState.ABSENT)
     assert {pool.lane(session).version for session in IN_TRIAL} == {0}
 
 
