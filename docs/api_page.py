@@ -10,7 +10,6 @@ from typing import Any
 from proxy.app import create_app
 from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
 from proxy.routes.openapi import describe
-from proxy.settings import ProxySettings
 from turnwise.experience import EID, Experience
 from turnwise.settings import field_docs
 
@@ -53,7 +52,7 @@ says which one holds for the session's group. A group that is not trained has th
 
 def api() -> str:
     """Return the whole page."""
-    document = describe(create_app(ProxySettings(engine=["http://127.0.0.1:8000"])))
+    document = describe(create_app())
     schemas = document["components"]["schemas"]
     parts = [INTRODUCTION]
     for path, operations in sorted(document["paths"].items()):

@@ -1,11 +1,9 @@
-"""The server: `create_app(settings)` builds it, its lifespan starts and stops the services; imports have no effects."""
+"""The control plane as an app: its routes, and the answers to errors; imports have no effects."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -31,10 +29,7 @@ from proxy.routes import (
     sessions,
     tokens,
 )
-from proxy.routes.data_plane import Endpoints
-from proxy.services import running_services, services_of
-from proxy.settings import ProxySettings
-from proxy.workers.peers import Peers
+from proxy.services import Services, services_of
 from turnwise.errors import TurnwiseError
 
 HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_error", "method_not_allowed")}
@@ -48,35 +43,12 @@ BASE_URL_HINT = (
 ROUTES_HINT = "GET /openapi.json lists the routes"
 
 
-def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_directory: Path | None = None) -> FastAPI:
-    """Build the server; it opens no connection before its lifespan starts.
-
-    Args:
-        settings: of this process.
-        peers: the other workers of the proxy, if it has several.
-        metrics_directory: where all workers keep their metrics.
-    """
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                services = await stack.enter_async_context(
-                    running_services(settings, peers or Peers(), metrics_directory)
-                )
-            except TurnwiseError as error:
-                app.state.startup_error = error
-                raise
-            app.state.services = services
-            app.state.endpoints = Endpoints(services)
-            app.router.routes[:0] = app.state.endpoints.routes
-            yield
-
+def create_app(services: Services | None = None) -> FastAPI:
+    """Build the app over running services; without services it only describes its routes."""
     app = FastAPI(
         title="Turnwise",
         version=turnwise.__version__,
         description="An OpenAI-compatible proxy with experience capture.",
-        lifespan=lifespan,
         responses=openapi.ERRORS,
         # The OpenAPI document has its own route, which requires a key; FastAPI's pages load scripts from other hosts.
         openapi_url=None,
@@ -90,6 +62,7 @@ def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_dire
     app.add_exception_handler(Exception, _answer_unexpected)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http)
+    app.state.services = services
     return app
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
@@ -10,12 +11,12 @@ import sys
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
 
 from proxy.app import create_app
 from proxy.http.connections import LimitedHttp, limited_http
 from proxy.routes.data_plane import DataPlane
 from proxy.routes.edge import Edge
+from proxy.services import running_services
 from proxy.settings import ProxySettings
 from proxy.workers.affinity import SessionAffinity
 from proxy.workers.parent import listening_sockets
@@ -54,15 +55,65 @@ def run_worker() -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server of a worker: it reports when it serves, and takes connections of other workers."""
+    """uvicorn's server around the services, which start before it listens and are closed after its last reply.
 
-    def __init__(
-        self, config: uvicorn.Config, peers: Peers, affinity: SessionAffinity | None, *, is_worker: bool
-    ) -> None:
-        super().__init__(config)
+    That of a worker reports when it serves, and takes connections of other workers.
+    """
+
+    def __init__(self, settings: ProxySettings, peers: Peers, worker: WorkerSetup | None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                "",  # `serve` makes the app
+                host=settings.host,
+                port=settings.port,
+                loop="uvloop",
+                ws="none",
+                proxy_headers=False,  # the client's address is not used
+                access_log=False,
+                log_level=settings.log_level,
+                log_config=None,
+                timeout_graceful_shutdown=settings.drain_seconds,  # type: ignore[arg-type]  # a float works,
+                ssl_certfile=settings.tls_certificate,
+                ssl_keyfile=settings.tls_key,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                backlog=4096,
+                lifespan="off",
+            )
+        )
+        self._settings = settings
         self._peers = peers
-        self._affinity = affinity
-        self._is_worker = is_worker
+        self._worker = worker
+        self._log_handler = configure_logging(settings.log_level, settings.log_format)
+        self._affinity: SessionAffinity | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the services, serve until a signal, and close the services.
+
+        Raises:
+            TurnwiseError: the services cannot start.
+        """
+        settings, worker = self._settings, self._worker
+        directory = None if worker is None else worker.metrics_directory
+        with self.capture_signals():
+            async with running_services(settings, self._peers, directory) as services:
+                metrics = services.metrics
+                if self._log_handler is not None:
+                    self._log_handler.count_lost = metrics.lost_log_lines.inc
+                if worker is not None and settings.session_affinity:
+                    self._affinity = SessionAffinity(
+                        worker.metrics_directory, worker.number, settings.workers, count=metrics.handed_over.inc
+                    )
+                edge = Edge(DataPlane(create_app(services), services), services)
+                self.config.app = edge
+                self.config.http = limited_http(
+                    settings,
+                    lambda code: metrics.refused.labels(code).inc(),
+                    None if self._affinity is None else self._affinity.hand_over,
+                )
+                try:
+                    await super().serve(sockets)
+                finally:
+                    await asyncio.to_thread(edge.close)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, and report it."""
@@ -87,7 +138,7 @@ class _Server(uvicorn.Server):
 
         uvicorn would raise the signal again at the end, which ends the process before its last log lines are written.
         """
-        if not (self._is_worker and sig == signal.SIGINT):
+        if not (self._worker is not None and sig == signal.SIGINT):
             self.force_exit = self.should_exit and sig == signal.SIGINT
             self.should_exit = True
 
@@ -100,69 +151,11 @@ def _serve(
 ) -> int:
     """Serve until a signal; `sockets` are bound to the address, None binds it here."""
     _hide_torch()
-    log_handler = configure_logging(settings.log_level, settings.log_format)
-    app = create_app(settings, peers, None if worker is None else worker.metrics_directory)
-    if log_handler is not None:
-        log_handler.count_lost = lambda: _count_lost_line(app)
-    affinity = _make_affinity(app, worker)
-    edge = Edge(DataPlane(app), app, settings)
-    server = _Server(
-        uvicorn.Config(
-            edge,
-            host=settings.host,
-            port=settings.port,
-            loop="uvloop",
-            http=limited_http(
-                settings,
-                lambda code: app.state.services.metrics.refused.labels(code).inc(),
-                None if affinity is None else affinity.hand_over,
-            ),
-            ws="none",
-            proxy_headers=False,  # the client's address is not used
-            access_log=False,
-            log_level=settings.log_level,
-            log_config=None,
-            timeout_graceful_shutdown=settings.drain_seconds,  # type: ignore[arg-type]  # a float works,
-            ssl_certfile=settings.tls_certificate,
-            ssl_keyfile=settings.tls_key,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            backlog=4096,
-            lifespan="on",
-        ),
-        peers,
-        affinity,
-        is_worker=worker is not None,
-    )
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
-    # An expected error becomes one sentence; uvicorn would log its traceback.
-    logging.getLogger("uvicorn.error").addFilter(lambda _: not hasattr(app.state, "startup_error"))
-    try:
-        server.run(sockets)
-    except SystemExit:
-        if hasattr(app.state, "startup_error"):
-            raise app.state.startup_error from None
-        raise
-    finally:
-        edge.close()
+    server = _Server(settings, peers, worker)
+    server.run(sockets)
     return 0 if server.started else 1
-
-
-def _count_lost_line(app: FastAPI) -> None:
-    """Count a line of this process's log that is lost; there are no metrics before the services have started."""
-    if hasattr(app.state, "services"):
-        app.state.services.metrics.lost_log_lines.inc()
-
-
-def _make_affinity(app: FastAPI, worker: WorkerSetup | None) -> SessionAffinity | None:
-    """Return what hands connections to the other workers; None if there is none, or if that is turned off."""
-    if worker is None or not worker.settings.session_affinity:
-        return None
-
-    def count() -> None:
-        app.state.services.metrics.handed_over.inc()
-
-    return SessionAffinity(worker.metrics_directory, worker.number, worker.settings.workers, count=count)
 
 
 def _hide_torch() -> None:

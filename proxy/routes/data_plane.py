@@ -168,10 +168,12 @@ class DataPlane:
     The routes are found by one dictionary lookup; the framework would try all routes one by one.
     """
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, services: Services) -> None:
         self._app = app
+        self._endpoints = Endpoints(services)
+        app.router.routes[:0] = self._endpoints.routes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve a request here, or pass it to the app."""
-        endpoint = self._app.state.endpoints.find(scope) if scope["type"] == "http" else None
+        endpoint = self._endpoints.find(scope) if scope["type"] == "http" else None
         return (endpoint or self._app)(scope, receive, send)

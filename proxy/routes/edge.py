@@ -7,7 +7,6 @@ there are no keys, requests must name a known host, must not come from a foreign
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from turnwise.telemetry import AccessLog, RequestContext, current_request, make_
 from turnwise.tracing import Tracer
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from proxy.services import Services
 
 REQUEST_ID = b"x-request-id"
 JSON_TYPE = b"application/json"
@@ -37,23 +36,18 @@ MAX_QUERY_PARAMETERS = 100
 class Edge:
     """Wraps the app."""
 
-    def __init__(self, app: ASGIApp, server: FastAPI, settings: ProxySettings) -> None:
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        settings, metrics = services.settings, services.metrics
         self._app = app
-        self._server = server
+        self._services = services
         self._origins = frozenset(settings.cors_origins)
         self._hosts = known_hosts(settings)
-        self._access_log = AccessLog(settings.access_log, self._count_lost_line) if settings.access_log else None
-        self._tracer = (
-            None
-            if settings.otlp_endpoint is None
-            else Tracer(settings.otlp_endpoint, "turnwise-proxy", self._count_lost_spans)
-        )
+        path, endpoint = settings.access_log, settings.otlp_endpoint
+        self._access_log = None if path is None else AccessLog(path, metrics.lost_access_log_lines.inc)
+        self._tracer = None if endpoint is None else Tracer(endpoint, "turnwise-proxy", metrics.lost_spans.inc)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send if self._tracer is None else self._exporting(self._tracer, send))
-            return
         read = dict(scope["headers"])
         context = make_context(
             read.get(REQUEST_ID, b"").decode("latin-1"), read.get(b"traceparent", b"").decode("latin-1")
@@ -72,26 +66,11 @@ class Edge:
                 self._access_log.write(_line(scope, context, outgoing, time.perf_counter() - started))
 
     def close(self) -> None:
-        """Close the access log."""
+        """Close the access log, and export the last spans."""
         if self._access_log is not None:
             self._access_log.close()
-
-    def _count_lost_line(self) -> None:
-        self._server.state.services.metrics.lost_access_log_lines.inc()
-
-    def _count_lost_spans(self, num_spans: int) -> None:
-        self._server.state.services.metrics.lost_spans.inc(num_spans)
-
-    @staticmethod
-    def _exporting(tracer: Tracer, send: Send) -> Send:
-        """Return `send` of the lifespan: it exports the last spans before it reports the end of the shutdown."""
-
-        async def send_after_export(message: Message) -> None:
-            if message["type"].startswith("lifespan.shutdown"):
-                await asyncio.to_thread(tracer.close)
-            await send(message)
-
-        return send_after_export
+        if self._tracer is not None:
+            self._tracer.close()
 
     async def _serve(self, scope: Scope, receive: Receive, outgoing: _Outgoing, read: dict[bytes, bytes]) -> None:
         if scope["method"] == "OPTIONS" and self._origins and b"origin" in read:
@@ -102,7 +81,7 @@ class Edge:
             await self._check_caller(read, scope["method"])
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
-            self._server.state.services.metrics.refused.labels(problems.lookup(error)[2]).inc()
+            self._services.metrics.refused.labels(problems.lookup(error)[2]).inc()
             await send_whole(outgoing, status, body, headers)
             return
         await self._app(scope, receive, outgoing)
@@ -141,7 +120,7 @@ class Edge:
     async def _has_no_keys(self) -> bool:
         """Return whether the checks apply; they do while the store does not answer."""
         try:
-            return bool(await self._server.state.services.authenticator.is_open())
+            return bool(await self._services.authenticator.is_open())
         except StoreError:
             return True
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 from support.migrated import migrated
 from support.warm_writers import fork_writers
@@ -17,7 +18,9 @@ from turnwise_fake_engine import running_fake_engine
 from proxy.app import create_app
 from proxy.http.connections import CLOSING, LEFT
 from proxy.routes.data_plane import DataPlane
+from proxy.services import running_services
 from proxy.settings import ProxySettings
+from proxy.workers.peers import Peers
 from turnwise.store.database import Database
 
 
@@ -31,10 +34,22 @@ def in_process_proxy(
     database = Database(migrated(url))
     with running_fake_engine() as engine:
         given = ProxySettings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
-        app = wrap(DataPlane(create_app(given)))
+        app: ASGIApp
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            nonlocal app
+            async with running_services(given, Peers(), None) as services:
+                app = wrap(DataPlane(create_app(services), services))
+                yield
+
+        around = Starlette(lifespan=lifespan)
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:
             """Serve a request whose client stays connected; an endless reply ends as it does when the server stops."""
+            if scope["type"] == "lifespan":
+                await around(scope, receive, send)
+                return
             left, closing = (asyncio.get_running_loop().create_future() for _ in range(2))
             closing.set_result(None)
             await app({**scope, "extensions": {LEFT: left, CLOSING: closing}}, receive, send)

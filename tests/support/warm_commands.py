@@ -41,7 +41,7 @@ IMPORTED = (
     "httpx2",
     "jinja2.meta",
     "transformers.models.auto.tokenization_auto",
-    "uvicorn.lifespan.on",
+    "uvicorn.lifespan.off",
     "uvloop",
     "support.breakable_engine",
     "turnwise_fake_engine.server",

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import ClassVar
 
 import orjson
 import pytest
 from fastapi.testclient import TestClient
-from turnwise_fake_engine import running_fake_engine
+from support.in_process import in_process_proxy
 
-from proxy.app import create_app
 from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
-from proxy.http.connections import LEFT
-from proxy.routes.data_plane import DataPlane
-from proxy.settings import ProxySettings
-from turnwise.store.database import Database
 
 
 class Shouted(ChatCompletions):
@@ -41,23 +35,8 @@ class Shouted(ChatCompletions):
 @pytest.fixture
 def client(tmp_path, monkeypatch) -> Iterator[TestClient]:
     monkeypatch.setattr(registry, "DIALECTS", (*registry.DIALECTS, Shouted()))
-    url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
-    database.close()
-    with running_fake_engine() as engine:
-        app = create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off"))
-        with TestClient(connected(DataPlane(app))) as client:
-            yield client
-
-
-def connected(app):
-    """Return the app behind a server whose clients never disconnect."""
-
-    async def serve(scope, receive, send):
-        await app({**scope, "extensions": {LEFT: asyncio.get_running_loop().create_future()}}, receive, send)
-
-    return serve
+    with in_process_proxy(tmp_path) as (client, _):
+        yield client
 
 
 def test_a_registered_dialect_is_served_and_documented_and_has_its_own_error_shape(client: TestClient) -> None:
