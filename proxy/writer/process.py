@@ -216,7 +216,7 @@ class Committer:
         results: dict[int, Any] = {}
         opens = [(job.number, job.work) for job in batch if isinstance(job.work, Session)]
         appends = {job.number: list(map(complete, job.work)) for job in batch if isinstance(job.work, list)}
-        with self._database.write_often() as connection:
+        with self._database.write() as connection:
             if opens:
                 opened = ledger.create_sessions(connection, [session for _, session in opens])
                 results |= zip((number for number, _ in opens), opened, strict=True)

@@ -1,4 +1,11 @@
-"""Session statistics by policy version: what a canary is judged by, and the lift of one version over another."""
+"""The arms of a canary and of the hold-out: which sessions sample with another version than the served one, and how.
+
+The transaction that creates a session assigns it to an arm or to none, and stores that with the session. So all
+processes agree on it, from the session's first call to its last. A canary takes a share of its policy's sessions. The
+hold-out takes a share of those without a group, and makes them `eval` sessions: what an old version samples is not
+trained, and nobody waits for it. A canary is judged by statistics of the sessions by version, and so is the lift of
+one version over another.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,15 @@ import datetime
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.store import lineage
 from turnwise.store.rows import StoredRow, to_micros
+from turnwise.store.statements import execute
 from turnwise.store.tables import DELETED, policy_versions, sessions, turns
 from turnwise.types import (
     DEFAULT_POLICY,
@@ -22,8 +32,10 @@ from turnwise.types import (
     Credit,
     Json,
     Outcome,
+    PolicyStatus,
     PolicyVersion,
     Reward,
+    Session,
     SessionStatus,
     Split,
 )
@@ -36,6 +48,12 @@ MAX_COMPARED = 10_000
 """Finished sessions that are read to compare two arms, the newest ones."""
 MIN_REWARDS = 8
 """Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
+_RUNNING = (
+    "SELECT policy_id, version, arm_share, status FROM policy_versions "  # noqa: S608  constants
+    f"WHERE status IN ('{PolicyStatus.CANARY.value}', '{PolicyStatus.HOLDOUT.value}') "
+    "AND arm_share IS NOT NULL AND activated_at IS NOT NULL ORDER BY version"
+)
+"""Reads the arms that take sessions."""
 _Compared = tuple[StoredRow, Sequence[Reward]]
 """A finished session and its reward lines."""
 
@@ -67,6 +85,32 @@ class Arm:
             "broken_share": self.broken_share,
             "mean_reward": statistics.fmean(self.rewards) if self.rewards else None,
         }
+
+
+def takes(version: int, share: float, session: Session) -> bool:
+    """Return whether a session is among the share of new sessions that sample with this version."""
+    digest = blake2b(f"{version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def assign(conn: sa.Connection, created: Sequence[Session]) -> list[Session]:
+    """Return new sessions as they are stored: those that an arm takes name its version."""
+    arms = execute(conn, _RUNNING) if created else []
+    return [_assigned(session, arms) for session in created]
+
+
+def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
+    """Return a session with its arm; the hold-out, which is the older version, takes its share first."""
+    if session.opened_by == IMPORT:
+        return session
+    for policy_id, version, share, status in arms:
+        if policy_id != session.policy_id or not takes(version, share, session):
+            continue
+        if status == PolicyStatus.CANARY.value:
+            return dataclasses.replace(session, arm=version)
+        if session.split is Split.TRAIN and session.group_id is None and session.group_size is None:
+            return dataclasses.replace(session, arm=version, split=Split.EVAL)
+    return session
 
 
 def lift(newer: Arm, older: Arm) -> Json:

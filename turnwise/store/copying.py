@@ -7,14 +7,14 @@ is repeated as a whole. The proof is one sum of digests per table: both database
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
+from turnwise.store.rows import StoredRow
+from turnwise.store.statements import insert_new_rows
 from turnwise.store.tables import metadata
 
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
@@ -48,8 +48,9 @@ def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
     count = digest = 0
     for rows in _portions(conn, table):
         count, digest = count + len(rows), digest + sum(map(_digest, rows))
+        new = [dict(row._mapping) for row in rows]  # noqa: SLF001  SQLAlchemy's public name
         with target.write() as writing:
-            _insert(writing, table, rows)
+            insert_new_rows(writing, table, new, "1")
     found_count = found_digest = 0
     with target.read() as reading:
         for rows in _portions(reading, table):
@@ -64,29 +65,14 @@ def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
     return count
 
 
-def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield the rows of a table, some at once, in the order of the primary key."""
-    keys = list(table.primary_key.columns)
-    places = [table.c.keys().index(key.name) for key in keys]
-    wanted = sa.select(table).order_by(*keys).limit(ROWS_AT_ONCE)
-    last: list[Any] | None = None
-    while True:
-        after = wanted if last is None else wanted.where(sa.tuple_(*keys) > sa.tuple_(*map(sa.literal, last)))
-        rows = [tuple(row) for row in conn.execute(after)]
-        if not rows:
-            return
-        yield rows
-        last = [rows[-1][place] for place in places]
+def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[Sequence[StoredRow]]:
+    """Yield the rows of a table, some at once."""
+    yield from conn.execute(sa.select(table), execution_options={"yield_per": ROWS_AT_ONCE}).partitions()
 
 
-def _digest(row: tuple[Any, ...]) -> int:
+def _digest(row: StoredRow) -> int:
     values = [bytes(value) if isinstance(value, memoryview) else value for value in row]
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=_DIGEST_BITS // 8).digest())
-
-
-def _insert(conn: sa.Connection, table: sa.Table, rows: list[tuple[Any, ...]]) -> None:
-    insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
-    conn.execute(insert(table).on_conflict_do_nothing(), [dict(zip(table.c.keys(), row, strict=True)) for row in rows])
 
 
 def _continue_numbers(conn: sa.Connection, table: sa.Table) -> None:

@@ -67,8 +67,6 @@ class Database:
         self._reader = self._engine.execution_options(**_READ_OPTIONS[self.dialect])
         # SQLite allows one writer. A queue here is fair; SQLite's own busy handler polls.
         self._write_lock: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
-        self._kept: sa.Connection | None = None
-        """The connection of `write_often`; None before its first transaction, and after one that failed."""
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -80,22 +78,6 @@ class Database:
         """
         with self._serialised(), attributed(), self._writer.begin() as conn:
             yield conn
-
-    @contextlib.contextmanager
-    def write_often(self) -> Iterator[sa.Connection]:
-        """Do what `write` does, on a connection that is kept for the next call; for one thread only.
-
-        SQLAlchemy takes 0.3 ms to get a connection from its pool.
-        """
-        with self._serialised(), attributed():
-            connection, self._kept = self._kept or self._writer.connect(), None
-            try:
-                with connection.begin():
-                    yield connection
-            except BaseException:
-                connection.close()
-                raise
-            self._kept = connection
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -216,8 +198,6 @@ class Database:
 
     def close(self) -> None:
         """Close every connection."""
-        if self._kept is not None:
-            self._kept.close()
         self._engine.dispose()
 
     @contextlib.contextmanager

@@ -188,12 +188,26 @@ def _check_joinable(group: StoredRow, session: Session) -> None:
         )
 
 
-def leave(conn: sa.Connection, group_pk: int | None) -> None:
-    """Undo `join`; delete the group if it has no session left."""
-    if group_pk is None:
+def leave(conn: sa.Connection, group_pks: Iterable[int | None], finished_pks: Iterable[int | None] = ()) -> None:
+    """Subtract a session from its group for each of these keys; delete the groups that have no session left.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        group_pks: The groups of the sessions; None for a session without one.
+        finished_pks: Those of the sessions that are counted as finished.
+    """
+    num_left = collections.Counter(pk for pk in group_pks if pk is not None)
+    num_finished = collections.Counter(finished_pks)
+    if not num_left:
         return
-    conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(num_sessions=groups.c.num_sessions - 1))
-    empty = sa.and_(groups.c.group_pk == group_pk, groups.c.num_sessions == 0)
+    left, finished = sa.bindparam("num_left", type_=sa.Integer), sa.bindparam("num_finished_left", type_=sa.Integer)
+    conn.execute(
+        sa.update(groups)
+        .where(groups.c.group_pk == sa.bindparam("pk"))
+        .values(num_sessions=groups.c.num_sessions - left, num_finished=groups.c.num_finished - finished),
+        [{"pk": pk, "num_left": num_left[pk], "num_finished_left": num_finished[pk]} for pk in sorted(num_left)],
+    )
+    empty = sa.and_(is_among(conn.dialect, groups.c.group_pk, num_left), groups.c.num_sessions <= 0)
     conn.execute(sa.delete(groups).where(empty))
 
 

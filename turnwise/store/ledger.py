@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
-from turnwise.store import groups, idempotency, new_turns, queries, rows, trials
+from turnwise.store import arms, groups, idempotency, new_turns, queries, rows
 from turnwise.store.queries import LockedSession, lock_sessions
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch_rows, insert_new_rows, insert_rows, is_among
@@ -86,7 +86,7 @@ def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> di
     """
     names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
     stored = set(fetch_rows(conn, sessions, tuple(names), names))
-    assigned = trials.assign(conn, [wanted[key] for key in sorted(wanted.keys() - stored)])
+    assigned = arms.assign(conn, [wanted[key] for key in sorted(wanted.keys() - stored)])
     trained = {_key(session): session for session in assigned if session.split is Split.TRAIN}
     group_pks = groups.create(conn, [session for session in trained.values() if session.group_id is None])
     results: dict[SessionKey, Created] = {}
@@ -98,8 +98,8 @@ def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> di
     new = {_key(session): session for session in assigned if _key(session) not in results}
     new_rows = [rows.session_row(session, group_pks.get(key)) for key, session in new.items()]
     created = set(insert_new_rows(conn, sessions, new_rows, "tenant", "session_id"))
-    for key in group_pks.keys() - created:  # another writer has created the session meanwhile
-        groups.leave(conn, group_pks[key])
+    # Other writers may have created some of the sessions meanwhile.
+    groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])
     return results | {
         key: (dataclasses.replace(session, last_active_at=session.created_at), True)
         for key, session in new.items()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import sqlalchemy as sa
 
 from turnwise.store import lineage, named_policies, policies, queries
 from turnwise.store.database import Database
+from turnwise.store.groups import leave
 from turnwise.store.idempotency import forget_sessions
 from turnwise.store.pages import num_within
 from turnwise.store.rows import StoredRow, to_micros
@@ -249,7 +249,8 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
             num_rewards=0,
         )
     )
-    _leave_groups(conn, found)
+    finished = (row for row in found if row.status != SessionStatus.OPEN and row.num_rewards > 0)
+    leave(conn, (row.group_pk for row in found), (row.group_pk for row in finished))
     return Deleted(sessions=names, num_turns=sum(row.num_turns for row in found), policy_versions=trained_on)
 
 
@@ -270,25 +271,3 @@ def sweep(conn: sa.Connection) -> bool:
     elif delete_some(conn, rewards, rewards.c.session_pk == session_pk) < ROWS_AT_ONCE:
         conn.execute(sa.delete(sessions).where(sessions.c.session_pk == session_pk))
     return True
-
-
-def _leave_groups(conn: sa.Connection, deleted: Sequence[StoredRow]) -> None:
-    """Subtract deleted sessions from their groups; delete groups without sessions."""
-    grouped = [row for row in deleted if row.group_pk is not None]
-    num_left = Counter(row.group_pk for row in grouped)
-    is_finished = [row for row in grouped if row.status != SessionStatus.OPEN and row.num_rewards > 0]
-    num_finished = Counter(row.group_pk for row in is_finished)
-    if not num_left:
-        return
-    left, finished = sa.bindparam("num_left", type_=sa.Integer), sa.bindparam("num_finished_left", type_=sa.Integer)
-    conn.execute(
-        sa.update(groups)
-        .where(groups.c.group_pk == sa.bindparam("pk"))
-        .values(num_sessions=groups.c.num_sessions - left, num_finished=groups.c.num_finished - finished),
-        [
-            {"pk": pk, "num_left": count, "num_finished_left": num_finished[pk]}
-            for pk, count in sorted(num_left.items())
-        ],
-    )
-    empty = sa.and_(is_among(conn.dialect, groups.c.group_pk, num_left), groups.c.num_sessions <= 0)
-    conn.execute(sa.delete(groups).where(empty))

@@ -52,8 +52,8 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
     if _GROUPING & changes.keys():
         values["group_pk"] = _regroup(conn, row.group_pk, stored, dataclasses.replace(stored, **changes))
     conn.execute(sa.update(sessions).where(sessions.c.session_pk == row.session_pk).values(**values))
-    if row.group_pk is not None and values.get("group_pk", row.group_pk) != row.group_pk:
-        groups.leave(conn, row.group_pk)
+    if values.get("group_pk", row.group_pk) != row.group_pk:
+        groups.leave(conn, [row.group_pk])
     return queries.session(conn, wanted.tenant, wanted.session_id)
 
 

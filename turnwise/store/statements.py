@@ -40,27 +40,18 @@ def last_assigned(conn: sa.Connection, key: sa.Column[int]) -> float:
     return conn.execute(last).scalar_one() or 0
 
 
-def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> Any:
+def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Run a statement of the hot path directly on the driver, because SQLAlchemy would take longer than the database.
 
     Returns:
-        The driver's cursor.
+        Its rows; none for a statement without any.
 
     Raises:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
-    with _translated(conn, sql):
-        return conn.connection.dbapi_connection.execute(sql, values)  # type: ignore[union-attr]
-
-
-def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Run a statement as `execute` does and return its rows; SQLite's driver computes the later ones as it is read.
-
-    Raises:
-        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
-    """
-    with _translated(conn, sql):
-        return conn.connection.dbapi_connection.execute(sql, values).fetchall()  # type: ignore[no-any-return, union-attr]
+    with _translated(conn, sql):  # SQLite's driver computes the later rows as they are read
+        cursor: Any = conn.connection.dbapi_connection.execute(sql, values)  # type: ignore[union-attr]
+        return cursor.fetchall() if cursor.description else []
 
 
 def execute_many(conn: sa.Connection, sql: str, batch: Sequence[tuple[Any, ...]]) -> None:
@@ -114,11 +105,11 @@ def fetch_rows(
         condition = " AND ".join(f"{key} = ANY(%s)" for key in keys)
         locking = f" ORDER BY {', '.join(table.primary_key.columns.keys())} FOR UPDATE" if lock else ""
         sql = f"{selected} {table.name} WHERE {condition}{locking}"
-        return fetch(conn, sql, tuple(list(set(values)) for values in keys.values()))
+        return execute(conn, sql, tuple(list(set(values)) for values in keys.values()))
     # SQLite searches for each key in an index.
     condition = " AND ".join(f"{key} = json_extract(wanted.value, '$[{number}]')" for number, key in enumerate(keys))
     wanted = json.dumps(list(zip(*keys.values(), strict=True)))
-    return fetch(conn, f"{selected} json_each(?) AS wanted CROSS JOIN {table.name} ON {condition}", (wanted,))
+    return execute(conn, f"{selected} json_each(?) AS wanted CROSS JOIN {table.name} ON {condition}", (wanted,))
 
 
 def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
@@ -139,7 +130,7 @@ def insert_new_rows(
         return []
     sql, values_of = _insert_sql(table, tuple(batch[0]), len(batch), mark(conn.dialect))
     values = tuple(itertools.chain.from_iterable(map(values_of, batch)))
-    return fetch(conn, f"{sql} ON CONFLICT DO NOTHING RETURNING {', '.join(returned)}", values)
+    return execute(conn, f"{sql} ON CONFLICT DO NOTHING RETURNING {', '.join(returned)}", values)
 
 
 def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:

@@ -29,7 +29,6 @@ from turnwise.store import (
     rows,
     tables,
     trained,
-    trials,
     update_summaries,
 )
 from turnwise.store.database import Database
@@ -189,7 +188,7 @@ def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tup
     with database.write() as conn:
         policies.try_policy(conn, 2, 1.0)
         wanted = [Session(session_id=f"s{number}", tenant="a", policy_id=number) for number in (DEFAULT_POLICY, a, b)]
-        assert [each.arm for each in trials.assign(conn, wanted)] == [None, 2, None]
+        assert [each.arm for each in arms.assign(conn, wanted)] == [None, 2, None]
         opened = ledger.create_sessions(conn, wanted)
         stored = [queries.session(conn, "a", each.session_id) for each in wanted]
     assert [(each.policy_id, each.arm) for each in stored] == [(DEFAULT_POLICY, None), (a, 2), (b, None)]

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from turnwise.errors import TurnwiseError
-from turnwise.store import ledger, policies, queries, trials
+from turnwise.store import arms, ledger, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import IMPORT, PolicyVersion, Session, Split
 
@@ -31,14 +31,14 @@ def sessions(count: int) -> list[Session]:
 
 def test_a_trial_gets_its_share_of_new_sessions_and_always_the_same_ones():
     """Of 10,000 a share of 0.2 is 2,000 ± 40 (one standard deviation); the tolerance is five of them."""
-    taken = [trials.takes(7, 0.2, session) for session in sessions(10_000)]
+    taken = [arms.takes(7, 0.2, session) for session in sessions(10_000)]
     assert abs(sum(taken) - 2000) < 200
-    assert taken == [trials.takes(7, 0.2, session) for session in sessions(10_000)]
+    assert taken == [arms.takes(7, 0.2, session) for session in sessions(10_000)]
 
 
 def test_another_version_is_tried_by_other_sessions():
     """Of independent draws of 0.2 each, 0.04 are in both: 400 of 10,000, ± 20."""
-    both = [trials.takes(7, 0.2, session) and trials.takes(8, 0.2, session) for session in sessions(10_000)]
+    both = [arms.takes(7, 0.2, session) and arms.takes(8, 0.2, session) for session in sessions(10_000)]
     assert abs(sum(both) - 400) < 100
 
 
