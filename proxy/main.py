@@ -47,8 +47,7 @@ def run_worker() -> None:
     setup: WorkerSetup = receive(link)
     peers = Peers(link)
     try:
-        sockets = listening_sockets(setup.settings.host, setup.settings.port)
-        sys.exit(_serve(setup.settings, peers, setup, sockets))
+        sys.exit(_serve(setup.settings, peers, setup))
     except TurnwiseError as error:
         peers.report_failure(error)
         sys.exit(1)
@@ -143,18 +142,13 @@ class _Server(uvicorn.Server):
             self.should_exit = True
 
 
-def _serve(
-    settings: ProxySettings,
-    peers: Peers,
-    worker: WorkerSetup | None = None,
-    sockets: list[socket.socket] | None = None,
-) -> int:
-    """Serve until a signal; `sockets` are bound to the address, None binds it here."""
+def _serve(settings: ProxySettings, peers: Peers, worker: WorkerSetup | None = None) -> int:
+    """Serve until a signal; workers share the address, and uvicorn binds that of a single process."""
     _hide_torch()
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
     server = _Server(settings, peers, worker)
-    server.run(sockets)
+    server.run(None if worker is None else listening_sockets(settings.host, settings.port))
     return 0 if server.started else 1
 
 
