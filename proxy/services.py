@@ -23,7 +23,7 @@ from proxy.engines.activity import ActivityRecorder
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
-from proxy.engines.served_template import find_template, load_unchecked_template
+from proxy.engines.served_template import find_template
 from proxy.events import Events
 from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
@@ -140,18 +140,17 @@ class Services:
         Raises:
             EngineUnsuitable: it lacks a required feature, and the check is strict.
         """
-        if self.settings.engine_check == "off":
-            if self.sessions.template is None:
-                self.sessions.learn_template(await load_unchecked_template(engine, self.settings.tokenizer))
-            return
+        is_checked = self.settings.engine_check != "off"
         try:
-            await engine.check_features()
+            if is_checked:
+                await engine.check_features()
         except EngineUnsuitable as unsuitable:
             if self.settings.engine_check == "strict":
                 raise
             log.warning("%s", unsuitable)
         if self.sessions.template is None:
-            self.sessions.learn_template(await find_template(engine, self.settings.tokenizer))
+            found = await find_template(engine, self.settings.tokenizer, is_checked=is_checked)
+            self.sessions.learn_template(found)
 
     async def _prune(self) -> None:
         """Delete sessions that are older than the retention, if one is set."""

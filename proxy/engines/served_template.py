@@ -47,16 +47,33 @@ CONVERSATIONS: list[tuple[list[Json], list[Json] | None]] = [
 """Conversations whose renderings are compared with the engine's."""
 
 
-async def find_template(engine: Engine, tokenizer: str | None) -> ChatTemplate | None:
-    """Return a template that renders as the engine does; None, with a warning, if none was found."""
+async def find_template(engine: Engine, tokenizer: str | None, *, is_checked: bool) -> ChatTemplate | None:
+    """Return a template that renders as the engine does; None, with a warning, if none was found.
+
+    Args:
+        engine: The engine.
+        tokenizer: Directory or id of the tokenizer; None for that of the engine's model.
+        is_checked: Whether to compare the renderings. Without that, the template of a directory is taken as it is.
+    """
     path = tokenizer or engine.model_path
-    formats: tuple[Literal["string", "openai"], ...] = ("string", "openai")
+    formats: tuple[Literal["string", "openai"], ...] = ("string", "openai") if is_checked else ("string",)
+    difference = None
     for content_format in formats:
         try:
+            if not is_checked and tokenizer is None and not await asyncio.to_thread(Path(path).is_dir):
+                raise FileNotFoundError(f"{path!r} is no directory on this machine")  # an id may need the network
             template = await asyncio.to_thread(load_chat_template, path, content_format)
         except (OSError, ValueError) as error:
-            log.warning("no tokenizer at %r (%s): every turn will be tokenised again; set --tokenizer", path, error)
+            log.warning(
+                "the engine at %s has no known chat template (%s): no turn continues another, each turn with a history "
+                "is tokenised again; set --tokenizer to the model's directory",
+                engine.url,
+                error,
+            )
             return None
+        if not is_checked:
+            log.warning("the engine at %s is not checked: the template of %r may differ from its own", engine.url, path)
+            return template
         difference = await _difference(engine, template)
         if difference is None:
             return template
@@ -64,37 +81,6 @@ async def find_template(engine: Engine, tokenizer: str | None) -> ChatTemplate |
         "the chat template of %r renders differently here: %s; every turn will be tokenised again", path, difference
     )
     return None
-
-
-async def load_unchecked_template(engine: Engine, tokenizer: str | None) -> ChatTemplate | None:
-    """Return the template of the tokenizer or of the engine's model, without comparing it with the engine's.
-
-    Without a template it logs a warning: no turn continues another.
-    """
-    path = tokenizer or engine.model_path
-    try:
-        template = await asyncio.to_thread(_load_local_template, path, is_named=tokenizer is not None)
-    except (OSError, ValueError) as error:
-        log.warning(
-            "the engine at %s is not checked and has no known chat template (%s): no turn continues another, each turn "
-            "with a history is tokenised again; set --tokenizer to the model's directory",
-            engine.url,
-            error,
-        )
-        return None
-    log.warning("the engine at %s is not checked: the chat template of %r may differ from its own", engine.url, path)
-    return template
-
-
-def _load_local_template(path: str, *, is_named: bool) -> ChatTemplate:
-    """Load a template; of a path that nobody has named only a directory, since an id is looked up over the network.
-
-    Raises:
-        OSError, ValueError: there is none.
-    """
-    if not is_named and not Path(path).is_dir():
-        raise FileNotFoundError(f"{path!r} is no directory on this machine")
-    return load_chat_template(path, "string")
 
 
 async def _difference(engine: Engine, template: ChatTemplate) -> str | None:

@@ -221,15 +221,12 @@ class Arms:
             await self.lease.write(policies.try_policy, policy.version, None)
             await self.served.refresh()
             await self._place(policy, active)
-            reason = await self._drift_reason(policy, active)
-            self.forget_failures()
+            await self._check_drift(policy, active)
         except (BadCheckpoint, EngineError) as error:
-            if self.schedule_retry(policy.version, error):
-                return
-            reason = str(error)
-        if reason is not None:
-            await self._withdraw(policy, active, reason)
+            if not self.schedule_retry(policy.version, error):
+                await self._withdraw(policy, active, str(error))
             return
+        self.forget_failures()
         if self._is_missing(policy):  # the engine was lost meanwhile
             return
         await self.lease.write(policies.try_policy, policy.version, self.settings.canary_share)
@@ -305,22 +302,24 @@ class Arms:
         """Route new calls to other engines and wait for the running ones: no control session may sample the canary."""
         await asyncio.gather(self.pool.drain(engine, DRAIN_SECONDS), self.reserve(engine))
 
-    async def _drift_reason(self, policy: PolicyVersion, active: PolicyVersion) -> str | None:
-        """Return why the version is too far from the served one for a trial, None if it is not."""
+    async def _check_drift(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+        """Check that a version is near enough to the served one for a trial.
+
+        Raises:
+            ReloadFailed: it is not.
+        """
         probe = await self.loader.probe(policy, self.pool.serving[0])
         if active.kind is PolicyKind.LORA:
             await self._place(active, active)
         found = [[engine for engine in self.pool.serving if serves(engine, each)] for each in (active, policy)]
         if probe is None or not all(found):
-            return None
+            return
         (control, *_), (tried, *_) = found
         before = await self.loader.probed(control.lane_of(active), probe)
         nats = drift(before, await self.loader.probed(tried.lane_of(policy), probe))
-        if nats <= self.settings.canary_drift_nats:
-            return None
-        return (
-            f"it is {nats:.3g} nats a token from the served version; the limit is {self.settings.canary_drift_nats:g}"
-        )
+        limit = self.settings.canary_drift_nats
+        if nats > limit:
+            raise ReloadFailed(f"it is {nats:.3g} nats a token from the served version; the limit is {limit:g}")
 
     async def _withdraw(self, policy: PolicyVersion, active: PolicyVersion, reason: str) -> None:
         """Roll a version back and mark it failed."""
