@@ -17,24 +17,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
 
 from proxy.engines.engine import Engine
-from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
-from proxy.metrics import Metrics
-from proxy.reload.driver_lease import DriverLease
-from proxy.reload.loader import Loader, serves
-from proxy.reload.served_versions import ServedVersions
+from proxy.reload.activation import NUM_ENGINES, Activation
+from proxy.reload.loader import serves
 from proxy.reload.verdict import drift, judge
-from proxy.settings import ProxySettings
-from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed, TurnwiseError
+from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
 from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since, held_out_arms, lift
-from turnwise.store.database import Database
-from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyVersion
+from turnwise.types import Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -42,32 +38,16 @@ JUDGE_SECONDS = 1.0
 """How often the arms are compared."""
 LIFT_SECONDS = 60.0
 """How often the served version is compared with the hold-out."""
-NUM_ENGINES = 2
-"""Serving engines that a trial of whole weights needs."""
 ENGINE_SECONDS = 600.0
 """How long a trial of whole weights waits for an engine that it has lost; a large model takes minutes to start."""
-MAX_LOAD_ATTEMPTS = 3
-"""Attempts to load a version whose failures may pass, as those of a busy engine do; it fails after the last."""
-RETRY_LOAD_SECONDS = 1.0
-"""Pause before the second attempt; it doubles with each further one."""
 DRAIN_SECONDS = 10.0
 """How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
 
 
 @dataclasses.dataclass(eq=False)
-class Arms:
-    """Begins, judges and ends the trials and the hold-out of one policy, in the process that holds the reload lease."""
+class Arms(Activation):
+    """Brings one policy to the version that the store names, by trials and beside a hold-out."""
 
-    policy_id: int
-    database: Database
-    lease: DriverLease
-    pool: EnginePool
-    loader: Loader
-    served: ServedVersions
-    settings: ProxySettings
-    metrics: Metrics
-    reserve: Callable[[Engine], Awaitable[None]]
-    """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
     waits_for: str | None = None
     """What a trial waits for; None if nothing is missing."""
     _judged_at: float = 0.0
@@ -76,71 +56,34 @@ class Arms:
     """The arms that this process has stored last."""
     _lacks_engine_since: float | None = None
     """When a trial of whole weights was found without its engines, on the monotonic clock."""
-    _failed_version: int = -1
-    """The version that was not loaded last."""
-    _num_failures: int = 0
-    _not_before: float = 0.0
-    """When the next attempt to load it may start, on the monotonic clock."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the arms should be compared now."""
-        return time.monotonic() - self._judged_at >= JUDGE_SECONDS
+    def next_step(self) -> Callable[[], Awaitable[None]] | None:
+        """Return the next step towards the target; None if there is nothing to do now.
 
-    @property
-    def is_lift_due(self) -> bool:
-        """Whether the served version should be compared with the hold-out now."""
-        return time.monotonic() - self._measured_at >= LIFT_SECONDS
-
-    def awaits_retry(self, version: int) -> bool:
-        """Return whether the next attempt to load a version must not start yet."""
-        return version == self._failed_version and time.monotonic() < self._not_before
-
-    def forget_failures(self) -> None:
-        """Forget the failed attempts to load a version, after one that succeeded or the last."""
-        self._failed_version, self._num_failures = -1, 0
-
-    def schedule_retry(self, version: int, error: TurnwiseError) -> bool:
-        """Schedule another attempt if the failure may pass; return whether one is scheduled."""
-        self._num_failures = 1 + (self._num_failures if version == self._failed_version else 0)
-        self._failed_version = version
-        may_pass = isinstance(error, ReloadFailed) and error.is_transient
-        if not may_pass or self._num_failures >= MAX_LOAD_ATTEMPTS:
-            self.forget_failures()
-            return False
-        pause = RETRY_LOAD_SECONDS * 2 ** (self._num_failures - 1)
-        self._not_before = time.monotonic() + pause
-        self.metrics.reloads.labels("retried").inc()
-        log.warning(
-            "attempt %d of %d to load policy version %d failed, the next one is in %.0f s: %s",
-            self._num_failures,
-            MAX_LOAD_ATTEMPTS,
-            version,
-            pause,
-            error,
-        )
-        return True
-
-    def holdout_after(
-        self, target: PolicyVersion, active: PolicyVersion | None, holdout: PolicyVersion | None
-    ) -> PolicyVersion | None:
-        """Return the hold-out once the target is served: the one that there is, else the version served before it.
-
-        Whole weights are held out only beside another engine.
+        The step raises:
+            EngineError, BadCheckpoint: the active version could not be loaded again.
+            FilesNotRead: a version's files are being read; call again.
         """
-        held = holdout or active
-        if held is None or held.version >= target.version or not self.settings.share_held_out(target.kind):
+        state, now = self.state, time.monotonic()
+        target, active, canary, holdout = state.target, state.active, state.canary, state.holdout
+        if target is None:
             return None
-        needs_engine = target.kind is PolicyKind.FULL
-        return None if needs_engine and len(self.pool.serving) < NUM_ENGINES else held
-
-    def without_held_out(self, holdout: PolicyVersion | None, target: PolicyVersion) -> list[Engine]:
-        """Return the serving engines that the target may be loaded into: one keeps the hold-out's whole weights."""
-        serving = self.pool.serving
-        if target.kind is PolicyKind.LORA:
-            return serving
-        kept = [engine for engine in serving if holdout is not None and serves(engine, holdout)]
-        return [engine for engine in serving if engine is not kept[-1]] if kept and len(serving) > 1 else serving
+        if holdout is not None and not self.settings.share_held_out(target.kind):
+            return functools.partial(self.end_holdout, holdout)
+        if canary is not None and (state.pinned is not None or not self.settings.canary_share):
+            return functools.partial(self.call_off, canary, active)
+        if self.awaits_retry((canary or target).version):
+            return None
+        if canary is not None and active is not None:
+            return functools.partial(self._judge, canary, active) if now - self._judged_at >= JUDGE_SECONDS else None
+        if active is None or target.version != active.version:
+            if active is not None and state.pinned is None and self.is_wanted(target, active):
+                return functools.partial(self.begin, target, active)
+            return functools.partial(self.serve, target, active)
+        is_served = self.is_served(target)
+        if holdout is not None and (now - self._measured_at >= LIFT_SECONDS or not is_served):
+            return functools.partial(self._measure, active, holdout)
+        return None if is_served else functools.partial(self.serve, target, active)
 
     async def end_holdout(self, holdout: PolicyVersion) -> None:
         """Serve all new sessions with the served version; the next version that is served starts another hold-out."""
@@ -148,11 +91,12 @@ class Arms:
         await self.lease.write(policies.end_holdout, holdout.version)
         await self.served.refresh()
 
-    async def measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
+    async def _measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
         """Compare the sessions of the hold-out with those of all later versions since it began.
 
-        An engine that came back may have lost the hold-out; it is loaded again. A hold-out that is worse for certain
-        ends: its users get the served version, which becomes the next hold-out once a newer one is served.
+        An engine that came back may have lost the hold-out or the served version, which is loaded again. A hold-out
+        that is worse for certain ends: its users get the served version, which becomes the next hold-out once a newer
+        one is served.
         """
         self._measured_at = time.monotonic()
         if not (active.kind is PolicyKind.LORA and holdout.kind is PolicyKind.FULL):  # adapters leave the weights
@@ -167,6 +111,8 @@ class Arms:
         await self._record(arms, active, holdout)
         if lift(*arms).get("reward", {"low": 0.0})["low"] > 0:
             await self.end_holdout(holdout)
+        if not self.is_served(active):
+            await self.serve(active, active)
 
     def is_wanted(self, target: PolicyVersion, active: PolicyVersion) -> bool:
         """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""
@@ -175,22 +121,16 @@ class Arms:
         return not self._lacks_engine(target)
 
     def _lacks_engine(self, policy: PolicyVersion) -> bool:
-        holdout = self.served.state(self.policy_id).holdout
-        return policy.kind is PolicyKind.FULL and len(self.without_held_out(holdout, policy)) < NUM_ENGINES
+        engines = self.without_held_out(self.state.holdout, policy)
+        return policy.kind is PolicyKind.FULL and len(engines) < NUM_ENGINES
 
     def note_engines(self, policy: PolicyVersion | None) -> None:
         """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
         if policy is None or not self._lacks_engine(policy):
             self._lacks_engine_since = self.waits_for = None
 
-    async def wait_for_engine(self, policy: PolicyVersion, active: PolicyVersion) -> bool:
-        """Keep a trial without its engines from taking sessions, and end it if it waits too long.
-
-        Returns:
-            Whether an engine is missing.
-        """
-        if not self._lacks_engine(policy):
-            return False
+    async def _wait_for_engine(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+        """Keep a trial without its engines from taking sessions, and end it if it waits too long."""
         now = self._judged_at = time.monotonic()
         if self._lacks_engine_since is None:
             self._lacks_engine_since = now
@@ -205,7 +145,6 @@ class Arms:
         elif policy.activated_at is not None:
             await self.lease.write(policies.try_policy, policy.version, None)
             await self.served.refresh()
-        return True
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Load a version and start its trial; after a failure that may pass, a later round begins again.
@@ -237,12 +176,15 @@ class Arms:
             100 * self.settings.canary_share,
         )
 
-    async def advance(self, policy: PolicyVersion, active: PolicyVersion) -> bool:
-        """Judge the trial; return True if the version is to be promoted."""
-        self._judged_at = time.monotonic()
-        if policy.kind is PolicyKind.FULL and self._is_missing(policy):
+    async def _judge(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+        """Judge a trial, and serve its version to all sessions if it is good; start one that was only prepared."""
+        if self._lacks_engine(policy):
+            await self._wait_for_engine(policy, active)
+            return
+        if policy.activated_at is None or self._is_missing(policy):
             await self.begin(policy, active)
-            return False
+            return
+        self._judged_at = time.monotonic()
         try:
             await self._place(policy, active)
             self.forget_failures()
@@ -250,20 +192,24 @@ class Arms:
         except (BadCheckpoint, EngineError) as error:
             if not self.schedule_retry(policy.version, error):
                 await self._withdraw(policy, active, str(error))
-            return False
-        assert policy.activated_at is not None, "the trial has started"
+            return
         versions = policy.version, active.version
         arms = await self.database.fetch(arms_since, policy.activated_at, versions, self.policy_id)
         await self._record(arms, policy, active)
         verdict = judge(*arms, self.settings)
         if verdict is None:
-            return False
+            return
         if not verdict.is_good:
             await self._withdraw(policy, active, verdict.reason)
-            return False
+            return
         log.info("policy version %d is promoted: %s", policy.version, verdict.reason)
         self.metrics.canaries.labels("promoted").inc()
-        return True
+        if (
+            policy.kind is PolicyKind.LORA
+        ):  # each engine has it, and all processes change when they read that it is active
+            await self.succeed(policy, 0.0)
+        else:
+            await self.serve(policy, active)
 
     async def call_off(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
         """End a trial without a verdict, because a version was pinned or the canary share is 0 now."""
@@ -289,7 +235,7 @@ class Arms:
                 if policy.version not in engine.adapters:
                     await self.loader.load(engine, policy)
         elif len(serving) > 1 and self._is_missing(policy):
-            free = self.without_held_out(self.served.state(self.policy_id).holdout, policy)[-1]
+            free = self.without_held_out(self.state.holdout, policy)[-1]
             await self._drain(free)
             await self.loader.exchange(free, policy, active)
 
@@ -348,8 +294,3 @@ class Arms:
         await self.served.refresh()
         self.stop_draining()
         self.metrics.canaries.labels(outcome).inc()
-
-    def stop_draining(self) -> None:
-        """Send new calls to all engines again; only the default policy, whose weights may be whole, drains engines."""
-        if self.policy_id == DEFAULT_POLICY:
-            self.pool.stop_draining()

@@ -21,8 +21,8 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
+from proxy.reload.arms import Arms
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.follower import Follower
 from proxy.reload.loader import Loader, own_model, serves
 from proxy.reload.served_versions import ServedVersions
 from proxy.reload.sleep import Sleeper
@@ -82,15 +82,13 @@ class Reloader:
         pool.read_served = self._served.refresh
         pool.load_adapter = self._loader.load_at_call
 
-        def follower_of(policy_id: int) -> Follower:
-            return Follower(
-                policy_id, database, self.lease, pool, self._loader, self._served, settings, metrics, reserve
-            )
+        def arms_of(policy_id: int) -> Arms:
+            return Arms(policy_id, database, self.lease, pool, self._loader, self._served, settings, metrics, reserve)
 
-        self._follower_of = follower_of
-        self._default = follower_of(DEFAULT_POLICY)
-        self._followers = {DEFAULT_POLICY: self._default}
-        """What follows the store: for the default policy, and for each other one that has versions and is in use."""
+        self._arms_of = arms_of
+        self._default = arms_of(DEFAULT_POLICY)
+        self._arms = {DEFAULT_POLICY: self._default}
+        """Of the default policy, and of each other one that has versions and is in use."""
         self._check_lock = asyncio.Lock()
         self._adopted: set[str] = set()
         """Paths of engines' own models that the database belongs to."""
@@ -152,10 +150,9 @@ class Reloader:
 
     def _next_steps(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
         """Return the next step of each policy for which there is something to do; the default policy's first."""
-        known = self._followers
         numbers = sorted({DEFAULT_POLICY, *self._pool.served})
-        self._followers = {number: known.get(number) or self._follower_of(number) for number in numbers}
-        steps = ((number, self._followers[number].next_step(self._served.state(number))) for number in numbers)
+        self._arms = {number: self._arms.get(number) or self._arms_of(number) for number in numbers}
+        steps = ((number, arms.next_step()) for number, arms in self._arms.items())
         return [(number, step) for number, step in steps if step is not None]
 
     async def _drive(self) -> None:
@@ -168,8 +165,7 @@ class Reloader:
         async with self.lease.held() as is_driver:
             if is_driver:  # another process may have driven while the lease was awaited
                 await self._served.refresh()
-            state = self._served.state(DEFAULT_POLICY)
-            if self._default.next_step(state) is not None:
+            if self._default.next_step() is not None:
                 for engine in self._pool.serving:  # another process may have loaded them
                     await engine.read_label()
             for policy_id, step in self._next_steps() if is_driver else ():

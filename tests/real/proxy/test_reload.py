@@ -44,7 +44,7 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
     stage: Stage, monkeypatch, share: float, num_errors: int, status: str
 ):
     """Also where the version is to be tried by a share of the sessions first."""
-    monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.activation.RETRY_LOAD_SECONDS", 0.05)
     opened, left = Path.open, [num_errors]
 
     def open_with_errors(self: Path, *args, **kwargs):
@@ -125,7 +125,7 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
     stage: Stage, monkeypatch, num_failures: int, status: str
 ):
     """One short lack of memory must not mark the version failed for good."""
-    monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.activation.RETRY_LOAD_SECONDS", 0.05)
     left = [num_failures]
 
     def has_weights(directory: Path) -> bool:
@@ -180,7 +180,7 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
         with pytest.raises(LeaseLost, match="another process may drive"):
             await drive()
         with pytest.raises(LeaseLost, match="no longer holds"):
-            await process.reloader._default._succeed(target, 0.0)
+            await process.reloader._default.succeed(target, 0.0)
         assert stage.statuses() == ["published"]
 
 
