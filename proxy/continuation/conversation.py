@@ -34,8 +34,9 @@ MAX_COMPARED = 256
 MAX_HASHED = 4
 """Prefixes with an equal tail that a text is hashed for."""
 
-Owner = tuple[str, str, str]
-"""A tenant, `session` or `key`, and the id of the session or, for calls that name none, of the API key."""
+Owner = tuple[str, str, str, bytes]
+"""A tenant, `session` or `key`, the id of the session or, for calls that name none, of the API key, and then the digest
+of the first message that is no system message: one key may have thousands of conversations."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

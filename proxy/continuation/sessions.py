@@ -20,7 +20,7 @@ import cachetools
 
 from proxy.auth import Principal, session_deleted
 from proxy.continuation.conversation import Conversation, Prefixes, read_conversation
-from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, tool_call_ids
+from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, SYSTEM_ROLES, message_digest, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.memory import LiveSession, LiveSessions, Placement, known_turns
@@ -265,8 +265,11 @@ class Sessions:
         owner = None
         if principal is not None:
             session_id = principal.session_id or call.session_id
-            kind, name = ("key", principal.key_id) if session_id is None else ("session", session_id)
-            owner = principal.tenant, kind, name
+            if session_id is not None:
+                owner = principal.tenant, "session", session_id, b""
+            else:
+                asked = next((each for each in call.messages if each.get("role") not in SYSTEM_ROLES), {})
+                owner = principal.tenant, "key", principal.key_id, message_digest(asked)
         conversation = await read_conversation(call, self.fields_read, self._prefixes, owner)
         if len(call.messages_json) >= LONG_BYTES:
             self.num_bytes_read += len(call.messages_json)

@@ -9,20 +9,20 @@ import orjson
 import pytest
 from support.conversations import digest_history
 
-from proxy.continuation.conversation import Conversation, Prefixes, prefix_of, read_conversation
+from proxy.continuation.conversation import Conversation, Owner, Prefixes, prefix_of, read_conversation
 from proxy.continuation.digests import message_digest
 from proxy.dialects import registry
 from proxy.dialects.base import Dialect
 from turnwise.types import Json
 
-OWNER = ("tenant", "session", "s")
+OWNER = ("tenant", "session", "s", b"")
 FIRST: list[Json] = [{"role": "user", "content": "A", "x": 1}, {"role": "assistant", "content": "B"}]
 SECOND: list[Json] = [*FIRST, {"role": "system", "content": "C"}, {"role": "user", "content": "D"}]
 TEXTS = [f"text {number} {'x' * 50}" for number in range(300)]
 ROLES = ["assistant" if number % 2 else "user" for number in range(300)]
 
 
-def kept(*owners: tuple[str, str, str], max_bytes: int = 10**6) -> Prefixes:
+def kept(*owners: Owner, max_bytes: int = 10**6) -> Prefixes:
     prefixes = Prefixes(max_bytes)
     for owner in owners:
         prefixes.keep(owner, prefix_of(orjson.dumps(FIRST), digest_history(FIRST, b"")), None)
@@ -54,8 +54,16 @@ def test_other_messages_are_digested_as_a_whole(messages: list[Json]) -> None:
     assert kept(OWNER).find(OWNER, orjson.dumps(messages))[0] is None
 
 
-@pytest.mark.parametrize("other", [("other", "session", "s"), ("tenant", "key", "s"), ("tenant", "session", "t")])
-def test_the_messages_of_another_owner_are_not_used(other: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("other", "session", "s", b""),
+        ("tenant", "key", "s", b""),
+        ("tenant", "session", "t", b""),
+        ("tenant", "session", "s", b"x"),
+    ],
+)
+def test_the_messages_of_another_owner_are_not_used(other: Owner) -> None:
     assert kept(OWNER).find(other, orjson.dumps(SECOND))[0] is None
 
 
