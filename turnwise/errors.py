@@ -12,7 +12,8 @@
     │   ├── TooLarge           over a limit of size, depth or count
     │   ├── UnsupportedMediaType  a body that is not JSON
     │   ├── Overloaded         too many requests; retry after `retry_after_seconds`
-    │   └── BudgetSpent        a token budget is spent; an early retry fails again
+    │   ├── BudgetSpent        a token budget is spent; an early retry fails again
+    │   └── ClientLeft         closed its connection before it had its reply; no client sees this error
     ├── EngineError            an error of the engine (vLLM)
     │   ├── EngineUnavailable  cannot be reached, or disconnected before its first byte
     │   │   └── EngineReplyTooLong  sent a reply over the limit of bytes, and was cut off
@@ -108,6 +109,13 @@ class BudgetSpent(ClientError):
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
         """Seconds until the budget is renewed, at least in part; None for a budget that is never renewed."""
+
+
+class ClientLeft(ClientError):
+    """The client closed its connection before it had its reply."""
+
+    def __init__(self) -> None:
+        super().__init__("the client closed its connection before it had its reply")
 
 
 class EngineError(TurnwiseError):

@@ -197,7 +197,7 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
             history_digest=digests.full,
             messages_digest=digests.messages,
             dialogue_digest=digests.dialogue,
-            request_key=None if key is None else request_key(key, index),
+            request_key=None if key is None else running.attempt.identity.stored_key(index),
             request_digest=None if key is None else running.attempt.identity.digest,
             encoded_logprobs=choice.logprobs,
             encoded_prompt=prompt.echo,
@@ -253,11 +253,6 @@ def _routing(choice: Choice, prompt: _Prompt) -> tuple[str, int, int] | None:
         return None
     start = 0 if prompt.parent is None else prompt.length - len(prompt.between)
     return choice.routed_experts, start, prompt.length + len(choice.token_ids)
-
-
-def request_key(idempotency_key: str, index: int) -> str:
-    """Return the key under which a retry finds a stored choice."""
-    return f"{idempotency_key}#{index}"
 
 
 def _unsampled_reason(running: Running) -> str | None:

@@ -7,10 +7,9 @@ events that tell the client that it is complete, from the finishing chunk on, ar
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +17,7 @@ from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.capture import Running, take_events, take_parts
 from proxy.calls.replays import Attempt, check_same_request, rebuilt_answer
+from proxy.continuation.plan import NO_IDS, Plan
 from proxy.continuation.roles import corrections
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
@@ -26,11 +26,14 @@ from proxy.engines.engine import Lane
 from proxy.engines.http_client import Answer, AnswerTooLong, Disconnected
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
+from proxy.http import problems
+from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import Ending, NewTurn
 from turnwise.errors import (
+    ClientLeft,
     Conflict,
     EngineRefused,
     EngineReplyTooLong,
@@ -38,6 +41,7 @@ from turnwise.errors import (
     NotFound,
     ProxyUnavailable,
     StoreError,
+    TurnwiseError,
 )
 from turnwise.store import queries
 from turnwise.store.database import Connection, Database
@@ -47,39 +51,9 @@ from turnwise.types import Turn
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
+NOT_STORED = "not_stored"
+"""Reason of a call whose turn is not known to be stored, in the metric alone."""
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
-
-
-class ClientLeft(Exception):
-    """The client closed its connection before it had the whole reply."""
-
-
-@contextlib.contextmanager
-def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
-    """Cancel the block when the client closes its connection.
-
-    Raises:
-        ClientLeft: in place of the cancellation.
-    """
-    task = asyncio.current_task()
-    assert task is not None, "the block runs in a task"
-
-    def cancel(_: asyncio.Future[None]) -> None:
-        if is_inside:
-            task.cancel()
-
-    is_inside = True
-    left.add_done_callback(cancel)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not left.done():
-            raise
-        task.uncancel()
-        raise ClientLeft from None
-    finally:
-        is_inside = False
-        left.remove_done_callback(cancel)
 
 
 async def _send_nothing(_: bytes) -> None:
@@ -112,22 +86,15 @@ class Relay:
         self.idle.set()
 
     async def begin(self, call: Call, principal: Principal, attempt: Attempt) -> Running:
-        """Find the call's session and plan its prompt; the caller gives the placement to `Sessions.release` once.
+        """Find the call's session; the caller gives the placement to `Sessions.release` once.
 
         Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         """
         must_wait = self._sessions.template is None and not self._pool.serving
         has_waited = must_wait and not await self._pool.wait_for_first()
-        conversation = await self._sessions.read_conversation(call, principal)
-        placement = await self._sessions.find(call, conversation, principal)
-        if sampling := placement.live.session.sampling:  # overrides the call's before it is planned, sent and stored
-            call.body = {**call.body, **sampling}
-        try:
-            plan = await self._sessions.plan(placement, call, conversation)
-        except BaseException:
-            self._sessions.release(placement)
-            raise
-        return Running(call, placement, plan, attempt, has_waited)
+        placement = await self._sessions.find(call, principal)
+        unplanned = Plan(history=placement.conversation.history, between=NO_IDS)
+        return Running(call, placement, unplanned, attempt, has_waited)
 
     async def stored_turns(self, running: Running) -> list[Turn]:
         """Return the turns, one per choice, that an earlier call with the same `Idempotency-Key` stored.
@@ -135,23 +102,25 @@ class Relay:
         Raises:
             Conflict: the key was used with another request.
         """
-        call, session, key = running.call, running.session, running.call.idempotency_key
-        if key is None:
+        call, session, identity = running.call, running.session, running.attempt.identity
+        if identity.idempotency_key is None:
             return []
 
         def read(connection: Connection) -> list[Turn]:
-            names = [capture.request_key(key, index) for index in range(call.num_choices)]
+            names = [identity.stored_key(index) for index in range(call.num_choices)]
             own = session.tenant, session.session_id
             found = [queries.stored_turn(connection, *own, request_key=name) for name in names]
             return [turn for turn in found if turn is not None and turn.finish_reason is not None]
 
         turns = await self._database.fetch(read)
         for turn in turns:
-            check_same_request(running.attempt.identity, turn.request_digest)
+            check_same_request(identity, turn.request_digest)
         return turns if len(turns) == call.num_choices else []
 
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
+
+        Whatever happens, the call is stored and counted with one outcome; if it cannot be stored it is counted as that.
 
         Args:
             running: the call.
@@ -161,21 +130,24 @@ class Relay:
             ClientLeft: the client closed its connection; what was sampled until then is stored.
             Conflict: another process has stored its reply under the same `Idempotency-Key` while events were sent, or
                 that reply is not whole.
-            EngineError, StoreError, Overloaded: no reply, a reply that broke off, or one that could not be stored;
-                events may have been sent by then.
+            TurnwiseError: no reply, a reply that broke off, or one that could not be stored; events may have been sent
+                by then.
             ProxyUnavailable: the server cancelled the call because it stops.
         """
         call = running.call
         self._num_running += 1
         self.idle.clear()
         try:
-            held = await self._sample(running, send)
-            is_first = await self._commit(running)
-        except (ClientLeft, asyncio.CancelledError, EngineRefused, EngineUnavailable, StoreError) as error:
-            await self._record_failure(running, error)
-            if isinstance(error, asyncio.CancelledError):
-                raise ProxyUnavailable(STOPPING) from error
-            raise
+            try:
+                with cancelled_when_client_leaves(running.attempt.left):
+                    held = await self._sample(running, send)
+                turns = capture.build_turns(running)
+            except BaseException as error:
+                await self._record_failure(running, error)
+                raise
+            is_first = await self._commit(running, turns)
+        except asyncio.CancelledError as error:  # by the server, when it stops and its drain time is over
+            raise ProxyUnavailable(STOPPING) from error
         finally:
             if running.lane is not None:
                 self._pool.release(running.lane)
@@ -189,58 +161,65 @@ class Relay:
         return held if call.stream else call.dialect.encode_reply(held, call)
 
     async def _record_failure(self, running: Running, error: BaseException) -> None:
-        """Record a failed or aborted call exactly once."""
+        """Store and count a failed or aborted call, with what was sampled until then."""
+        is_cut_off = bool(running.captured.choices)
         match error:
             case ClientLeft():
-                await self._commit(running, aborted="client_left")
-            case asyncio.CancelledError():  # only the server cancels a call, when it stops and its drain time is over
-                await self._commit(running, aborted="proxy_stopped")
+                reason, is_cut_off = "client_left", True
+            case asyncio.CancelledError():
+                reason, is_cut_off = "proxy_stopped", True
+            case StoreError():
+                self._metrics.turns.labels("error", NOT_STORED).inc()
+                return
             case EngineRefused():
-                await self._commit_error(running, f"engine_{error.status}")
-            case EngineUnavailable():
-                too_long = "engine_reply_too_long" if isinstance(error, EngineReplyTooLong) else None
-                if running.captured.choices:
-                    await self._commit(running, aborted=too_long or "engine_broke_off")
-                else:
-                    await self._commit_error(running, too_long or "engine_unavailable")
-            case _:
-                self._metrics.turns.labels("error", "not_stored").inc()
+                reason = f"engine_{error.status}"
+            case EngineUnavailable() if is_cut_off and not isinstance(error, EngineReplyTooLong):
+                reason = "engine_broke_off"
+            case TurnwiseError():
+                reason = getattr(error, "code", None) or problems.lookup(error)[2]
+            case _:  # a reply that cannot be understood
+                reason, is_cut_off = "internal_error", False
+        if is_cut_off:
+            await self._commit(running, capture.build_turns(running, aborted=reason))
+            return
+        if running.lane is not None:
+            running.version_first = running.version_last = running.lane.version
+        await self._append(running, [capture.failed_turn(running, reason)])
+        self._metrics.turns.labels("error", reason).inc()
 
     async def _sample(self, running: Running, send: Send) -> bytes:
         """Return the whole reply in the engine's format, or a stream's finishing events."""
-        call = running.call
-        with cancelled_when_client_leaves(running.attempt.left):
-            lane = running.lane = await self._pool.admit(
-                running.session, call.policy_version, has_waited=running.has_waited
-            )
-            running.version_first = lane.version
-            self._faults.point("before_engine")
-            headers = {"content-type": "application/json", "x-request-id": running.attempt.call_id}
+        call, session = running.call, running.session
+        running.plan = await self._sessions.plan(running.placement, call)
+        lane = running.lane = await self._pool.admit(session, call.policy_version, has_waited=running.has_waited)
+        running.version_first = lane.version
+        self._faults.point("before_engine")
+        headers = {"content-type": "application/json", "x-request-id": running.attempt.call_id}
+        try:
+            sent = await lane.engine.sample(call, running.plan, lane.model, headers)
+        except EngineRefused as refused:
+            if lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
+                raise
+            await self._pool.load_again(lane)
+            sent = await lane.engine.sample(call, running.plan, lane.model, headers)
+        with sent as answer:
             try:
-                sent = await lane.engine.sample(call, running.plan, lane.model, headers)
-            except EngineRefused as refused:
-                if lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
-                    raise
-                await self._pool.load_again(lane)
-                sent = await lane.engine.sample(call, running.plan, lane.model, headers)
-            with sent as answer:
-                try:
-                    if call.stream:
-                        return await self._relay_events(answer, running, lane, send)
-                    raw = await answer.read(self._max_reply_bytes)
-                except AnswerTooLong as error:
-                    raise EngineReplyTooLong(
-                        f"the engine at {lane.engine.url} was cut off: {error}; ask for fewer tokens or a smaller "
-                        "`top_logprobs`, or raise `max_reply_bytes`"
-                    ) from error
-                except Disconnected as error:
-                    problem = "ended its stream early; what was sampled until then is stored"
-                    if not call.stream:
-                        problem = "closed the connection before its reply was complete"
-                    raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
-            running.version_last = lane.version
-            (shown,) = take_parts([raw], running, lane)
-            return shown
+                if call.stream:
+                    return await self._relay_events(answer, running, lane, send)
+                raw = await answer.read(self._max_reply_bytes)
+            except AnswerTooLong as error:
+                raise EngineReplyTooLong(
+                    f"the engine at {lane.engine.url} was cut off: {error}; ask for fewer tokens or a smaller "
+                    "`top_logprobs`, or raise `max_reply_bytes`"
+                ) from error
+            except Disconnected as error:
+                problem = "ended its stream early; what was sampled until then is stored"
+                if not call.stream:
+                    problem = "closed the connection before its reply was complete"
+                raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
+        running.version_last = lane.version
+        (shown,) = take_parts([raw], running, lane)
+        return shown
 
     async def _relay_events(self, answer: Answer, running: Running, lane: Lane, send: Send) -> bytes:
         """Send the events of a stream up to the finishing ones; return these.
@@ -292,28 +271,35 @@ class Relay:
         texts = template.token_texts(ids) if template is not None else {}
         return rebuilt_answer(call, stored, prompt, texts)
 
-    async def _commit(self, running: Running, *, aborted: str | None = None) -> bool:
+    async def _commit(self, running: Running, turns: list[NewTurn]) -> bool:
         """Store the call's turns, then add them to the session in memory.
 
         Returns:
             Whether they are stored; not if another process has stored a reply under the same key.
         """
-        placement, forest = running.placement, running.placement.live.forest
-        turns = capture.build_turns(running, aborted=aborted)
+        placement, forest, metrics = running.placement, running.placement.live.forest, self._metrics
         running.num_prompt_tokens = turns[0].prompt_length
         self._faults.point("before_commit")
         endings = await self._append(running, turns)
         self._faults.point("after_commit_before_reply")
         if endings[0].turn_id != running.turn_id:
-            self._metrics.coalesced.inc()
+            metrics.coalesced.inc()
             return False
+        for turn, ending in zip(turns, endings, strict=True):
+            metrics.turns.labels(ending.outcome, ending.reason or "").inc()
+            metrics.turns_by_role.labels(turn.role).inc()
+            metrics.tokens.labels("sampled").inc(len(turn.token_ids))
+        metrics.tokens.labels("prompt").inc(running.num_prompt_tokens)
+        if running.plan.reason is not None:
+            metrics.breaks.labels(running.plan.reason).inc()
+        if running.first_token_at is not None:
+            metrics.ttft_seconds.observe(running.first_token_at - running.started)
         known = [
             capture.known_turn(turn, running, ending.chain_id)
             for turn, ending in zip(turns, endings, strict=True)
             if len(turn.token_ids)
         ]
         self._sessions.remember(placement.live, known, inferred_for=placement.inferred_by, continued=placement.parent)
-        self._count(running, turns, endings)
         for first in known[:1]:
             for correction in corrections(first, forest):  # what earlier turns have turned out to be
                 try:
@@ -326,33 +312,18 @@ class Relay:
         return True
 
     async def _append(self, running: Running, turns: list[NewTurn]) -> list[Ending]:
-        """Store turns. Forget a session that another proxy has ended or deleted: the next call reads it again."""
+        """Store turns, or count the call as not stored.
+
+        Forget a session that another proxy has ended or deleted: the next call reads it again.
+        """
         key = running.placement.live.key
         try:
             endings = await self._writer.append(turns)
-        except NotFound:
-            self._sessions.forget(*key)
-            self._metrics.turns.labels("error", "not_stored").inc()
+        except BaseException as error:
+            if isinstance(error, NotFound):
+                self._sessions.forget(*key)
+            self._metrics.turns.labels("error", NOT_STORED).inc()
             raise
         if any(ending.reason == SESSION_ENDED for ending in endings):
             self._sessions.forget(*key)
         return endings
-
-    def _count(self, running: Running, turns: list[NewTurn], endings: list[Ending]) -> None:
-        metrics = self._metrics
-        for turn, ending in zip(turns, endings, strict=True):
-            metrics.turns.labels(ending.outcome, ending.reason or "").inc()
-            metrics.turns_by_role.labels(turn.role).inc()
-            metrics.tokens.labels("sampled").inc(len(turn.token_ids))
-        metrics.tokens.labels("prompt").inc(running.num_prompt_tokens)
-        if running.plan.reason is not None:
-            metrics.breaks.labels(running.plan.reason).inc()
-        if running.first_token_at is not None:
-            metrics.ttft_seconds.observe(running.first_token_at - running.started)
-
-    async def _commit_error(self, running: Running, reason: str) -> None:
-        """Store the turn of a call that has no completion."""
-        if running.lane is not None:
-            running.version_first = running.version_last = running.lane.version
-        await self._append(running, [capture.failed_turn(running, reason)])
-        self._metrics.turns.labels("error", reason).inc()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import orjson
 
+from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import chained, message_digest
 from proxy.continuation.forest import NO_ROOT, Forest, KnownTurn
 from proxy.continuation.roles import read_root
@@ -54,6 +55,7 @@ class Placement:
     """The session that a call belongs to, and how it was found."""
 
     live: LiveSession
+    conversation: Conversation
     inferred_by: str | None = None
     """The API key whose conversations identified the session; None if the call names its session."""
     parent: KnownTurn | None = None

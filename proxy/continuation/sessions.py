@@ -35,6 +35,7 @@ from proxy.continuation.which_session import (
     choose_candidate,
     end_user,
     next_id,
+    next_prefix,
 )
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
@@ -85,8 +86,8 @@ class Sessions:
         """Bytes of the messages of long calls so far."""
         self._loading: dict[SessionKey, asyncio.Task[LiveSession | None]] = {}
 
-    async def find(self, call: Call, conversation: Conversation, principal: Principal) -> Placement:
-        """Return the session of a call; create the session if it does not exist.
+    async def find(self, call: Call, principal: Principal) -> Placement:
+        """Return the session of a call, whose parameters replace the call's; create the session if it does not exist.
 
         Raises:
             Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`; or
@@ -97,23 +98,34 @@ class Sessions:
         session_id = principal.session_id or call.session_id
         caller = Caller(principal.tenant, principal.key_id, call.policy_id)
         if session_id is None:
-            return await self._infer(call, conversation, caller)
+            return await self._infer(call, principal, caller)
         live = self._live.find((principal.tenant, session_id))
         if principal.session_id is not None:
             live = await self.find_own(principal)
         elif live is None:
             live = await self.open(_opened_by_call(check_id(session_id), caller, call))
+        if live.session.status is not SessionStatus.OPEN:
+            is_named_by_app = principal.session_id is None and call.session_source != "path"
+            if not is_named_by_app or live.session.opened_by != "call":
+                raise Conflict(
+                    f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
+                    code="session_not_open",
+                )
+            live = await self._open_next(live.session, call)
+        return await self._place(live, call, principal)
+
+    async def _place(
+        self, live: LiveSession, call: Call, principal: Principal, inferred_by: str | None = None
+    ) -> Placement:
+        """Place a call in a session.
+
+        Pinned parameters replace the call's before its conversation is read, because the template prints some of them.
+        """
         if call.names_policy:
             check_has_policy(live.session, call.policy_id, call.model, param="model")
-        if live.session.status is SessionStatus.OPEN:
-            return Placement(live)
-        is_named_by_app = principal.session_id is None and call.session_source != "path"
-        if not is_named_by_app or live.session.opened_by != "call":
-            raise Conflict(
-                f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
-                code="session_not_open",
-            )
-        return Placement(await self._open_next(live.session, call))
+        if sampling := live.session.sampling:
+            call.body = {**call.body, **sampling}
+        return Placement(live, await self.read_conversation(call, principal), inferred_by)
 
     async def _open_next(self, over: Session, call: Call) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
@@ -121,16 +133,17 @@ class Sessions:
         An application keeps the id that it has chosen, for example after an hour of silence.
         """
         name = (over.tenant, over.session_id)
-        before = over.session_id
-        for number in itertools.count(self._generations.get(name, 2)):
-            session_id = next_id(over.session_id, number)
+        newest = self._generations.get(name)
+        if newest is None:
+            newest = await self._database.fetch(history.newest_generation, over.tenant, next_prefix(over.session_id))
+        for number in itertools.count(max(newest, 2)):
+            session_id, before = next_id(over.session_id, number), next_id(over.session_id, number - 1)
             wanted = _opened_by_call(session_id, Caller(over.tenant, "", over.policy_id), call)
             user_id = over.user_id if wanted.user_id is None else wanted.user_id
             live = await self.open(dataclasses.replace(wanted, continues=before, user_id=user_id))
             if live.session.status is SessionStatus.OPEN:
                 self._generations[name] = number
                 return live
-            before = session_id
         raise AssertionError("an endless count has ended")
 
     async def create(self, session: Session) -> Session:
@@ -275,9 +288,9 @@ class Sessions:
             self.num_bytes_read += len(call.messages_json)
         return conversation
 
-    async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
+    async def plan(self, placement: Placement, call: Call) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
-        live, parent = placement.live, placement.parent
+        live, conversation, parent = placement.live, placement.conversation, placement.parent
         if not conversation.num_replied:
             if self._is_shared and live.forest.by_id:
                 await self.refresh(live)  # the role of a new chain depends on the session's others
@@ -303,22 +316,18 @@ class Sessions:
 
         It stores nothing: a session that does not exist is not created.
         """
-        conversation = await self.read_conversation(call, principal)
-        live: LiveSession | None
+        caller, live = Caller(principal.tenant, principal.key_id, call.policy_id), None
         if principal.session_id is not None:
             live = await self.find_own(principal)
         elif call.session_id is not None:
             live = await self.find_stored(principal.tenant, call.session_id)
-        else:
-            found = await self._find_by_conversation(
-                conversation, Caller(principal.tenant, principal.key_id, call.policy_id)
-            )
-            live = None if found is None else found.live
+        elif found := await self._find_by_conversation(await self.read_conversation(call, principal), caller):
+            live = found.live
         if live is None or live.session.status is not SessionStatus.OPEN:
             return None
-        placement = Placement(live)
+        placement = await self._place(live, call, principal)
         try:
-            plan = await self.plan(placement, call, conversation)
+            plan = await self.plan(placement, call)
         finally:
             self.release(placement)
         return None if plan.prompt is None else plan.prompt.num_ids
@@ -342,8 +351,9 @@ class Sessions:
             self._live.keep_tokens(live, turn)
         return tokens
 
-    async def _infer(self, call: Call, conversation: Conversation, caller: Caller) -> Placement:
+    async def _infer(self, call: Call, principal: Principal, caller: Caller) -> Placement:
         """Return the open session of this caller that contains what the call extends, or a new session."""
+        conversation = await self.read_conversation(call, principal)
         found = await self._find_by_conversation(conversation, caller)
         live = await self._find_by_calls(conversation, caller) if found is None else found.live
         session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
@@ -351,14 +361,12 @@ class Sessions:
             target = await self._writer.do(claim_target, *caller[:2], call.idempotency_key, session_id)
             if target != session_id:
                 first = await self.open(_opened_by_call(target, caller, call))
-                if call.names_policy:
-                    check_has_policy(first.session, call.policy_id, call.model, param="model")
                 if first.session.status is SessionStatus.OPEN:
-                    return Placement(first, caller.key_id)
+                    return await self._place(first, call, principal, caller.key_id)
         if live is None:
             self._metrics.sessions.labels("inferred").inc()
             live = await self.open(_opened_by_call(session_id, caller, call))
-        placement = Placement(live, caller.key_id)
+        placement = Placement(live, conversation, caller.key_id)
         if found is not None and found.turn.history_digest in conversation.history.full:
             self._reserve(placement, found.turn)
         return placement

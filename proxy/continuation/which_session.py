@@ -12,7 +12,6 @@ each one continues a turn that nothing extends yet. If every candidate has been 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from hashlib import blake2b
@@ -108,6 +107,8 @@ NATIVE_IDS = (
 )
 """In the order in which they are tried."""
 OWN_HEADER = OWN.decode()
+EXPLICIT_SOURCES = ("path", OWN_HEADER, "metadata")
+"""Where a request names a session by the session's own id, in the order in which they are tried."""
 
 
 def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
@@ -131,12 +132,8 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
         if parent is not None:  # a sub-agent names the session of its parent, and itself in the header of its own
             call.agent_id, own = call.agent_id or own, parent
     metadata = call.body.get("metadata") or {}
-    explicit = {
-        "path": path_id,
-        OWN_HEADER: own,
-        "metadata": _metadata_session(metadata["session_id"]) if "session_id" in metadata else None,
-    }
-    for source, session_id in explicit.items():
+    in_metadata = _metadata_session(metadata["session_id"]) if "session_id" in metadata else None
+    for source, session_id in zip(EXPLICIT_SOURCES, (path_id, own, in_metadata), strict=True):
         if session_id:
             call.session_id, call.session_source = check_id(session_id), source
             return
@@ -211,9 +208,14 @@ def check_has_policy(session: Session, policy_id: int, name: str, *, param: str)
         )
 
 
+def next_prefix(session_id: str) -> str:
+    """Return what the ids of an application's later sessions begin with; their number follows."""
+    return f"{session_id[:MAX_NAME]}~"
+
+
 def next_id(session_id: str, number: int) -> str:
-    """Return the id of the `number`-th session of an application's id; the second is the first with a suffix."""
-    return f"{session_id[:MAX_NAME]}~{number}"
+    """Return the id of the `number`-th session of an application's id; the first has the id itself."""
+    return session_id if number == 1 else f"{next_prefix(session_id)}{number}"
 
 
 def newest_turn(connection: Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
@@ -225,14 +227,10 @@ def newest_turn(connection: Connection, tenant: str, session_id: str, conversati
         session_id: the first session of the conversation.
         conversation_id: the conversation.
     """
-    newest = None
-    for number in itertools.count(1):
-        name = session_id if number == 1 else next_id(session_id, number)
-        exists, turn_id = history.newest_in_conversation(connection, tenant, name, conversation_id)
-        if not exists:
-            return newest
-        newest = turn_id or newest
-    raise AssertionError("an endless count has ended")
+    newest = history.newest_generation(connection, tenant, next_prefix(session_id))
+    names = (next_id(session_id, number) for number in range(newest, 0, -1))
+    found = (history.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
+    return next(filter(None, found), None)
 
 
 MAX_COMPARED = 1_000

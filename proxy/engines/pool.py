@@ -213,7 +213,7 @@ class EnginePool:
         return any(engine.state is EngineState.ABSENT for engine in self.engines)
 
     async def admit(self, session: Session, version: PolicyVersion | None = None, *, has_waited: bool = False) -> Lane:
-        """Take one of the places for concurrent calls, wait for an engine, and return the lane that the call takes.
+        """Wait for an engine, and return the lane that the call takes.
 
         The caller gives the lane to `release` exactly once.
 
@@ -223,13 +223,11 @@ class EnginePool:
             has_waited: whether the call has waited for an engine already, so that it waits no longer.
 
         Raises:
-            Overloaded: all places are taken.
             Conflict: no engine has the whole weights that the call asks for, or the policy is archived.
             ReloadFailed: the engine did not load the adapter.
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
         """
-        self.check_limit(self._in_flight)
         self._in_flight += 1
         try:
             await self._update_served(session)
@@ -272,14 +270,14 @@ class EnginePool:
         await self._loaded(lane)
         lane.engine.adapters[lane.version] = lane
 
-    def check_limit(self, num_calls: int) -> None:
-        """Check that another call may run beside `num_calls`.
+    def check_limit(self) -> None:
+        """Check that another call may be served.
 
         Raises:
             Overloaded: all places are taken.
         """
-        if num_calls >= self._max_concurrent_calls:
-            raise Overloaded(f"{num_calls} calls are in flight, which is the limit; retry after a second")
+        if self.num_served >= self._max_concurrent_calls:
+            raise Overloaded(f"{self.num_served} calls are in flight, which is the limit; retry after a second")
 
     async def _update_served(self, session: Session) -> None:
         """Read which versions are served, if what this process knows of them could give the call a wrong one.

@@ -1,15 +1,17 @@
-"""ASGI without a framework: reading a request body under limits, and sending whole or streamed replies."""
+"""ASGI without a framework: waiting for a client, reading its request under limits, and sending whole replies."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import orjson
 from starlette.types import Receive, Send
 
-from turnwise.errors import InvalidRequest, TooLarge
+from turnwise.errors import ClientLeft, InvalidRequest, TooLarge
 from turnwise.json_scan import scan
 from turnwise.types import Json
 
@@ -26,6 +28,34 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 MAX_STRINGS = 131_072
 """Default of `max_json_strings`: most strings, keys included, in one request body."""
+
+
+@contextlib.contextmanager
+def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
+    """Cancel the block when the client closes its connection, whatever the block waits for.
+
+    Raises:
+        ClientLeft: in place of the cancellation.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "the block runs in a task"
+
+    def cancel(_: asyncio.Future[None]) -> None:
+        if is_inside:
+            task.cancel()
+
+    is_inside = True
+    left.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not left.done():
+            raise
+        task.uncancel()
+        raise ClientLeft from None
+    finally:
+        is_inside = False
+        left.remove_done_callback(cancel)
 
 
 async def read_body(receive: Receive, *, max_bytes: int) -> bytes:

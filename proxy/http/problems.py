@@ -17,6 +17,7 @@ STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
     errors.UnsupportedMediaType: (415, "invalid_request_error", "unsupported_media_type"),
     errors.Overloaded: (429, "rate_limit_error", "overloaded"),
     errors.BudgetSpent: (429, "insufficient_quota", "token_budget_spent"),
+    errors.ClientLeft: (499, "client_error", "client_left"),
     errors.EngineReplyTooLong: (502, "engine_error", "engine_reply_too_long"),
     errors.EngineUnavailable: (503, "engine_error", "engine_unavailable"),
     errors.EngineUnsuitable: (503, "engine_error", "engine_unsuitable"),

@@ -20,7 +20,7 @@ from turnwise.errors import Overloaded
 
 MAX_SCOPES = 10_000
 """Keys and tenants that are remembered; idle ones beyond that are dropped."""
-EVERYBODY = "the proxy"
+EVERYBODY = "proxy as a whole"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ class Limits:
         )
         self._queue_seconds = settings.queue_seconds
         self._metrics = metrics
-        self._everybody = Scope(EVERYBODY, Rule(settings.max_concurrent_calls), 0.0)
+        self._everybody = Scope(EVERYBODY, Rule(settings.max_concurrent_calls if self._queue_seconds else None), 0.0)
+        """Without a queue, `EnginePool.check_limit` refuses calls over this limit."""
         self._scopes: dict[str, Scope] = {}
         self._queues: collections.OrderedDict[str, collections.deque[Waiter]] = collections.OrderedDict()
         """Waiting calls by key; the first key is served next."""

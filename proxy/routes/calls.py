@@ -20,12 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from proxy.auth import Principal
 from proxy.calls.capture import Running
-from proxy.calls.relay import ClientLeft, cancelled_when_client_leaves
-from proxy.calls.replays import DIGEST_BYTES, RequestIdentity, identify_request, keyed_digest
-from proxy.continuation.which_session import name_session, newest_turn
+from proxy.calls.replays import DIGEST_BYTES, Attempt, identify_request, keyed_digest
+from proxy.continuation.which_session import EXPLICIT_SOURCES, name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
-from proxy.http.asgi import parse_object, read_body
+from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
@@ -56,18 +55,22 @@ _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """The place of one call under all limits: taken before its body is read, and returned at its end."""
+    """What one call holds until its end."""
 
     services: Services
     principal: Principal
     left: asyncio.Future[None]
     """Done when the client has closed its connection."""
     limited: list[LimitedScope] | None = None
-    """What counts the call under a limit; None until the place is taken."""
+    """Its place under all limits, taken before its body is read; None until then."""
     body: contextlib.ExitStack | None = None
     """The memory of the request's body; None for a short one."""
-    num_tokens: int = 0
-    """Prompt and sampled tokens of the call."""
+    attempt: Attempt | None = None
+    """What a retry of the call refers to; None for a call that is itself answered as a retry."""
+    running: Running | None = None
+    """The call in its session; None until that is found."""
+    answer: bytes | None = None
+    """What was sent to the client; None for a call that failed."""
 
     async def take(self) -> None:
         """Check the budgets and take a place, after waiting in the queue if there is none.
@@ -75,40 +78,31 @@ class Place:
         Raises:
             BudgetSpent: the budget of the caller's key or tenant is spent.
             Overloaded: there is no place, or none within the queue's time.
-            ClientLeft: the client closed its connection while the call waited.
         """
         services, principal = self.services, self.principal
         if services.budgets.are_set or principal.has_budget:
             await services.budgets.check(principal)
         if not services.settings.queue_seconds:
-            services.pool.check_limit(services.pool.num_served)
-        if services.limits.are_set:
-            with cancelled_when_client_leaves(self.left):
-                self.limited = await services.limits.admit(principal)
-        else:
-            self.limited = []
+            services.pool.check_limit()
+        self.limited = await services.limits.admit(principal) if services.limits.are_set else []
         services.pool.num_served += 1
-
-    async def reserve_body(self, headers: dict[bytes, bytes]) -> None:
-        """Wait until the request's body fits into memory.
-
-        Raises:
-            TooLarge: it is longer than any body may be.
-            ClientLeft: the client closed its connection while the call waited.
-        """
-        with cancelled_when_client_leaves(self.left):
-            self.body = await self.services.bodies.reserve(self.principal, headers)
 
     def release(self) -> None:
         """Return all of it, and count the call's tokens."""
+        services, num_tokens = self.services, 0
+        if self.running is not None:
+            services.sessions.release(self.running.placement)
+            num_tokens = self.running.num_tokens
+        if self.attempt is not None:
+            services.replays.settle(self.attempt, self.answer)
         if self.body is not None:
             self.body.close()
         if self.limited is not None:
-            self.services.pool.num_served -= 1
+            services.pool.num_served -= 1
             if self.limited:
-                self.services.limits.leave(self.limited, self.num_tokens)
-            if self.services.budgets.are_set or self.principal.has_budget:
-                self.services.budgets.charge(self.principal, self.num_tokens)
+                services.limits.leave(self.limited, num_tokens)
+            if services.budgets.are_set or self.principal.has_budget:
+                services.budgets.charge(self.principal, num_tokens)
 
 
 class SampleEndpoint:
@@ -124,8 +118,6 @@ class SampleEndpoint:
         reply = ReplySender(send, self._dialect)
         try:
             await self._serve(scope, receive, reply)
-        except ClientLeft:
-            log.debug("the client left before its reply was whole")
         except TurnwiseError as error:
             await reply.fail(error, self._services)
         except Exception:  # the request's outermost edge: the client must get an answer, and the log the traceback
@@ -146,27 +138,60 @@ class SampleEndpoint:
         if named := scope.get("path_params", {}).get("session_id"):
             principal.require_session(named)
         place = Place(services, principal, scope["extensions"][LEFT])
-        is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
         try:
-            may_be_answered = b"idempotency-key" in headers or (
-                is_marked and services.replays.has_undelivered(principal.tenant, principal.key_id)
-            )
-            if not may_be_answered:  # the answer of a retry may be known, and needs no place
-                await place.take()
-            if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
-                await place.reserve_body(headers)
-            call, digest = await self._read(scope, receive, headers, query, principal)
-            reply.call, call.is_retry = call, is_marked
-            await services.model_names.name_policy(call, principal)
-            if call.dropped_fields or call.dropped_tools:
-                self._report_dropped(call, reply)
-            if call.previous_turn_id is not None or call.conversation_id is not None:
-                await self._resume(call, principal)
-            if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
-                principal.require_session(call.session_id)
-            await self._answer(call, place, identify_request(call, principal, digest), reply)
+            with cancelled_when_client_leaves(place.left):
+                earlier = await self._begin(scope, receive, headers, query, place, reply)
+            if earlier is not None and earlier.answer is not None:
+                services.metrics.coalesced.inc()
+                reply.headers = {**earlier.headers}
+                await reply.again(earlier.answer, stream=reply.call.stream)
+            elif place.running is not None:
+                place.answer = await self._reply_to(place.running, reply)
         finally:
             place.release()
+
+    async def _begin(
+        self,
+        scope: Scope,
+        receive: Receive,
+        headers: dict[bytes, bytes],
+        query: dict[str, str],
+        place: Place,
+        reply: ReplySender,
+    ) -> Attempt | None:
+        """Read the call and return the one that it retries, with its answer, or find the session of a new one."""
+        services, principal = self._services, place.principal
+        is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
+        may_be_answered = b"idempotency-key" in headers or (
+            is_marked and services.replays.has_undelivered(principal.tenant, principal.key_id)
+        )
+        if not may_be_answered:  # the answer of a retry may be known, and needs no place
+            await place.take()
+        if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
+            place.body = await services.bodies.reserve(principal, headers)
+        call, digest = await self._read(scope, receive, headers, query, principal)
+        reply.call, call.is_retry = call, is_marked
+        await services.model_names.name_policy(call, principal)
+        if call.dropped_fields or call.dropped_tools:
+            self._report_dropped(call, reply)
+        if call.previous_turn_id is not None or call.conversation_id is not None:
+            await self._resume(call, principal)
+        if call.session_source in EXPLICIT_SOURCES and call.session_id is not None:
+            principal.require_session(call.session_id)
+        identity = identify_request(call, principal, digest)
+        if is_marked or identity.idempotency_key is not None:
+            earlier = await services.replays.find(identity, is_retry=is_marked)
+            if earlier is not None:
+                return earlier
+        place.attempt = services.replays.begin(identity, place.left)
+        place.attempt.headers = reply.headers
+        if place.limited is None:
+            await place.take()
+        if place.body is not None:
+            place.body.close()
+        place.running = await services.relay.begin(call, principal, place.attempt)
+        reply.headers[SESSION] = place.running.session.session_id
+        return None
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""
@@ -178,34 +203,6 @@ class SampleEndpoint:
             metrics.dropped_tools.labels(name if name in HOSTED_TOOLS else "other").inc()
         if names:
             reply.headers[DROPPED_TOOLS] = ", ".join(names)
-
-    async def _answer(self, call: Call, place: Place, identity: RequestIdentity, reply: ReplySender) -> None:
-        """Answer a retry with the first call's answer, and any other call from the engine."""
-        services, principal = self._services, place.principal
-        may_repeat = call.is_retry or identity.idempotency_key is not None
-        earlier = await services.replays.find(identity, is_retry=call.is_retry) if may_repeat else None
-        if earlier is not None and earlier.answer is not None:
-            services.metrics.coalesced.inc()
-            reply.headers = {**earlier.headers}
-            await reply.again(earlier.answer, stream=call.stream)
-            return
-        attempt = services.replays.begin(identity, place.left)
-        attempt.headers = reply.headers
-        answer = None
-        try:
-            if place.limited is None:
-                await place.take()
-            if place.body is not None:
-                place.body.close()
-            running = await services.relay.begin(call, principal, attempt)
-            reply.headers[SESSION] = running.session.session_id
-            try:
-                answer = await self._reply_to(running, reply)
-            finally:
-                services.sessions.release(running.placement)
-                place.num_tokens = running.num_tokens
-        finally:
-            services.replays.settle(attempt, answer)
 
     async def _reply_to(self, running: Running, reply: ReplySender) -> bytes:
         call, relay = running.call, self._services.relay
@@ -244,7 +241,7 @@ class SampleEndpoint:
                 code="previous_response_not_found",
             )
         self._dialect.resume(call, earlier)
-        if call.conversation_id is None and call.session_source not in ("path", "x-session-id", "metadata"):
+        if call.conversation_id is None and call.session_source not in EXPLICIT_SOURCES:
             call.session_id, call.session_source = earlier.turn.session_id, "previous_response_id"
 
     async def _newest_turn(self, conversation_id: str, session_id: str | None, principal: Principal) -> str | None:

@@ -7,6 +7,7 @@ are rejected like unknown fields.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 from collections.abc import Callable, Coroutine
@@ -18,7 +19,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from proxy.http.asgi import check_limits, read_body
+from proxy.http.asgi import cancelled_when_client_leaves, check_limits, read_body
+from proxy.http.connections import LEFT
 from proxy.routes.serialise import caller
 from proxy.services import services_of
 from proxy.settings import ProxySettings
@@ -114,10 +116,14 @@ class CheckedRoute(APIRoute):
             checked = CheckedRequest(request.scope, request.receive)
             if request.method not in ("POST", "PUT"):
                 return await handle(checked)
-            with await services.bodies.reserve(await caller(request), dict(request.scope["headers"])):
-                max_bytes, limits = self.limits(services.settings)
-                raw = await read_body(request.receive, max_bytes=max_bytes)
-                await check_limits(raw, **limits)
+            with contextlib.ExitStack() as held:
+                with cancelled_when_client_leaves(request.scope["extensions"][LEFT]):
+                    held.enter_context(
+                        await services.bodies.reserve(await caller(request), dict(request.scope["headers"]))
+                    )
+                    max_bytes, limits = self.limits(services.settings)
+                    raw = await read_body(request.receive, max_bytes=max_bytes)
+                    await check_limits(raw, **limits)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body
                 checked.decoded = await self.decode(raw)
                 return await handle(checked)

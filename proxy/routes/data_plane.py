@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from proxy.auth import Principal
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, Dialect, WireRoute, template_arguments
-from proxy.http.asgi import parse_object, read_body
+from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
+from proxy.http.connections import LEFT
 from proxy.routes import upstream
 from proxy.routes.calls import SampleEndpoint, identify, query_of
 from proxy.routes.reply_sender import ReplySender
@@ -64,8 +65,10 @@ class QueryEndpoint:
         reply = ReplySender(send, dialect)
         try:
             headers = dialect.normalise_headers(headers, query_of(scope))
-            principal = await self._services.authenticator.authenticate(headers)
-            await reply.whole(orjson.dumps(await self._answer(scope, receive, principal, dialect)))
+            with cancelled_when_client_leaves(scope["extensions"][LEFT]):
+                principal = await self._services.authenticator.authenticate(headers)
+                answer = await self._answer(scope, receive, principal, dialect)
+            await reply.whole(orjson.dumps(answer))
         except TurnwiseError as error:
             await reply.fail(error, self._services)
 

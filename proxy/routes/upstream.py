@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.http_client import Access, Disconnected, HttpClient
-from proxy.http.asgi import read_body
+from proxy.http.asgi import cancelled_when_client_leaves, read_body
+from proxy.http.connections import LEFT
 from proxy.routes.calls import query_of
 from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import EngineUnavailable, NotFound, TurnwiseError
@@ -54,7 +55,8 @@ class Upstream:
         """Serve one request."""
         reply = ReplySender(send, ChatCompletions())
         try:
-            await self._serve(scope, receive, send)
+            with cancelled_when_client_leaves(scope["extensions"][LEFT]):
+                await self._serve(scope, receive, send)
         except TurnwiseError as error:
             await reply.fail(error, self._services)
 

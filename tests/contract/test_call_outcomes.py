@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from support.control_plane import metric
+from support.in_process import in_process_proxy
 from support.ports import free_port
 from support.proxies import RunningProxy, StartProxy, running_proxy
 from support.waiting import wait_until
@@ -98,6 +99,21 @@ def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_i
             first, second = (view.turn for view in proxy.turns("s"))
     assert (second.outcome, second.reason) == (Outcome.EXACT, None)
     assert (second.parent_turn_id, second.chain_id) == (first.turn_id, first.chain_id)
+
+
+def test_a_client_that_varies_what_its_session_pins_extends_its_turns(tmp_path: Path):
+    """Pinned arguments of the template replace the call's before its conversation is compared with stored ones."""
+    pinned, messages = {"chat_template_kwargs": {"enable_thinking": False}}, list(CHAT["messages"])
+    with in_process_proxy(tmp_path, engine_check="strict") as (http, _):
+        wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
+        http.post("/v1/sessions", json={"session_id": "s", "sampling": pinned}).raise_for_status()
+        for own in ({"enable_thinking": True}, {"enable_thinking": False, "date": "today"}, {}):
+            asked = {**CHAT, "messages": messages, "chat_template_kwargs": own}
+            reply = http.post("/sessions/s/v1/chat/completions", json=asked).raise_for_status().json()
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+        turns = http.get("/v1/sessions/s/turns").json()["data"]
+    assert [(turn["outcome"], turn["reason"]) for turn in turns] == [("exact", None)] * 3
+    assert [turn["parent_turn_id"] for turn in turns[1:]] == [turn["turn_id"] for turn in turns[:-1]]
 
 
 @pytest.mark.parametrize("stream", [True, False])

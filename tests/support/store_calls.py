@@ -264,6 +264,7 @@ OF_TENANT: dict[str, Ask] = {
     "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
     "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
     "a dialogue": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),
+    "later sessions of an id": lambda c: history.newest_generation(c, "t", "s~"),
     "a conversation of the Responses API": lambda c: history.newest_in_conversation(c, "t", "s", "conv"),
     "a repeated call": lambda c: queries.stored_turn(c, "t", "s", request_key="key"),
     "counts of a tenant": lambda c: queries.counts(c, "t"),

@@ -102,10 +102,17 @@ def sessions_of_conversation(
     return b"", []
 
 
-def newest_in_conversation(
-    conn: sa.Connection, tenant: str, session_id: str, conversation_id: str
-) -> tuple[bool, str | None]:
-    """Return whether a session exists, and its newest turn with a whole reply in a conversation of the Responses API.
+def newest_generation(conn: sa.Connection, tenant: str, prefix: str) -> int:
+    """Return the number of the newest session that continues an id: `prefix2` to this one exist; 1 if there is none."""
+    numbers = sa.select(sa.literal(1).label("number")).cte("numbers", recursive=True)
+    following = sa.literal(prefix) + sa.cast(numbers.c.number + 1, sa.Text)
+    is_stored = sa.exists().where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == following)
+    numbers = numbers.union_all(sa.select(numbers.c.number + 1).where(is_stored))
+    return int(conn.execute(sa.select(sa.func.max(numbers.c.number))).scalar_one())
+
+
+def newest_in_conversation(conn: sa.Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
+    """Return a session's newest turn with a whole reply in a conversation of the Responses API; None if it has none.
 
     Args:
         conn: A transaction.
@@ -113,19 +120,17 @@ def newest_in_conversation(
         session_id: The session.
         conversation_id: The conversation, which is stored with the sampling parameters of its turns.
     """
-    session_pk = conn.execute(
-        sa.select(tables.sessions.c.session_pk).where(
-            tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id
-        )
-    ).scalar_one_or_none()
-    if session_pk is None:
-        return False, None
     newest_first = conn.execute(
         sa.select(tables.turns.c.turn_id, tables.turns.c.sampling)
-        .where(tables.turns.c.session_pk == session_pk, tables.turns.c.outcome.in_(_WHOLE))
+        .join_from(tables.turns, tables.sessions)
+        .where(
+            tables.sessions.c.tenant == tenant,
+            tables.sessions.c.session_id == session_id,
+            tables.turns.c.outcome.in_(_WHOLE),
+        )
         .order_by(tables.turns.c.seq.desc())
     )
-    return True, next(
+    return next(
         (row.turn_id for row in newest_first if json.loads(row.sampling).get("conversation") == conversation_id), None
     )
 

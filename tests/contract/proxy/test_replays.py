@@ -146,6 +146,20 @@ def test_a_repeated_answer_names_the_session_and_the_version_of_the_first(replay
         assert again.headers[name] == first.headers[name]
 
 
+@pytest.mark.parametrize("replay_bytes", [10**6, 0])
+def test_another_api_key_under_the_same_idempotency_key_samples_its_own_reply(replay_bytes: int, tmp_path: Path):
+    """In memory and in the store; both name the same session."""
+    ask, found = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}, []
+    with in_process_proxy(tmp_path, replay_bytes=replay_bytes) as (http, _):
+        for key in ("one", "other", "one", "other"):
+            headers = {"authorization": f"Bearer {key}", "idempotency-key": "k"}
+            reply = http.post("/sessions/s/v1/chat/completions", json=ask, headers=headers).raise_for_status()
+            found.append(reply.json()["id"])
+        assert len(http.get("/v1/sessions/s/turns").json()["data"]) == 2
+    assert found == found[:2] * 2
+    assert found[0] != found[1]
+
+
 def test_a_stored_turn_is_answered_although_the_roles_of_earlier_turns_cannot_be_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -12,7 +12,6 @@ from support.conversations import history_of
 from support.ledger_samples import add_session
 
 from proxy.auth import Principal
-from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.memory import Placement
@@ -75,7 +74,7 @@ def call_of(*messages: Json, **fields) -> Call:
 
 
 async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) -> Placement:
-    return await sessions.find(call, await read_conversation(call), principal)
+    return await sessions.find(call, principal)
 
 
 def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
@@ -180,9 +179,9 @@ async def test_a_call_in_an_ended_session_of_a_harness_is_refused(sessions: Sess
 
 
 async def test_an_ended_session_that_an_application_named_continues_in_a_linked_session(
-    sessions: Sessions, database: CountedReads
+    sessions: Sessions, database: CountedReads, writer: Writer
 ):
-    """Each time that it has ended; each is linked to the one before."""
+    """Each time that it has ended; each is linked to the one before. A restarted proxy asks only for the newest."""
     call = call_of(HELLO, session_id="named", session_source="x-session-id")
     seen = []
     for _ in range(3):
@@ -190,6 +189,10 @@ async def test_an_ended_session_that_an_application_named_continues_in_a_linked_
         seen.append((session.session_id, session.continues))
         end(sessions, database, session.session_id)
     assert seen == [("named", None), ("named~2", "named"), ("named~3", "named~2")]
+    cold = Sessions(database, writer, ProxySettings(), Metrics())
+    session = (await found(cold, call)).live.session
+    assert (session.session_id, session.continues) == ("named~4", "named~3")
+    assert cold._live.find((session.tenant, "named~2")) is None
 
 
 async def test_the_memory_of_ended_sessions_is_bounded_and_the_store_has_those_that_were_dropped(

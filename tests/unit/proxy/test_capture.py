@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.conversations import history_of
+from support.conversations import conversation_of, history_of
 
 from proxy.calls.capture import Running, build_turns, failed_turn, known_turn
 from proxy.calls.replays import Attempt, RequestIdentity
@@ -80,10 +80,12 @@ def stored(turn: NewTurn) -> NewTurn:
 
 def running(call: Call, plan: Plan, captured: Captured, **fields: Any) -> Running:
     """Return a call with what the engine has answered: the first token came after half a second."""
-    identity = RequestIdentity(("team", "key", "s"), None, b"digest", ("chat", False), ())
+    identity = RequestIdentity(("team", "key", "s"), call.idempotency_key, b"digest", ("chat", False), ())
     attempt = Attempt(identity, "1", Future())
     given = {"started": 100.0, "first_token_at": 100.5, "version_first": 3, "version_last": 4, **fields}
-    return Running(call, Placement(LiveSession(SESSION)), plan, attempt, captured=captured, **given)
+    return Running(
+        call, Placement(LiveSession(SESSION), conversation_of(call)), plan, attempt, captured=captured, **given
+    )
 
 
 def built(call: Call, plan: Plan, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
@@ -184,8 +186,8 @@ def test_each_of_several_choices_extends_the_parent():
     captured = Captured(SENT, {1: choice(8), 0: choice(7)})
     turns = built(call, extending(call), captured)
     assert [(turn.turn_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
-        ("chatcmpl-1", "parent", "k#0"),
-        ("chatcmpl-1#1", "parent", "k#1"),
+        ("chatcmpl-1", "parent", "key\nk#0"),
+        ("chatcmpl-1#1", "parent", "key\nk#1"),
     ]
 
 
@@ -200,7 +202,7 @@ def test_only_a_complete_reply_is_found_by_its_key():
     """A retry of a reply that was cut off samples again."""
     call = call_of(USER, key="k")
     captured = Captured(PROMPT_TEXT, {0: choice(7)})
-    assert only(built(call, plan_of(call), captured)).request_key == "k#0"
+    assert only(built(call, plan_of(call), captured)).request_key == "key\nk#0"
     assert only(built(call, plan_of(call), captured, aborted="client_left")).request_key is None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.conversations import history_of
+from support.conversations import conversation_of, history_of
 
 from proxy.calls.capture import Running, take_events
 from proxy.calls.replays import Attempt, RequestIdentity
@@ -107,7 +107,7 @@ def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     """Return a call that has been sent to an engine, with a planned prompt."""
     call = dialect.parse(body, max_choices=4, max_messages=10)
     plan = Plan(history=history_of(call))
-    placement = Placement(LiveSession(Session(session_id="s", tenant="team")))
+    placement = Placement(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
     identity = RequestIdentity(("team", "", "s"), None, b"", ("", True), ())
     state = Running(call, placement, plan, Attempt(identity, "call", Future()))
     engine = Vllm("http://127.0.0.1:9", timeout_seconds=1.0)

@@ -98,6 +98,18 @@ def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection:
     assert history.unknown_turns(connection, "default", "unknown", first=0, known=()) == ([], 0)
 
 
+def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database: Database) -> None:
+    """Of this tenant, and of this id alone."""
+    names = ["s", *(f"s~{number}" for number in (*range(2, 13), 14)), "t~2"]
+    with database.write() as connection:
+        for name in names:
+            ledger.create_session(connection, Session(session_id=name, task_id="task"))
+        ledger.create_session(connection, Session(session_id="s~13", tenant="other", task_id="task"))
+    with database.read() as connection:
+        found = [history.newest_generation(connection, "default", prefix) for prefix in ("s~", "t~", "u~")]
+    assert found == [12, 2, 1]
+
+
 def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
     found = queries.stored_turn(connection, "default", "s", request_key="key")
     assert found is not None
