@@ -36,6 +36,10 @@ SHORTENED = """\
 These agents shorten their conversation. The script calls the tool eight times, or once for each of several questions,
 and each run contains at least one cut. A cut starts a new chain, and the session's reward applies to all its chains.
 
+Copilot CLI and Cline cut when the engine's count of tokens reaches a part of their context length. The fake engine's
+tokens are bytes, up to three times as many as vLLM's, so the length is set from a measured prompt. Copilot CLI asks for
+its summary beside its next call: the one that arrives second starts a chain, so a run has two chains or three.
+
 Without a session in the base URL, the calls after a cut are found by the ids of the tool calls that they repeat. An
 agent that keeps none of them starts a new session, and so does a request for a summary that is sent without the
 conversation. Give such agents a session in the base URL: then all calls of a run are in it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from harnesses.checks import asks_for_summary, is_served_stored, other_roles, own_turns
@@ -30,6 +30,8 @@ SUMMARY = "THE-SUMMARY"
 """The reply of the engine to a call that asks for a summary."""
 NUM_CALLS = 8
 """How often the engine calls the tool."""
+NUM_FILLING = 4.25
+"""The outputs of the tool that fill a measured context: in the middle of the run, and not at the end of an output."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class ShorteningHarness(Harness):
     """Lines that its tool prints, so that a short context is soon full."""
     is_asked_again: bool = False
     """Whether its program asks several questions; otherwise the engine calls the tool again and again."""
+    context_for: Callable[[float], float] | None = None
+    """The context length with which it shortens a prompt of this many tokens; None: the engine's."""
 
 
 def examine_shortening(stage: Stage) -> Verdict:
@@ -50,6 +54,12 @@ def examine_shortening(stage: Stage) -> Verdict:
     assert isinstance(harness, ShorteningHarness)
     verdict = Verdict({"shortens": harness.shortens})
     session_id = f"shortening-{uuid.uuid4().hex[:8]}"
+    if harness.context_for is not None:
+        once = stage.attempt(f"{session_id}-once", lambda place: shortening_rules(harness, place, num_calls=1))
+        if not verdict.judge("runs", once, is_good=once.finished):
+            return verdict
+        context_tokens = round(harness.context_for(_filling_tokens(harness, once)))
+        stage = dataclasses.replace(stage, harness=dataclasses.replace(harness, context_tokens=context_tokens))
     attempt = stage.attempt(session_id, lambda place: shortening_rules(harness, place))
     summaries = [turn for turn in attempt.turns if _is_summary(turn)]
     is_good = attempt.finished and attempt.has_sent(f"{OUTPUT}-1") and _has_shortened(harness, attempt)
@@ -72,22 +82,34 @@ def examine_shortening(stage: Stage) -> Verdict:
     return verdict
 
 
+def _filling_tokens(harness: ShorteningHarness, once: Attempt) -> float:
+    """Return the tokens of a prompt that fills the context, from a run with one output and no limit.
+
+    They differ between engines: the tokens of the fake engine are bytes.
+    """
+    first, second = _own_lengths(harness, once)
+    return first + NUM_FILLING * (second - first)
+
+
 def _has_shortened(harness: ShorteningHarness, attempt: Attempt) -> bool:
     """Return whether one of its own calls has a shorter prompt than an earlier one."""
-    own = [
-        call
+    return any(later < earlier for earlier, later in pairwise(_own_lengths(harness, attempt)))
+
+
+def _own_lengths(harness: ShorteningHarness, attempt: Attempt) -> list[int]:
+    """Return the tokens of the prompts of its own calls."""
+    return [
+        len(call.prompt_token_ids)
         for call in attempt.calls
         if bool(call.body.get("tools")) == harness.offers_tools and not asks_for_summary(harness, call.body["messages"])
     ]
-    lengths = [len(call.prompt_token_ids) for call in own]
-    return any(later < earlier for earlier, later in pairwise(lengths))
 
 
-def shortening_rules(harness: ShorteningHarness, place: Place) -> Sequence[Rule]:
+def shortening_rules(harness: ShorteningHarness, place: Place, num_calls: int = NUM_CALLS) -> Sequence[Rule]:
     """Return the rules that call the tool many times and answer calls that ask for a summary."""
     last = harness.last(ANSWER)
     answered = [Rule(contains=OUTPUT, reply=last)] if harness.is_asked_again else []
-    calls = [harness.tool.call(place.command(str(n), harness.output_lines)) for n in range(1, NUM_CALLS + 1)]
+    calls = [harness.tool.call(place.command(str(n), harness.output_lines)) for n in range(1, num_calls + 1)]
     asks = [Rule(reply=harness.ask([call]), needs_tools=harness.offers_tools, count=1) for call in calls]
     return [*_title_and_summary(harness), *answered, *asks, Rule(reply=last)]
 

@@ -12,6 +12,8 @@ from harnesses.entry import PROMPT, Tool, python_program
 from harnesses.shortening import ShorteningHarness
 from turnwise_fake_engine import Reply, ToolCall
 
+from turnwise.rollouts.agents import MAX_OUTPUT_TOKENS
+
 pypi = functools.partial(ShorteningHarness, installer="pypi")
 npm = functools.partial(ShorteningHarness, installer="npm")
 """Entries of each installer: name, package, setting of the base URL, command."""
@@ -111,8 +113,9 @@ COMPACTING = (
         agent="copilot",
         tool=Tool("bash", others={"description": "check"}),
         delegate=Tool("task", "prompt", {"description": "a part", "agent_type": "general-purpose", "name": "part"}),
-        context_tokens=64_000,
-        shortens="a summary replaces its conversation at 80 % of 60,000 tokens",
+        context_for=lambda tokens: tokens / 0.8 + MAX_OUTPUT_TOKENS,
+        output_lines=2_000,
+        shortens="a summary replaces its conversation at 80 % of its context",
         summary_texts=("create a detailed summary of the conversation",),
     ),
     npm(
@@ -122,9 +125,9 @@ COMPACTING = (
         platform_binary("@cline/cli", "bin/cline", "--json", PROMPT),
         agent="cline",
         ask=_cline_call,
-        context_tokens=100_000,
+        context_for=lambda tokens: tokens / 0.9,
         output_lines=5_000,
-        shortens="a summary replaces all but its last messages at 81 % of 100,000 tokens",
+        shortens="a summary replaces all but its last messages at 90 % of its context",
         summary_texts=("Summar",),
     ),
     pypi(
