@@ -55,9 +55,12 @@ def create_app(services: Services | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     records = (sessions, tokens, logprobs, rewards, feedback)
-    for module in (*records, policies, keys, operations, events, dashboard):
+    for module in (*records, policies, keys, operations, events):
         app.include_router(module.router)
     app.include_router(operations.control)
+    page = dashboard.PageFiles()
+    app.add_route("/", page.index, include_in_schema=False)
+    app.mount("/web", page)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unexpected)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
@@ -108,7 +111,8 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     message = f"{request.method} {path}: {error.detail}; {BASE_URL_HINT if is_call else ROUTES_HINT}"
     kind, code = HTTP_ERRORS.get(error.status_code, ("invalid_request_error", "invalid_request"))
     services_of(request).metrics.refused.labels(code).inc()
-    headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
+    methods = _methods(request) if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED else []
+    headers = {"allow": ", ".join(methods)} if methods else error.headers
     body = orjson.dumps(problems.body(message, kind, code))
     encoded = dialect_of_path(path, dict(request.headers.raw)).encode_error(error.status_code, body)
     return Response(encoded, status_code=error.status_code, headers=headers, media_type="application/json")

@@ -6,16 +6,12 @@ enters, so it shows what that key may read. Its policy allows scripts, styles an
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
+from typing import Any
 
-from fastapi import APIRouter, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
-from turnwise.errors import NotFound
-
-router = APIRouter()
-
-MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
@@ -27,29 +23,18 @@ HEADERS = {
 }
 
 
-@router.get("/", include_in_schema=False)
-async def dashboard() -> Response:
-    """Return the page."""
-    return _file("index.html")
+class PageFiles(StaticFiles):
+    """The page's scripts and styles, and the licences of its parts."""
 
+    def __init__(self) -> None:
+        super().__init__(packages=[("proxy.routes", "web")])
 
-@router.get("/web/{name:path}", include_in_schema=False)
-async def web_file(name: str) -> Response:
-    """Return a script or a style of the page, or the licence of a part of it."""
-    return _file(name)
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        """Answer with a file under the page's policy."""
+        response = super().file_response(*arguments, **options)
+        response.headers.update(HEADERS)
+        return response
 
-
-def _file(name: str) -> Response:
-    content = _files().get(name)
-    if content is None:
-        raise NotFound(f"the page has no file {name!r:.80}")
-    return Response(content, headers=HEADERS, media_type=MEDIA_TYPES[name.rpartition(".")[2]])
-
-
-@functools.cache
-def _files() -> dict[str, bytes]:
-    """Return the page's files by their paths."""
-    web = importlib.resources.files("proxy.routes.web")
-    found = {file.name: file for file in web.iterdir()}
-    found |= {f"vendor/{file.name}": file for file in web.joinpath("vendor").iterdir()}
-    return {name: file.read_bytes() for name, file in found.items() if name.rpartition(".")[2] in MEDIA_TYPES}
+    async def index(self, request: Request) -> Response:
+        """Return the page."""
+        return await self.get_response("index.html", request.scope)
