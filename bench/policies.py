@@ -52,8 +52,9 @@ from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from trainer.update import Updates
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.store import keys, named_policies, queries
+from turnwise.store import keys, queries
 from turnwise.store.database import Database
+from turnwise.store.policies import create_policy
 from turnwise.types import Json
 
 FASTER = 2.0
@@ -243,7 +244,7 @@ def train(num_policies: int, scratch: Path) -> dict[str, Any]:
     size, num_turns = SIZES["small"], 4
     write_model(scratch / "model", size, num_turns)
     with database.write() as conn:
-        made = [named_policies.create_named_policy(conn, "default", f"p{n}")[0] for n in range(1, num_policies)]
+        made = [create_policy(conn, "default", f"p{n}")[0] for n in range(1, num_policies)]
     for policy_id in [0, *(policy.policy_id for policy in made)]:
         play(database, size, 4 * GROUPS * BATCHES, num_turns, policy_id)
     seconds: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from turnwise.errors import BadCheckpoint, EngineError, ReloadFailed, TurnwiseEr
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.store.policies import ServingState
-from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, utc_now
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Activation:
             seconds * 1000,
         )
         share = 0.0 if self._holdout_after(target) is None else self.settings.share_held_out(target.kind)
-        await self.lease.write(policies.activate_policy, target.version, seconds, utc_now(), share)
+        await self.lease.write(policies.activate_policy, target.version, seconds, share)
         await self.served.refresh()
 
     def stop_draining(self) -> None:

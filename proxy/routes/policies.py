@@ -173,12 +173,9 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     `default`, or the only tenant with keys or policies. A directory may hold the weights of any tenant, so keys of
     other tenants get 403 for a `path`, also for their own policies.
     """
-    limit, name = services.settings.tenant_max_policies, wanted.name
+    name = wanted.name
     if name is not None and wanted.path is None:
-        create = policies.create_policy_from
-        created, _ = await services.writer.do(create, principal.tenant, name, wanted.base, max_policies=limit)
-        await services.reloader.read_served()
-        return answer(record_json(created))
+        return await _create_policy(services, principal, name, wanted)
     policy = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
     if policy.policy_id == DEFAULT_POLICY and name is None:
         await _check_owner(services, principal)
@@ -192,10 +189,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     path, kind = wanted.path or "", wanted.kind if name is None else PolicyKind.LORA
     await _check_files(services, path, kind)
     if name is not None:
-        bring = policies.import_policy
-        imported = await services.writer.do(bring, principal.tenant, name, path, max_policies=limit)
-        await services.reloader.read_served()
-        return answer(record_json(imported))
+        return await _create_policy(services, principal, name, wanted)
     published = await services.writer.do(
         policies.publish_next,
         path,
@@ -206,6 +200,16 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     )
     (document,) = await policies_json([published], services.files, {policy.policy_id: policy.name})
     return answer(document)
+
+
+async def _create_policy(services: Services, principal: Principal, name: str, wanted: NewPolicy) -> Response:
+    """Create a policy of the caller's tenant; engines and calls know it at once."""
+    limit = services.settings.tenant_max_policies
+    created, _ = await services.writer.do(
+        policies.create_policy, principal.tenant, name, wanted.base, adapter=wanted.path, max_policies=limit
+    )
+    await services.reloader.read_served()
+    return answer(record_json(created))
 
 
 async def _check_files(services: Services, path: str, kind: PolicyKind) -> None:

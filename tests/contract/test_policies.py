@@ -214,7 +214,7 @@ def test_a_directory_of_two_policies_is_measured_without_its_trainers_state_and_
     path = {name: str(write_adapter(world.directory / name)) for name in ("shared", "own")}
     with world.database.write() as conn:
         for tenant, name in (("a", "shared"), ("b", "shared"), ("b", "own")):
-            policies.import_policy(conn, tenant, f"of-{name}", path[name])
+            policies.create_policy(conn, tenant, f"of-{name}", adapter=path[name])
     state = world.directory / "shared.trainer"
     state.mkdir()
     (state / "optimizer.pt").write_bytes(b"0" * 1000)

@@ -120,12 +120,11 @@ def _base(conn: sa.Connection) -> None:
 def _named_policies(conn: sa.Connection) -> None:
     """Create a policy, again, and one that starts from its adapter; publish a version, and bind a key."""
     conn.execute(sa.update(tables.policy_versions).values(kind=PolicyKind.LORA.value))
-    support, _ = named_policies.create_named_policy(conn, "t", "support")
-    named_policies.create_named_policy(conn, "t", "support")
+    support, _ = policies.create_policy(conn, "t", "support")
+    policies.create_policy(conn, "t", "support")
     adapter = policies.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
-    named_policies.create_named_policy(conn, "t", "sales", base_version=adapter.version)
     for base in ("default", f"support@{adapter.version}"):
-        policies.create_policy_from(conn, "t", f"of-{base[:3]}", base)
+        policies.create_policy(conn, "t", f"of-{base[:3]}", base)
     policies.find_version(conn, "t", f"support@{adapter.version}")
     policies.activate_policy(conn, adapter.version)
     policies.alarmed_versions(conn, support.policy_id)
@@ -140,9 +139,9 @@ def _named_policies(conn: sa.Connection) -> None:
         named_policies.archive_policy(conn, "t", "support", is_archived=is_archived, max_policies=9)
     named_policies.trained_tokens_since(conn, "t", NOW)
     with contextlib.suppress(Conflict):
-        named_policies.create_named_policy(conn, "t", "too-many", max_policies=1)
-    policies.import_policy(conn, "t", "brought", "/adapter")
-    policies.import_policy(conn, "t", "brought", "/adapter")
+        policies.create_policy(conn, "t", "too-many", max_policies=1)
+    policies.create_policy(conn, "t", "brought", adapter="/adapter")
+    policies.create_policy(conn, "t", "brought", adapter="/adapter")
     retention.finish(opened(conn), retention.Deleted(policy_versions=(0,)))
     named_policies.delete_policies(conn, "t")
 
@@ -181,7 +180,7 @@ def _holdout(conn: sa.Connection) -> None:
     """Serve a version, then a newer one beside the first as its hold-out, then the first one again."""
     policies.publish_policy(conn, PolicyVersion(version=9, path="newer"))
     for version in (1, 9, 1):
-        policies.activate_policy(conn, version, None, None, 0.5)
+        policies.activate_policy(conn, version, None, 0.5)
 
 
 def _keys(conn: sa.Connection) -> None:

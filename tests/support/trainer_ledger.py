@@ -17,8 +17,9 @@ from trainer.policies import Policies
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.chains import IMPORTED
-from turnwise.store import ledger, named_policies
+from turnwise.store import ledger
 from turnwise.store.database import Database
+from turnwise.store.policies import create_policy
 from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn
 
 VOCABULARY = 48
@@ -195,10 +196,10 @@ def write_settings(file: Path, directory: Path, model: Path, **changes: Any) -> 
     return file
 
 
-def new_policy(db: Database, name: str, base_version: int | None = None) -> int:
+def new_policy(db: Database, name: str, base: str = "default") -> int:
     """Create a policy; return its number."""
     with db.write() as conn:
-        return named_policies.create_named_policy(conn, "default", name, base_version=base_version)[0].policy_id
+        return create_policy(conn, "default", name, base)[0].policy_id
 
 
 def train_policies(settings: TrainerSettings, **options: Any) -> dict[int, Any]:

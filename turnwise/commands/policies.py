@@ -185,18 +185,14 @@ def _create(database: str | None, tenant: str, name: str, base: str, adapter: Pa
     """Create a policy in a database; return it, and whether it is new."""
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import named_policies
     from turnwise.store import policies as stored
 
     with opened(database_url(database)) as store:
         if adapter is not None:
             _check_adapter(store, adapter)
         with store.write() as conn:
-            is_new = all(each.name != name for each in named_policies.list_named_policies(conn, tenant))
-            if adapter is None:
-                policy, _ = stored.create_policy_from(conn, tenant, name, base)
-            else:
-                policy = stored.import_policy(conn, tenant, name, str(adapter.resolve()))
+            directory = None if adapter is None else str(adapter.resolve())
+            policy, is_new = stored.create_policy(conn, tenant, name, base, adapter=directory)
     return values_of(policy), is_new
 
 

@@ -28,9 +28,9 @@ from turnwise.demo.preferences import PREFERENCES, PreferenceTask
 from turnwise.errors import TurnwiseError
 from turnwise.processes.printer import Say
 from turnwise.rollouts.results import RunResult
-from turnwise.store import keys, named_policies
+from turnwise.store import keys
 from turnwise.store.database import Database
-from turnwise.store.policies import serving_state
+from turnwise.store.policies import create_policy, serving_state
 from turnwise.types import Json
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class PoliciesDemo(Demo):
         with self._database.write() as conn:
             for policy in self._policies:
                 name = policy.replace(" ", "-")
-                self._numbers[policy] = named_policies.create_named_policy(conn, TENANT, name)[0].policy_id
+                self._numbers[policy] = create_policy(conn, TENANT, name)[0].policy_id
                 made = [
                     keys.create_key(conn, TENANT, keys.KeyRole.AGENT, f"{name}-{number}", policy=name)
                     for number in range(KEYS_OF_POLICY)

@@ -160,11 +160,9 @@ def is_use_unrecorded(key: Key) -> bool:
     return key.last_used_at is None or utc_now() - key.last_used_at > USE_INTERVAL
 
 
-def record_use(conn: sa.Connection, key_id: str, now: datetime.datetime | None = None) -> None:
+def record_use(conn: sa.Connection, key_id: str) -> None:
     """Record that a key is used now."""
-    conn.execute(
-        sa.update(api_keys).where(api_keys.c.key_id == key_id).values(last_used_at=to_micros(now or utc_now()))
-    )
+    conn.execute(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(last_used_at=to_micros(utc_now())))
 
 
 def tenants_with_keys(conn: sa.Connection) -> set[str]:
@@ -186,9 +184,7 @@ def any_keys(conn: sa.Connection) -> bool:
     return conn.execute(found).one_or_none() is not None
 
 
-def revoke_key(
-    conn: sa.Connection, key_id: str, now: datetime.datetime | None = None, *, tenant: str | None = None
-) -> Key:
+def revoke_key(conn: sa.Connection, key_id: str, *, tenant: str | None = None) -> Key:
     """Revoke a key, if it belongs to the given tenant; revoking it again changes nothing.
 
     Raises:
@@ -196,7 +192,7 @@ def revoke_key(
     """
     get_key(conn, key_id, tenant)
     revoked = sa.update(api_keys).where(api_keys.c.key_id == key_id, api_keys.c.revoked_at.is_(None))
-    conn.execute(revoked.values(revoked_at=to_micros(now or utc_now())))
+    conn.execute(revoked.values(revoked_at=to_micros(utc_now())))
     return get_key(conn, key_id)
 
 

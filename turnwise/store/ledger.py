@@ -144,15 +144,12 @@ def end_session(
     return queries.session(conn, tenant, session_id)
 
 
-def expire_idle_sessions(
-    conn: sa.Connection, idle_before: datetime.datetime, now: datetime.datetime | None = None, *, limit: int = 500
-) -> list[SessionKey]:
+def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime, *, limit: int = 500) -> list[SessionKey]:
     """Expire open sessions without activity since then; sessions with a reward are finished.
 
     Args:
         conn: A transaction of `Database.write`.
         idle_before: Sessions whose last activity is older are idle.
-        now: The time of expiry; by default the current time.
         limit: Maximum number of sessions, so that the transaction stays short.
 
     Returns:
@@ -175,7 +172,7 @@ def expire_idle_sessions(
         conn.execute(
             sa.update(sessions)
             .where(is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in idle]))
-            .values(status=SessionStatus.EXPIRED.value, ended_at=to_micros(now or utc_now()))
+            .values(status=SessionStatus.EXPIRED.value, ended_at=to_micros(utc_now()))
         )
         groups.finish(conn, [row for row in idle if row.num_rewards > 0])
     return [(row.tenant, row.session_id) for row in idle]

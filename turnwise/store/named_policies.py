@@ -54,48 +54,12 @@ MAX_NAME = 100
 """Longest name of a policy, in characters."""
 
 
-def create_named_policy(
-    conn: sa.Connection,
-    tenant: str,
-    name: str,
-    *,
-    base_version: int | None = None,
-    max_policies: int | None = None,
-) -> tuple[Policy, bool]:
-    """Create a policy; a repeated creation with the same base changes nothing.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        tenant: Its owner.
-        name: Its name, unique within the tenant.
-        base_version: The version that it starts from; None or 0 for the engine's own model.
-        max_policies: How many policies the tenant may have, without archived ones; None for any number.
-
-    Returns:
-        The policy, and whether this call created it.
+def check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
+    """Check how many policies a tenant has in use.
 
     Raises:
-        InvalidRequest: the name is not usable, or the base is no adapter.
-        NotFound: the tenant may use no version of this number.
-        Conflict: the policy exists with another base, the default policy has whole weights of a later version, or the
-            tenant has as many policies as it may.
+        Conflict: it has more than it may.
     """
-    _check_name(tenant, name)
-    if base_version is not None:
-        base_version = _adapter_of(conn, tenant, base_version)
-    _check_base_is_frozen(conn)
-    # Without the number: the database assigns it, from 1 on.
-    row = rows.NAMED_POLICIES.row(Policy(policy_id=0, tenant=tenant, name=name, base_version=base_version))
-    is_new = insert_ignoring(conn, policies, {key: row[key] for key in row if key != "policy_id"})
-    stored = policy_named(conn, tenant, name)
-    if stored.base_version != base_version:
-        raise Conflict(f"policy {name!r} exists with another base; choose another name", param="name")
-    if is_new and max_policies is not None:
-        _check_number(conn, tenant, max_policies)
-    return stored, is_new
-
-
-def _check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
     in_use = policies.c.tenant == tenant, policies.c.archived_at.is_(None)
     number = conn.execute(sa.select(sa.func.count()).select_from(policies).where(*in_use)).scalar_one()
     if number > max_policies:
@@ -107,7 +71,12 @@ def _check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
         )
 
 
-def _check_name(tenant: str, name: str) -> None:
+def check_name(tenant: str, name: str) -> None:
+    """Check the name of a policy to create.
+
+    Raises:
+        InvalidRequest: it is not usable, or there is no tenant.
+    """
     if tenant == NO_TENANT:
         raise InvalidRequest("a policy needs a tenant; give one with --tenant", param="tenant")
     is_plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
@@ -119,28 +88,7 @@ def _check_name(tenant: str, name: str) -> None:
         )
 
 
-def _adapter_of(conn: sa.Connection, tenant: str, version: int) -> int | None:
-    """Return the version as a base; None where it is the engine's own model.
-
-    Raises:
-        NotFound: the tenant may use no version of this number.
-        InvalidRequest: its weights are not an adapter.
-    """
-    row = conn.execute(sa.select(policy_versions).where(policy_versions.c.version == version)).one_or_none()
-    if row is None or named_policy(conn, row.policy_id).tenant not in (NO_TENANT, tenant):
-        raise NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="base")
-    if row.kind == PolicyKind.LORA.value:
-        return version
-    if version == 0:
-        return None
-    raise InvalidRequest(
-        f"version {version} is whole weights, and a policy starts from an adapter or from the engine's own model; "
-        f"choose an adapter, or `{DEFAULT_POLICY_NAME}@0`",
-        param="base",
-    )
-
-
-def _check_base_is_frozen(conn: sa.Connection) -> None:
+def check_base_is_frozen(conn: sa.Connection) -> None:
     """Check that no engine may have other weights below the adapters than those that it was started with.
 
     Raises:
@@ -207,7 +155,7 @@ def archive_policy(
         change = sa.update(policies).where(policies.c.policy_id == policy.policy_id)
         conn.execute(change.values(archived_at=to_micros(utc_now()) if is_archived else None))
         if not is_archived and max_policies is not None:
-            _check_number(conn, tenant, max_policies)
+            check_number(conn, tenant, max_policies)
     return named_policy(conn, policy.policy_id)
 
 

@@ -8,7 +8,6 @@ unique over all policies, and a change of one policy's versions changes nothing 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import operator
 import shutil
@@ -18,12 +17,21 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from turnwise.errors import Conflict, NotFound, SettingsError
+from turnwise.errors import Conflict, InvalidRequest, NotFound, SettingsError
 from turnwise.store import named_policies, pages, rows
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import NO_TENANT, policies
 from turnwise.store.tables import policy_versions as table
-from turnwise.types import DEFAULT_POLICY, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion, utc_now
+from turnwise.types import (
+    DEFAULT_POLICY,
+    DEFAULT_POLICY_NAME,
+    Json,
+    Policy,
+    PolicyKind,
+    PolicyStatus,
+    PolicyVersion,
+    utc_now,
+)
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
@@ -172,36 +180,61 @@ def publish_next(
     return get_policy(conn, version)
 
 
-def import_policy(conn: sa.Connection, tenant: str, name: str, path: str, *, max_policies: int | None = None) -> Policy:
-    """Create a policy that starts from an existing adapter, which becomes its first version; return it.
+def create_policy(
+    conn: sa.Connection,
+    tenant: str,
+    name: str,
+    base: str = DEFAULT_POLICY_NAME,
+    *,
+    adapter: str | None = None,
+    max_policies: int | None = None,
+) -> tuple[Policy, bool]:
+    """Create a policy; a repeated creation with the same base or adapter changes nothing.
 
-    Repeated with the same directory it changes nothing.
+    Args:
+        conn: A transaction of `Database.write`.
+        tenant: Its owner.
+        name: Its name, unique within the tenant.
+        base: What it starts from as people write it: `POLICY@VERSION`, or `POLICY` for its served adapter, or without
+            one for what the policy itself started from. Version 0 is the engine's own model.
+        adapter: The directory of an adapter that it starts from instead, and that becomes its first version.
+        max_policies: How many policies the tenant may have, without archived ones; None for any number.
+
+    Returns:
+        The policy, and whether this call created it.
 
     Raises:
-        InvalidRequest: the name is not usable.
-        Conflict: as `named_policies.create_named_policy`.
+        InvalidRequest: the name is not usable, or the base is no adapter.
+        NotFound: the tenant has no policy with the name of the base, or it has no such version.
+        Conflict: the policy exists with another base, the default policy has whole weights of a later version, or the
+            tenant has as many policies as it may.
     """
-    with contextlib.suppress(NotFound):
-        known = named_policies.policy_named(conn, tenant, name)
-        if known.base_version is not None and get_policy(conn, known.base_version).path == path:
-            return known
-    policy, is_new = named_policies.create_named_policy(conn, tenant, name, max_policies=max_policies)
-    if not is_new:
+    named_policies.check_name(tenant, name)
+    base_version = _base_number(conn, tenant, base) if adapter is None else None
+    named_policies.check_base_is_frozen(conn)
+    # Without the number: the database assigns it, from 1 on.
+    row = rows.NAMED_POLICIES.row(Policy(policy_id=0, tenant=tenant, name=name, base_version=base_version))
+    is_new = insert_ignoring(conn, policies, {key: row[key] for key in row if key != "policy_id"})
+    policy = named_policies.policy_named(conn, tenant, name)
+    if is_new and max_policies is not None:
+        named_policies.check_number(conn, tenant, max_policies)
+    if is_new and adapter is not None:
+        version = publish_next(conn, adapter, PolicyKind.LORA, metrics={}, policy_id=policy.policy_id).version
+        conn.execute(sa.update(policies).where(policies.c.policy_id == policy.policy_id).values(base_version=version))
+        return named_policies.named_policy(conn, policy.policy_id), True
+    known = None if policy.base_version is None else get_policy(conn, policy.base_version)
+    is_same = policy.base_version == base_version if adapter is None else known is not None and known.path == adapter
+    if not is_same:
         raise Conflict(f"policy {name!r} exists with another base; choose another name", param="name")
-    version = publish_next(conn, path, PolicyKind.LORA, metrics={}, policy_id=policy.policy_id).version
-    conn.execute(sa.update(policies).where(policies.c.policy_id == policy.policy_id).values(base_version=version))
-    return named_policies.named_policy(conn, policy.policy_id)
+    return policy, is_new
 
 
-def create_policy_from(
-    conn: sa.Connection, tenant: str, name: str, base: str, *, max_policies: int | None = None
-) -> tuple[Policy, bool]:
-    """Create a policy as `create_named_policy`, from a base as people write it: `POLICY`, or `POLICY@VERSION`.
-
-    A policy without a number stands for its served adapter, or without one for what the policy itself started from.
+def _base_number(conn: sa.Connection, tenant: str, base: str) -> int | None:
+    """Return the version of a base as people write it; None where it is the engine's own model.
 
     Raises:
         NotFound: the tenant has no such policy, or it has no such version.
+        InvalidRequest: its weights are not an adapter.
     """
     policy_name, _, number = base.partition("@")
     if number:
@@ -209,9 +242,14 @@ def create_policy_from(
     else:
         state = serving_state(conn, named_policies.policy_named(conn, tenant, policy_name).policy_id)
         version = state.active or state.base
-    number_of_base = None if version is None else version.version
-    return named_policies.create_named_policy(
-        conn, tenant, name, base_version=number_of_base, max_policies=max_policies
+    if version is not None and version.kind is PolicyKind.LORA:
+        return version.version
+    if version is None or version.version == 0:
+        return None
+    raise InvalidRequest(
+        f"version {version.version} is whole weights, and a policy starts from an adapter or from the engine's own "
+        f"model; choose an adapter, or `{DEFAULT_POLICY_NAME}@0`",
+        param="base",
     )
 
 
@@ -255,7 +293,6 @@ def activate_policy(
     conn: sa.Connection,
     version: int,
     reload_seconds: float | None = None,
-    now: datetime.datetime | None = None,
     holdout_share: float = 0.0,
 ) -> PolicyVersion:
     """Record that engines serve this version now, and retire its policy's previous one, or make it the hold-out.
@@ -266,7 +303,6 @@ def activate_policy(
         conn: A transaction of `Database.write`.
         version: The version.
         reload_seconds: How long engines were paused.
-        now: The time of activation; by default the current time.
         holdout_share: Share of new sessions that stays on the previous version if there is no hold-out; 0 for none.
 
     A version that failed while engines loaded it stays failed.
@@ -286,7 +322,7 @@ def activate_policy(
         else:
             _set(conn, previous.version, status=PolicyStatus.RETIRED)
     is_good = table.c.status != PolicyStatus.FAILED.value
-    served = {"status": PolicyStatus.ACTIVE, "reload_seconds": reload_seconds, "activated_at": now or utc_now()}
+    served = {"status": PolicyStatus.ACTIVE, "reload_seconds": reload_seconds, "activated_at": utc_now()}
     return _set(conn, version, is_good, error=None, **served)
 
 
@@ -309,9 +345,7 @@ def add_metrics(conn: sa.Connection, version: int, metrics: Json) -> None:
     _set(conn, version, metrics=get_policy(conn, version).metrics | metrics)
 
 
-def try_policy(
-    conn: sa.Connection, version: int, share: float | None, now: datetime.datetime | None = None
-) -> PolicyVersion:
+def try_policy(conn: sa.Connection, version: int, share: float | None) -> PolicyVersion:
     """Record that this share of the sessions that are created from now on samples with this version as a canary.
 
     Without a share engines may load it, and no session samples with it yet.
@@ -319,7 +353,7 @@ def try_policy(
     Raises:
         NotFound: no such version.
     """
-    began_at = None if share is None else now or utc_now()
+    began_at = None if share is None else utc_now()
     return _set(
         conn, version, status=PolicyStatus.CANARY, error=None, arms=None, activated_at=began_at, arm_share=share
     )

@@ -17,7 +17,7 @@ from turnwise_fake_engine import running_fake_engine, tokens
 from turnwise.chains import is_imported, is_trainable
 from turnwise.commands.cli import main
 from turnwise.exchange import plugins
-from turnwise.store import claims, experiences, named_policies
+from turnwise.store import claims, experiences, policies
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 
@@ -257,7 +257,7 @@ def test_openai_lines_are_exported_as_they_were_imported(database: Database, tmp
 def test_imported_sessions_are_of_the_policy_that_is_named(database: Database, tmp_path: Path, model: Path) -> None:
     """A policy of another tenant is not found."""
     with database.write() as conn:
-        policy, _ = named_policies.create_named_policy(conn, "default", "support")
+        policy, _ = policies.create_policy(conn, "default", "support")
     refused = run_import(tmp_path, model, [HELLO], "openai", "--policy", "support", "--tenant", "other", status=2)
     assert "no policy 'support'" in refused["error"]
     run_import(tmp_path, model, [HELLO], "openai", "--policy", "support")

@@ -201,7 +201,7 @@ def test_a_policy_starts_from_the_version_that_it_was_cloned_from_also_after_a_r
     """Its first batch is refused, which leaves no checkpoint. The version stays on disk as long as it is needed."""
     play(ledger, model, 0, num_groups=9)
     train_policies(settings_for(tmp_path, model, total_batches=1))
-    clone = new_policy(ledger, "clone", base_version=1)
+    clone = new_policy(ledger, "clone", "default@1")
     Rollouts(ledger, load_model(model), policy_id=clone, version=1).play("of clone", num_groups=3)
     states = train_policies(settings_for(tmp_path, model, total_batches=1, max_logprob_gap=1e-9))
     assert states[clone].progress.recent_versions == (1,)

@@ -48,7 +48,7 @@ def two(database: Database) -> tuple[int, int]:
     """Return two policies, of two tenants, of a ledger with version 0."""
     with database.write() as conn:
         policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
-        created = [named_policies.create_named_policy(conn, tenant, "support") for tenant in ("a", "b")]
+        created = [policies.create_policy(conn, tenant, "support") for tenant in ("a", "b")]
     (first, second), are_new = zip(*created, strict=True)
     assert all(are_new)
     assert (first.tenant, first.name, second.tenant) == ("a", "support", "b")
@@ -69,7 +69,7 @@ def publish(database: Database, *versions: PolicyVersion, is_served: bool = True
 
 def test_a_policy_is_created_once_and_found_by_its_tenant_only(database: Database, two: tuple[int, int]) -> None:
     with database.write() as conn:
-        assert named_policies.create_named_policy(conn, "a", "support") == (
+        assert policies.create_policy(conn, "a", "support") == (
             named_policies.policy_named(conn, "a", "support"),
             False,
         )
@@ -91,23 +91,23 @@ def test_the_default_policy_is_there_in_an_empty_ledger(database: Database) -> N
 @pytest.mark.parametrize("name", ["", "default", "a/b", "a b", "support@7", "ü", "x" * 101, ".", "-_"])
 def test_a_name_that_could_be_mistaken_is_refused(database: Database, name: str) -> None:
     with database.write() as conn, pytest.raises(InvalidRequest, match="cannot be named"):
-        named_policies.create_named_policy(conn, "a", name)
+        policies.create_policy(conn, "a", name)
 
 
 def test_a_policy_starts_from_an_adapter_that_its_tenant_may_use(database: Database, two: tuple[int, int]) -> None:
     publish(database, adapter(1, two[0]), adapter(2, DEFAULT_POLICY))
     with database.write() as conn:
-        clone, _ = named_policies.create_named_policy(conn, "a", "clone", base_version=1)
+        clone, _ = policies.create_policy(conn, "a", "clone", "support@1")
         assert clone.base_version == 1
-        assert named_policies.create_named_policy(conn, "b", "of-default", base_version=2)[0].base_version == 2
-        assert named_policies.create_named_policy(conn, "b", "plain", base_version=0)[0].base_version is None
+        assert policies.create_policy(conn, "b", "of-default", "default@2")[0].base_version == 2
+        assert policies.create_policy(conn, "b", "plain", "default@0")[0].base_version is None
         states = policies.serving_states(conn)
         assert states[clone.policy_id] == policies.ServingState(base=policies.get_policy(conn, 1))
         refusals: list[tuple[type[TurnwiseError], Callable[[], object]]] = [
-            (NotFound, lambda: named_policies.create_named_policy(conn, "b", "thief", base_version=1)),
-            (NotFound, lambda: named_policies.create_named_policy(conn, "a", "none", base_version=9)),
-            (Conflict, lambda: named_policies.create_named_policy(conn, "a", "clone", base_version=2)),
-            (InvalidRequest, lambda: named_policies.create_named_policy(conn, "", "x")),
+            (NotFound, lambda: policies.create_policy(conn, "b", "thief", "support@1")),
+            (NotFound, lambda: policies.create_policy(conn, "a", "none", "support@9")),
+            (Conflict, lambda: policies.create_policy(conn, "a", "clone", "default@2")),
+            (InvalidRequest, lambda: policies.create_policy(conn, "", "x")),
         ]
         for kind, refused in refusals:
             with pytest.raises(kind):
@@ -132,11 +132,11 @@ def test_no_policy_is_created_on_weights_that_were_trained(database: Database) -
         for version in (0, 1):
             policies.publish_policy(conn, PolicyVersion(version=version, path=f"/{version}"))
         with pytest.raises(Conflict, match="replaces all weights"):
-            named_policies.create_named_policy(conn, "a", "support")
+            policies.create_policy(conn, "a", "support")
         with pytest.raises(InvalidRequest, match="whole weights"):
-            named_policies.create_named_policy(conn, "a", "support", base_version=1)
+            policies.create_policy(conn, "a", "support", "default@1")
         policies.fail_policy(conn, 1, "not finite")
-        assert named_policies.create_named_policy(conn, "a", "support")[1]
+        assert policies.create_policy(conn, "a", "support")[1]
 
 
 def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two: tuple[int, int]) -> None:
@@ -320,7 +320,7 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
     with database.write() as conn:
         policies.pin_policy(conn, 1, policy_id=two[0])
         policies.publish_policy(conn, adapter(4, DEFAULT_POLICY))
-        named_policies.create_named_policy(conn, "b", "of-default", base_version=4)
+        policies.create_policy(conn, "b", "of-default", "default@4")
     deleted = retention.delete_all(database, lambda conn: retention.delete_tenant(conn, "a"))
     said = retention.finish(database, dataclasses.replace(deleted, policy_versions=(2,)))
     assert (said["num_policies"], said["deleted_versions"], said["cloned_versions"]) == (1, [1, 2], [4])
@@ -333,10 +333,10 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
         with pytest.raises(NotFound):
             named_policies.named_policy(conn, two[0])
         with pytest.raises(NotFound):
-            policies.create_policy_from(conn, "b", "stolen", "support@1")
+            policies.create_policy(conn, "b", "stolen", "support@1")
         with pytest.raises(NotFound):
             policies.publish_policy(conn, adapter(9, two[0]))
-        again, is_new = named_policies.create_named_policy(conn, "a", "support")
+        again, is_new = policies.create_policy(conn, "a", "support")
         assert is_new
         assert again.policy_id not in two
 
@@ -345,20 +345,20 @@ def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_po
     database: Database, two: tuple[int, int]
 ) -> None:
     with database.write() as conn:
-        brought = policies.import_policy(conn, "a", "brought", "/adapter", max_policies=2)
-        assert policies.import_policy(conn, "a", "brought", "/adapter", max_policies=2) == brought
+        brought, _ = policies.create_policy(conn, "a", "brought", adapter="/adapter", max_policies=2)
+        assert policies.create_policy(conn, "a", "brought", adapter="/adapter", max_policies=2) == (brought, False)
         assert brought.base_version is not None
         version = policies.get_policy(conn, brought.base_version)
         assert (version.policy_id, version.path, version.kind) == (brought.policy_id, "/adapter", PolicyKind.LORA)
         assert policies.serving_states(conn)[brought.policy_id].base == version
         with pytest.raises(Conflict, match="another base"):
-            policies.import_policy(conn, "a", "brought", "/other")
+            policies.create_policy(conn, "a", "brought", adapter="/other")
     with pytest.raises(Conflict, match="which is the limit"), database.write() as conn:
-        policies.create_policy_from(conn, "a", "third", "default", max_policies=2)
+        policies.create_policy(conn, "a", "third", "default", max_policies=2)
     with database.write() as conn:
         named_policies.archive_policy(conn, "a", "support")
         assert two[0] not in policies.serving_states(conn)
-        assert policies.create_policy_from(conn, "a", "third", "default", max_policies=2)[1]
+        assert policies.create_policy(conn, "a", "third", "default", max_policies=2)[1]
         with pytest.raises(Conflict, match="which is the limit"):
             named_policies.archive_policy(conn, "a", "support", is_archived=False, max_policies=2)
 

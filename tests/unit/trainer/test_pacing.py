@@ -12,7 +12,7 @@ from support.waiting import wait_until
 from trainer import source as trainer_source
 from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, describe_wait, why_held
 from trainer.source import LedgerSource
-from turnwise.store import claims, named_policies, policies, queries, rows, tables
+from turnwise.store import claims, policies, queries, rows, tables
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, UpdateRecord
 
@@ -165,7 +165,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
     (version / "adapter").write_text("bytes")
     with database.write() as conn:
         policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
-        own, other = (named_policies.create_named_policy(conn, tenant, "p")[0] for tenant in ("default", "b"))
+        own, other = (policies.create_policy(conn, tenant, "p")[0] for tenant in ("default", "b"))
         policies.publish_next(conn, str(version), PolicyKind.LORA, metrics={}, policy_id=own.policy_id)
         for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
             fields = {"policy_version": 0, "num_groups": 1, "num_sessions": 1, "num_tokens": 100}
