@@ -76,6 +76,7 @@ class Services:
         self.pool = EnginePool(
             settings.engine,
             metrics,
+            database,
             timeout_seconds=settings.engine_timeout_seconds,
             max_concurrent_calls=settings.max_concurrent_calls,
             wait_seconds=settings.engine_wait_seconds,

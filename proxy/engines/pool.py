@@ -3,6 +3,9 @@
 A session goes to the same serving engine each time, by rendezvous hashing of its id, so that its prefix cache is warm
 and the loss of an engine moves only that engine's sessions. While an engine's weights are exchanged its new calls wait
 here; while no engine serves but one is expected back, all new calls wait for up to `engine_wait_seconds`.
+
+Which versions are served is read from the store: at an interval by the background task, and during a trial by each call
+too, because a session that has left a trial must not enter it again at a process that has not noticed the end.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from hashlib import blake2b
 
 from proxy.engines.engine import Engine, Lane
@@ -22,6 +25,8 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import Conflict, EngineUnavailable, Overloaded
+from turnwise.store import named_policies, policies
+from turnwise.store.database import Connection, Database
 from turnwise.store.policies import NO_VERSIONS, ServingState
 from turnwise.store.tables import NO_TENANT
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyVersion, Session
@@ -39,6 +44,7 @@ class EnginePool:
         self,
         urls: list[str],
         metrics: Metrics,
+        database: Database,
         *,
         timeout_seconds: float,
         max_concurrent_calls: int,
@@ -61,13 +67,21 @@ class EnginePool:
         """Their names by number."""
         self.archived: Collection[int] = ()
         """The numbers of those that are archived."""
+        self.in_use: set[int] = set()
+        """The versions that sessions of any policy may sample with."""
+        self.ended: set[int] = set()
+        """The versions that sessions of policies sampled with which were then archived or deleted."""
+        self.read_at = 0.0
+        """When the newest reading of all this that was applied started, on the monotonic clock."""
         self.served: Mapping[int, ServingState] = {}
         """The versions of each policy that has any, by its number: the active version, the adapter that it starts from
         before its first version, and the versions of its arms. Only sessions of an arm sample with its version."""
         self.load_adapter: Callable[[Engine, int], Awaitable[Lane]] | None = None
         """Loads an adapter into an engine at the call that needs it."""
-        self.read_served: Callable[[], Awaitable[None]] | None = None
-        """Reads from the store which versions are served and on trial, and applies it to this pool."""
+        self._database = database
+        self._reading: asyncio.Task[None] | None = None
+        self._next_reading: asyncio.Task[None] | None = None
+        """A reading that has not started yet."""
         self._num_notes = 0
         """Changes that other processes announced; the last reading includes the first `_num_noted` of them."""
         self._num_noted = 0
@@ -94,6 +108,35 @@ class EnginePool:
         self._metrics.engine_up.labels(engine.url).set(engine.is_serving)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def state(self, policy_id: int) -> ServingState:
+        """Return the versions of a policy, as the newest reading found them."""
+        return self.served.get(policy_id, NO_VERSIONS)
+
+    async def refresh(self) -> None:
+        """Read the policies and their versions, from now on; calls that arrive meanwhile share the next reading.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        if self._next_reading is None:
+            self._next_reading = asyncio.create_task(self._read_after(self._reading))
+        await asyncio.shield(self._next_reading)
+
+    async def _read_after(self, running: asyncio.Task[None] | None) -> None:
+        if running is not None and not running.done():
+            await asyncio.wait({running})
+        self._reading, self._next_reading = self._next_reading, None
+        read_at = time.monotonic()
+        states, named = await self._database.fetch(_read)
+        self.policies = {(policy.tenant, policy.name): policy for policy in named}
+        self.policy_names = {policy.policy_id: policy.name for policy in named}
+        self.archived = {each.policy_id for each in named if each.archived_at is not None}
+        live = self.policy_names.keys() - self.archived
+        self.ended |= _versions_in_use(state for number, state in self.served.items() if number not in live)
+        self.served = states
+        self.in_use = _versions_in_use(states.values())
+        self.read_at = read_at
 
     def find_policy(self, tenant: str, name: str) -> Policy | None:
         """Return the tenant's policy of this name, or the default policy by its name; None if there is none."""
@@ -123,7 +166,7 @@ class EnginePool:
 
     def version_on(self, engine: Engine) -> int:
         """Return the version that the default policy's calls sample with on an engine."""
-        return engine.lane_of(self.served.get(DEFAULT_POLICY, NO_VERSIONS).active or OWN_MODEL).version
+        return engine.lane_of(self.state(DEFAULT_POLICY).active or OWN_MODEL).version
 
     def lane(self, session: Session, wanted: PolicyVersion | None = None) -> Lane:
         """Return what the session's calls sample with now; its engine may not have that adapter yet.
@@ -138,7 +181,7 @@ class EnginePool:
         """
         if session.policy_id in self.archived:
             self.check_in_use(session.policy_id)
-        state = self.served.get(session.policy_id, NO_VERSIONS)
+        state = self.state(session.policy_id)
         served = state.active or state.base or OWN_MODEL
         arm = None if session.arm is None else state.of_arm(session.arm)
         version = wanted or arm or served
@@ -237,7 +280,7 @@ class EnginePool:
             raise
         lane.num_calls += 1
         lane.engine.num_started += 1
-        state = self.served.get(session.policy_id, NO_VERSIONS)
+        state = self.state(session.policy_id)
         if version is None and (state.canary is not None or state.holdout is not None):
             sampled = state.of_arm(lane.version)
             arm = "control" if sampled is None else "canary" if sampled is state.canary else "holdout"
@@ -285,10 +328,10 @@ class EnginePool:
         Another process may have started or ended the trial. Without this a session could enter a trial after it has
         left it, or a call outside the trial could sample with the version on trial.
         """
-        is_trying = self.served.get(session.policy_id, NO_VERSIONS).canary is not None
+        is_trying = self.state(session.policy_id).canary is not None
         num_notes = self._num_notes
-        if self.read_served is not None and (is_trying or session.arm is not None or self._num_noted < num_notes):
-            await self.read_served()
+        if is_trying or session.arm is not None or self._num_noted < num_notes:
+            await self.refresh()
             self._num_noted = max(self._num_noted, num_notes)
 
     async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, *, may_wait: bool) -> Lane:
@@ -321,3 +364,13 @@ class EnginePool:
 
 def _num_calls(engine: Engine) -> int:
     return engine.num_calls
+
+
+def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]]:
+    return policies.serving_states(connection), named_policies.list_named_policies(connection)
+
+
+def _versions_in_use(states: Iterable[ServingState]) -> set[int]:
+    """Return the versions that sessions of these policies may sample with."""
+    used = [each for state in states for each in (state.active, state.canary, state.holdout, state.base)]
+    return {policy.version for policy in used if policy is not None}

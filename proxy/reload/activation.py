@@ -16,7 +16,6 @@ from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import Loader, own_model, serves
-from proxy.reload.served_versions import ServedVersions
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, ReloadFailed, TurnwiseError
 from turnwise.store import policies
@@ -43,7 +42,6 @@ class Activation:
     lease: DriverLease
     pool: EnginePool
     loader: Loader
-    served: ServedVersions
     settings: ProxySettings
     metrics: Metrics
     reserve: Callable[[Engine], Awaitable[None]]
@@ -59,7 +57,7 @@ class Activation:
     @property
     def state(self) -> ServingState:
         """The policy's versions, as they were read last."""
-        return self.served.state(self.policy_id)
+        return self.pool.state(self.policy_id)
 
     def awaits_retry(self, version: int) -> bool:
         """Return whether the next attempt to load a version must not start yet."""
@@ -192,7 +190,7 @@ class Activation:
         )
         share = 0.0 if self._holdout_after(target) is None else self.settings.share_held_out(target.kind)
         await self.lease.write(policies.activate_policy, target.version, seconds, share)
-        await self.served.refresh()
+        await self.pool.refresh()
 
     def stop_draining(self) -> None:
         """Send new calls to all engines again; only the default policy, whose weights may be whole, drains engines."""

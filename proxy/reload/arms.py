@@ -89,7 +89,7 @@ class Arms(Activation):
         """Serve all new sessions with the served version; the next version that is served starts another hold-out."""
         log.info("the hold-out of version %d ends", holdout.version)
         await self.lease.write(policies.end_holdout, holdout.version)
-        await self.served.refresh()
+        await self.pool.refresh()
 
     async def _measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
         """Compare the sessions of the hold-out with those of all later versions since it began.
@@ -144,7 +144,7 @@ class Arms(Activation):
             await self.call_off(policy, active)
         elif policy.activated_at is not None:
             await self.lease.write(policies.try_policy, policy.version, None)
-            await self.served.refresh()
+            await self.pool.refresh()
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Load a version and start its trial; after a failure that may pass, a later round begins again.
@@ -158,7 +158,7 @@ class Arms(Activation):
         try:
             await self.loader.check(policy, self.pool.serving[0])
             await self.lease.write(policies.try_policy, policy.version, None)
-            await self.served.refresh()
+            await self.pool.refresh()
             await self._place(policy, active)
             await self._check_drift(policy, active)
         except (BadCheckpoint, EngineError) as error:
@@ -291,6 +291,6 @@ class Arms(Activation):
                 except (BadCheckpoint, EngineError, FilesNotRead) as error:
                     self.loader.take_out(engine, error)
         await self.lease.write(change, policy.version, *arguments)
-        await self.served.refresh()
+        await self.pool.refresh()
         self.stop_draining()
         self.metrics.canaries.labels(outcome).inc()

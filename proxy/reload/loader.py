@@ -13,7 +13,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
@@ -282,21 +282,6 @@ class Loader:
         policy = await self._database.fetch(policies.get_policy, version)
         self._metrics.adapter_loads.inc()
         return await engine.load_adapter(version, policy.path, seconds=self._settings.reload_timeout_seconds)
-
-    async def retire(self, engine: Engine, keep: set[int], *, num_spared: int, ended: Collection[int]) -> None:
-        """Unload adapters without calls, except the latest ones: another process may still call them.
-
-        Args:
-            engine: the engine.
-            keep: the versions that sessions may sample with.
-            num_spared: how many of the others stay, one for each policy.
-            ended: those of policies that were archived or deleted, which do not stay.
-        """
-        unused = [version for version in engine.adapters if version not in keep]
-        leaving = [version for version in unused if version in ended]
-        for version in leaving + [version for version in unused if version not in ended][: -max(1, num_spared)]:
-            if engine.adapters[version].num_calls == 0:
-                await engine.unload_adapter(version)
 
     def take_out(self, engine: Engine, why: Exception | str) -> None:
         """Route no calls to an engine until the reloader has admitted it again."""

@@ -24,7 +24,6 @@ from proxy.metrics import Metrics
 from proxy.reload.arms import Arms
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import Loader, own_model, serves
-from proxy.reload.served_versions import ServedVersions
 from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
@@ -78,12 +77,10 @@ class Reloader:
         self._transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._sleeper = Sleeper(pool, self._transfers, self.lease, seconds=settings.reload_timeout_seconds)
         self._loader = Loader(database, settings, metrics, faults, self._transfers, announce)
-        self._served = ServedVersions(database, pool)
-        pool.read_served = self._served.refresh
         pool.load_adapter = self._loader.load_at_call
 
         def arms_of(policy_id: int) -> Arms:
-            return Arms(policy_id, database, self.lease, pool, self._loader, self._served, settings, metrics, reserve)
+            return Arms(policy_id, database, self.lease, pool, self._loader, settings, metrics, reserve)
 
         self._arms_of = arms_of
         self._default = arms_of(DEFAULT_POLICY)
@@ -99,10 +96,6 @@ class Reloader:
     def problem(self) -> str | None:
         """What the default policy's trial or reload waits for, or why its last one failed; None if neither."""
         return self._default.waits_for or self._default.problem or self._loader.files.problem
-
-    async def read_served(self) -> None:
-        """Read which policies and versions there are, after this process has changed them."""
-        await self._served.refresh()
 
     async def start(self) -> None:
         """Check the engines once before the first request; `run` waits for those that are absent.
@@ -136,12 +129,12 @@ class Reloader:
 
     async def _follow(self) -> None:
         """Bring every policy to the version that the store wants, or advance its trial."""
-        await self._served.refresh()
+        await self._pool.refresh()
         self._export()
-        state = self._served.state(DEFAULT_POLICY)
+        state = self._default.state
         self._default.note_engines(state.canary)
         if state.canary is None or state.canary.activated_at is not None:
-            self._pool.stop_draining(before=self._served.read_at)
+            self._pool.stop_draining(before=self._pool.read_at)
         if self._settings.engine_sleep and await self._sleeper.follow(state.active):
             return
         if self._pool.serving and self._next_steps():
@@ -164,7 +157,7 @@ class Reloader:
         unread: FilesNotRead | None = None
         async with self.lease.held() as is_driver:
             if is_driver:  # another process may have driven while the lease was awaited
-                await self._served.refresh()
+                await self._pool.refresh()
             if self._default.next_step() is not None:
                 for engine in self._pool.serving:  # another process may have loaded them
                     await engine.read_label()
@@ -185,7 +178,7 @@ class Reloader:
         """Set the metric of the named policies' served versions."""
         named = [policy for policy in self._pool.policies.values() if policy.policy_id != DEFAULT_POLICY]
         for policy in named[:MAX_EXPORTED]:
-            active = self._served.state(policy.policy_id).active
+            active = self._pool.state(policy.policy_id).active
             version = 0 if active is None else active.version
             self._metrics.named_policy_version.labels(policy.tenant, policy.name).set(version)
 
@@ -210,12 +203,20 @@ class Reloader:
         if not engine.is_serving:
             await self._admit(engine)
         elif engine.adapters:
-            await self._loader.retire(
-                engine,
-                self._served.in_use,
-                num_spared=len(self._pool.policies),
-                ended=self._served.ended,
-            )
+            await self._unload_unused(engine)
+
+    async def _unload_unused(self, engine: Engine) -> None:
+        """Unload adapters without calls, except those that sessions may sample with.
+
+        The latest others stay, one for each policy in use: another process may still call them.
+        """
+        ended = self._pool.ended
+        unused = [version for version in engine.adapters if version not in self._pool.in_use]
+        leaving = [version for version in unused if version in ended]
+        spared = max(1, len(self._pool.policies))
+        for version in leaving + [version for version in unused if version not in ended][:-spared]:
+            if engine.adapters[version].num_calls == 0:
+                await engine.unload_adapter(version)
 
     async def _has_lost_weights(self, engine: Engine) -> bool:
         """Return whether an engine was restarted between two checks."""
@@ -233,8 +234,8 @@ class Reloader:
         await engine.fetch_models()
         await engine.read_label()
         await self._adopt(engine)
-        await self._served.refresh()
-        state = self._served.state(DEFAULT_POLICY)
+        await self._pool.refresh()
+        state = self._default.state
         active = state.active
         served = [policy for policy in (active, state.canary, state.holdout) if policy is not None]
         if active is not None and not any(serves(engine, policy) for policy in served):

@@ -208,7 +208,7 @@ async def _create_policy(services: Services, principal: Principal, name: str, wa
     created, _ = await services.writer.do(
         policies.create_policy, principal.tenant, name, wanted.base, adapter=wanted.path, max_policies=limit
     )
-    await services.reloader.read_served()
+    await services.pool.refresh()
     return answer(record_json(created))
 
 
@@ -282,7 +282,7 @@ async def archive_policy(
         is_archived=(how or Archival()).archived,
         max_policies=services.settings.tenant_max_policies,
     )
-    await services.reloader.read_served()
+    await services.pool.refresh()
     return answer(record_json(archived))
 
 

@@ -116,7 +116,7 @@ def record_json(record: Session | Turn | Reward | Feedback | Policy | PolicyVers
 async def sessions_json(found: Sequence[Session], services: Services) -> list[Json]:
     """Return sessions as the API's JSON, with the names of their policies, which are read again if one is new."""
     if not {session.policy_id for session in found} <= services.pool.policy_names.keys():
-        await services.reloader.read_served()
+        await services.pool.refresh()
     names = services.pool.policy_names
     return [{**record_json(session), "policy": names.get(session.policy_id)} for session in found]
 

@@ -10,10 +10,13 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
+from turnwise.store.database import Database
 from turnwise.store.engine_activity import Activity
 from turnwise.types import Session
 
 MINUTE = 29_000_000
+NO_STORE = Database("sqlite:///never-opened.db")
+"""Never opened: no policy is on trial."""
 
 
 class FailingOnce:
@@ -35,7 +38,7 @@ def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
 
     async def run() -> None:
         writer, metrics = FailingOnce(), Metrics()
-        pool = EnginePool(["http://a"], metrics, timeout_seconds=1, max_concurrent_calls=9)
+        pool = EnginePool(["http://a"], metrics, NO_STORE, timeout_seconds=1, max_concurrent_calls=9)
         recorder = ActivityRecorder(pool, writer, metrics)  # type: ignore[arg-type]
         pool.engines[0].change(EngineState.READY)
         for minute in range(MAX_WAITING + 3):
@@ -52,7 +55,7 @@ def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
 def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
     async def run() -> None:
         writer, metrics = FailingOnce(), Metrics()
-        pool = EnginePool(["http://a", "http://b"], metrics, timeout_seconds=1, max_concurrent_calls=9)
+        pool = EnginePool(["http://a", "http://b"], metrics, NO_STORE, timeout_seconds=1, max_concurrent_calls=9)
         recorder = ActivityRecorder(pool, writer, Metrics())  # type: ignore[arg-type]
         pool.engines[0].change(EngineState.READY)
         recorder.sample(60 * MINUTE)  # second 0: no call

@@ -13,10 +13,13 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
+from turnwise.store.database import Database
 from turnwise.store.policies import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
 
 URLS = ["http://a", "http://b", "http://c"]
+NO_STORE = Database("sqlite:///never-opened.db")
+"""Never opened: no policy is on trial."""
 SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
 TRIAL = {
     kind: {DEFAULT_POLICY: ServingState(canary=PolicyVersion(version=8, path="", kind=kind))} for kind in PolicyKind
@@ -27,7 +30,7 @@ IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 @pytest.fixture
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[EnginePool]:
     """A pool of engines that are ready; no request is sent to them. The parameter is the limit of calls."""
-    pool = EnginePool(URLS, Metrics(), timeout_seconds=1, max_concurrent_calls=getattr(request, "param", 100))
+    pool = EnginePool(URLS, Metrics(), NO_STORE, timeout_seconds=1, max_concurrent_calls=getattr(request, "param", 100))
     for engine in pool.engines:
         engine.change(EngineState.READY)
     yield pool
@@ -154,7 +157,7 @@ async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool: Eng
 
 async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_is_not_applied(monkeypatch):
     """The engine's answer arrives after the announcement of the load that it precedes."""
-    pool = EnginePool(URLS, Metrics(), timeout_seconds=1.0, max_concurrent_calls=1)
+    pool = EnginePool(URLS, Metrics(), NO_STORE, timeout_seconds=1.0, max_concurrent_calls=1)
     engine = pool.engines[0]
 
     async def answer() -> str:
