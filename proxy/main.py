@@ -146,6 +146,7 @@ def _serve(settings: ProxySettings, peers: Peers, worker: WorkerSetup | None = N
     """Serve until a signal; workers share the address, and uvicorn binds that of a single process."""
     _hide_torch()
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # modules are never garbage
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
     server = _Server(settings, peers, worker)
     server.run(None if worker is None else listening_sockets(settings.host, settings.port))
