@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import ReplySender
-from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
+from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import queries
 from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
@@ -37,7 +36,6 @@ from turnwise.store.lineage import TurnView
 if TYPE_CHECKING:
     from proxy.services import Services
 
-log = logging.getLogger(__name__)
 MAX_STEP = 2**31 - 1
 MAX_STEP_DIGITS = 10
 MAX_KEY_LENGTH = 256
@@ -118,13 +116,8 @@ class SampleEndpoint:
         reply = ReplySender(send, self._dialect)
         try:
             await self._serve(scope, receive, reply)
-        except TurnwiseError as error:
+        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
             await reply.fail(error, self._services)
-        except Exception:  # the request's outermost edge: the client must get an answer, and the log the traceback
-            log.exception("a call failed with an unexpected error")
-            await reply.fail(
-                StoreError("the proxy failed to serve this call; its log has the traceback, retry"), self._services
-            )
 
     async def _serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         services = self._services

@@ -19,7 +19,6 @@ from proxy.http.connections import LEFT
 from proxy.routes import upstream
 from proxy.routes.calls import SampleEndpoint, identify, query_of
 from proxy.routes.reply_sender import ReplySender
-from turnwise.errors import TurnwiseError
 from turnwise.types import Json
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class QueryEndpoint:
                 principal = await self._services.authenticator.authenticate(headers)
                 answer = await self._answer(scope, receive, principal, dialect)
             await reply.whole(orjson.dumps(answer))
-        except TurnwiseError as error:
+        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
             await reply.fail(error, self._services)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, principal: Principal, _: Dialect) -> Json:

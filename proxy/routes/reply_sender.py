@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ from starlette.types import Send
 from proxy.dialects.base import Call, Dialect
 from proxy.http import problems
 from proxy.http.asgi import send_whole
-from turnwise.errors import TurnwiseError
+from turnwise.errors import StoreError, TurnwiseError
 
 if TYPE_CHECKING:
     from proxy.services import Services
 
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every client of server-sent events ignores."""
@@ -92,8 +94,11 @@ class ReplySender:
             self._sent_at, silent = self._loop.time(), 0.0
         self._timer = self._loop.call_later(max(seconds - silent, MIN_CHECK_SECONDS), self._comment_if_silent, seconds)
 
-    async def fail(self, error: TurnwiseError, services: Services) -> None:
-        """Report an error: as the status, or as the last event of a stream that has started."""
+    async def fail(self, error: Exception, services: Services) -> None:
+        """Report an error: as the status, or as the last event of a stream that has started. Log an unexpected one."""
+        if not isinstance(error, TurnwiseError):
+            log.error("a call failed with an unexpected error", exc_info=error)
+            error = StoreError("the proxy failed to serve this call; its log has the traceback, retry")
         status, body, headers = problems.answer(error)
         services.metrics.refused.labels(problems.lookup(error)[2]).inc()
         if not self._started:

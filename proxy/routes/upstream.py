@@ -15,7 +15,7 @@ from proxy.http.asgi import cancelled_when_client_leaves, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import query_of
 from proxy.routes.reply_sender import ReplySender
-from turnwise.errors import EngineUnavailable, NotFound, TurnwiseError
+from turnwise.errors import EngineUnavailable, NotFound
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -57,7 +57,7 @@ class Upstream:
         try:
             with cancelled_when_client_leaves(scope["extensions"][LEFT]):
                 await self._serve(scope, receive, send)
-        except TurnwiseError as error:
+        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
             await reply.fail(error, self._services)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 import pytest
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
+from proxy.continuation.sessions import Sessions
 from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
+from proxy.routes.calls import SampleEndpoint
+from proxy.routes.upstream import Upstream
 
 
 class Shouted(ChatCompletions):
@@ -60,3 +63,18 @@ def test_a_model_name_with_a_line_feed_is_refused_in_the_shape_of_its_dialect(cl
     for prefix in ("", "/sessions/s1"):
         answer = client.post(f"{prefix}/v1/models/no%0Amodel:generateContent", json={"contents": []})
         assert (answer.status_code, answer.json()["error"]["status"]) == (400, "INVALID_ARGUMENT")
+
+
+def test_an_unexpected_error_is_answered_in_the_shape_of_its_dialect_and_logged(client, monkeypatch, caplog) -> None:
+    async def fail(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Sessions, "continued_length", fail)
+    monkeypatch.setattr(Upstream, "_serve", fail)
+    monkeypatch.setattr(SampleEndpoint, "_serve", fail)
+    body = {"messages": [{"role": "user", "content": "Hello."}], "model": "fake", "max_tokens": 1}
+    for number, path in enumerate(("/v1/messages/count_tokens", "/v1/messages", "/v1/embeddings"), start=1):
+        answer = client.post(path, json=body)
+        assert (answer.status_code, "type" in answer.json()) == (500, path != "/v1/embeddings"), answer.text
+        assert "its log has the traceback" in answer.json()["error"]["message"]
+        assert caplog.text.count("RuntimeError: a defect") == number
