@@ -30,8 +30,8 @@ SUMMARY = "THE-SUMMARY"
 """The reply of the engine to a call that asks for a summary."""
 NUM_CALLS = 8
 """How often the engine calls the tool."""
-NUM_FILLING = 4.25
-"""The outputs of the tool that fill a measured context: in the middle of the run, and not at the end of an output."""
+NUM_FILLING = 5.25
+"""The outputs of the tool that fill a measured context: once in a run, and not at the end of an output."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
