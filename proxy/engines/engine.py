@@ -107,6 +107,11 @@ class Engine(EngineKind):
         if self.on_change is not None:
             self.on_change()
 
+    def take_out(self, why: Exception | str) -> None:
+        """Route no calls to it until the reloader has admitted it again."""
+        self.change(EngineState.ABSENT)
+        log.error("the engine at %s is taken out: %s", self.url, why)
+
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
         """Keep it in RELOADING for the block; then restore its state, unless the block took it out."""
@@ -171,8 +176,7 @@ class Engine(EngineKind):
     async def _wait_for_return(self) -> bool:
         """Take the engine out, because nothing listens on its port, and wait; return whether it is back."""
         if self.is_serving:
-            log.error("the engine at %s is taken out: nothing listens on its port", self.url)
-            self.change(EngineState.ABSENT)
+            self.take_out("nothing listens on its port")
         return self.wait_until_serving is not None and await self.wait_until_serving()
 
     def close(self) -> None:

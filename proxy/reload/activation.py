@@ -156,7 +156,7 @@ class Activation:
         for engine, outcome in zip(behind, outcomes, strict=True):
             if isinstance(outcome, BadCheckpoint | EngineError):
                 if self.policy_id == DEFAULT_POLICY:
-                    self.loader.take_out(engine, outcome)
+                    engine.take_out(outcome)
                 else:
                     log.warning("version %d will be loaded at its first call: %s", target.version, outcome)
             elif isinstance(outcome, BaseException):

@@ -22,7 +22,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from proxy.engines.engine import Engine
 from proxy.engines.state import EngineState
 from proxy.reload.activation import NUM_ENGINES, Activation
 from proxy.reload.loader import serves
@@ -71,7 +70,7 @@ class Arms(Activation):
         if holdout is not None and not self.settings.share_held_out(target.kind):
             return functools.partial(self.end_holdout, holdout)
         if canary is not None and (state.pinned is not None or not self.settings.canary_share):
-            return functools.partial(self.call_off, canary, active)
+            return functools.partial(self._end, canary, active)
         if self.awaits_retry((canary or target).version):
             return None
         if canary is not None and active is not None:
@@ -141,7 +140,7 @@ class Arms(Activation):
             log.warning("%s", self.waits_for)
         if now - self._lacks_engine_since >= ENGINE_SECONDS:
             log.error("the trial of version %d ends: no engine came back", policy.version)
-            await self.call_off(policy, active)
+            await self._end(policy, active)
         elif policy.activated_at is not None:
             await self.lease.write(policies.try_policy, policy.version, None)
             await self.pool.refresh()
@@ -163,7 +162,7 @@ class Arms(Activation):
             await self._check_drift(policy, active)
         except (BadCheckpoint, EngineError) as error:
             if not self.schedule_retry(policy.version, error):
-                await self._withdraw(policy, active, str(error))
+                await self._end(policy, active, str(error))
             return
         self.forget_failures()
         if self._is_missing(policy):  # the engine was lost meanwhile
@@ -191,7 +190,7 @@ class Arms(Activation):
             self.stop_draining()
         except (BadCheckpoint, EngineError) as error:
             if not self.schedule_retry(policy.version, error):
-                await self._withdraw(policy, active, str(error))
+                await self._end(policy, active, str(error))
             return
         versions = policy.version, active.version
         arms = await self.database.fetch(arms_since, policy.activated_at, versions, self.policy_id)
@@ -200,7 +199,7 @@ class Arms(Activation):
         if verdict is None:
             return
         if not verdict.is_good:
-            await self._withdraw(policy, active, verdict.reason)
+            await self._end(policy, active, verdict.reason)
             return
         log.info("policy version %d is promoted: %s", policy.version, verdict.reason)
         self.metrics.canaries.labels("promoted").inc()
@@ -210,10 +209,6 @@ class Arms(Activation):
             await self.succeed(policy, 0.0)
         else:
             await self.serve(policy, active)
-
-    async def call_off(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
-        """End a trial without a verdict, because a version was pinned or the canary share is 0 now."""
-        await self._end("called_off", policy, active, policies.reconsider_policy)
 
     async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
         """Store what the version is judged by, if it has changed."""
@@ -236,17 +231,14 @@ class Arms(Activation):
                     await self.loader.load(engine, policy)
         elif len(serving) > 1 and self._is_missing(policy):
             free = self.without_held_out(self.state.holdout, policy)[-1]
-            await self._drain(free)
+            # No session of the control may sample with it: new calls go elsewhere, and running ones are waited for.
+            await asyncio.gather(self.pool.drain(free, DRAIN_SECONDS), self.reserve(free))
             await self.loader.exchange(free, policy, active)
 
     def _is_missing(self, policy: PolicyVersion) -> bool:
         """Return whether no engine samples with a version of whole weights."""
         is_full = policy.kind is PolicyKind.FULL
         return is_full and all(engine.base_lane.version != policy.version for engine in self.pool.serving)
-
-    async def _drain(self, engine: Engine) -> None:
-        """Route new calls to other engines and wait for the running ones: no control session may sample the canary."""
-        await asyncio.gather(self.pool.drain(engine, DRAIN_SECONDS), self.reserve(engine))
 
     async def _check_drift(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Check that a version is near enough to the served one for a trial.
@@ -267,30 +259,23 @@ class Arms(Activation):
         if nats > limit:
             raise ReloadFailed(f"it is {nats:.3g} nats a token from the served version; the limit is {limit:g}")
 
-    async def _withdraw(self, policy: PolicyVersion, active: PolicyVersion, reason: str) -> None:
-        """Roll a version back and mark it failed."""
-        log.error("policy version %d is rolled back: %s", policy.version, reason)
-        await self._end("rolled_back", policy, active, policies.fail_policy, f"{policies.ROLLED_BACK}: {reason}")
+    async def _end(self, policy: PolicyVersion, active: PolicyVersion | None, reason: str | None = None) -> None:
+        """End a trial: roll its version back, or without a reason end it without a verdict.
 
-    async def _end(
-        self,
-        outcome: str,
-        policy: PolicyVersion,
-        active: PolicyVersion | None,
-        change: Callable[..., object],
-        *arguments: str,
-    ) -> None:
-        """End a trial: restore the engines that have its whole weights, record its end, and only then route to them.
-
-        An adapter is unloaded once it has no calls.
+        The engines that have its whole weights are restored, its end is recorded, and only then calls are routed to
+        them. An adapter is unloaded once it has no calls.
         """
         for engine in self.pool.serving:
             if active is not None and engine.base_lane.version == policy.version:
                 try:
                     await self.loader.exchange(engine, active, None)
                 except (BadCheckpoint, EngineError, FilesNotRead) as error:
-                    self.loader.take_out(engine, error)
-        await self.lease.write(change, policy.version, *arguments)
+                    engine.take_out(error)
+        if reason is None:
+            await self.lease.write(policies.reconsider_policy, policy.version)
+        else:
+            log.error("policy version %d is rolled back: %s", policy.version, reason)
+            await self.lease.write(policies.fail_policy, policy.version, f"{policies.ROLLED_BACK}: {reason}")
         await self.pool.refresh()
         self.stop_draining()
-        self.metrics.canaries.labels(outcome).inc()
+        self.metrics.canaries.labels("called_off" if reason is None else "rolled_back").inc()

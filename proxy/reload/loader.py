@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
-from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
@@ -251,7 +250,7 @@ class Loader:
     async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: Exception) -> None:
         """Load the last good version before new calls are admitted."""
         if last_good is None:
-            self.take_out(engine, cause)
+            engine.take_out(cause)
             return
         try:
             if isinstance(cause, EngineUnavailable):
@@ -259,7 +258,7 @@ class Loader:
             await self.load(engine, last_good, await self.receive(engine, last_good))
             await engine.resume()
         except (BadCheckpoint, EngineError, FilesNotRead) as error:
-            self.take_out(engine, error)
+            engine.take_out(error)
 
     async def load_at_call(self, engine: Engine, version: int) -> Lane:
         """Return the lane of an adapter; load it if the engine lacks it. Calls at the same time share one load.
@@ -282,11 +281,6 @@ class Loader:
         policy = await self._database.fetch(policies.get_policy, version)
         self._metrics.adapter_loads.inc()
         return await engine.load_adapter(version, policy.path, seconds=self._settings.reload_timeout_seconds)
-
-    def take_out(self, engine: Engine, why: Exception | str) -> None:
-        """Route no calls to an engine until the reloader has admitted it again."""
-        engine.change(EngineState.ABSENT)
-        log.error("the engine at %s is taken out: %s", engine.url, why)
 
 
 def own_model(engine: Engine) -> PolicyVersion:

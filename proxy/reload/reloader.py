@@ -189,7 +189,7 @@ class Reloader:
             if isinstance(outcome, EngineUnsuitable):
                 engine.change(EngineState.UNSUITABLE)
             elif isinstance(outcome, EngineError) and engine.is_serving:
-                self._loader.take_out(engine, outcome)
+                engine.take_out(outcome)
             _note_problem(engine, outcome)
         for outcome in outcomes:
             is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead | None)
@@ -199,7 +199,7 @@ class Reloader:
     async def _check(self, engine: Engine) -> None:
         await engine.check_health()
         if engine.is_serving and await self._has_lost_weights(engine):
-            self._loader.take_out(engine, "it was restarted, and has the weights that it started with")
+            engine.take_out("it was restarted, and has the weights that it started with")
         if not engine.is_serving:
             await self._admit(engine)
         elif engine.adapters:
