@@ -86,7 +86,7 @@ class DriverLease:
                 self.token = None
                 if not is_kept:
                     with contextlib.suppress(StoreError):  # the lease then ends when it expires
-                        await self._change(leases.release_lease, token)
+                        await self._change(leases.renew_lease, token, 0)
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
         """Renew the lease until cancelled; cancel the driver when that is no longer possible."""

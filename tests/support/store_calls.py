@@ -102,7 +102,6 @@ def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archived_rows.Row]]:
 def _archive(conn: sa.Connection) -> None:
     """Move sessions that are over out of the tables and back."""
     rows_of = _rows_to_archive(conn)
-    conn.execution_options(yield_per=0, stream_results=False)  # reading rows in portions has changed them
     retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
     while retention.sweep(conn):
         pass
@@ -151,7 +150,7 @@ def _lease(conn: sa.Connection) -> None:
     assert leases.acquire_lease(conn, "reload", "two", 60) is None
     assert token is not None
     leases.under_lease(conn, "reload", token, 60, policies.activate_policy, 1)
-    leases.release_lease(conn, "reload", token)
+    leases.renew_lease(conn, "reload", token, 0)
 
 
 def _pins(conn: sa.Connection) -> None:

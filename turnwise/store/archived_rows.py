@@ -19,14 +19,12 @@ OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels)
 """Tables with rows of sessions, besides their own."""
 TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}
 """All archived tables, by name."""
-_ORDER = {turns.name: turns.c.seq, rewards.name: rewards.c.reward_id}
-"""The order of a session's rows, where it matters."""
 ROWS_AT_ONCE = 256
 """Rows that are held in memory."""
 
 
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
-    """Yield the rows of one table that belong to these sessions.
+    """Yield the rows of one table that belong to these sessions, those of a session in the order of the primary key.
 
     Args:
         conn: A transaction.
@@ -36,11 +34,8 @@ def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]
     table = TABLES[table_name]
     key = table.c.group_pk if table is groups else table.c.session_pk
     wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
-    order = [key, *([_ORDER[table_name]] if table_name in _ORDER else [])]
-    rows = conn.execution_options(yield_per=ROWS_AT_ONCE).execute(
-        sa.select(table).where(is_among(conn.dialect, key, wanted)).order_by(*order),
-    )
-    for row in rows:
+    found_rows = sa.select(table).where(is_among(conn.dialect, key, wanted)).order_by(key, *table.primary_key)
+    for row in conn.execute(found_rows, execution_options={"yield_per": ROWS_AT_ONCE}):
         yield dict(row._mapping)  # noqa: SLF001  SQLAlchemy's public name
 
 

@@ -50,8 +50,11 @@ def acquire_lease(
 def renew_lease(
     conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
 ) -> bool:
-    """Extend the lease; return False if another process has acquired it."""
-    return _extend(conn, name, fencing_token, clock(conn, now) + int(seconds * 1e6))
+    """Extend the lease, or with 0 seconds release it; return False if another process has acquired it."""
+    lease = tables.leases
+    held = lease.c.name == name, lease.c.fencing_token == fencing_token
+    expires_at = clock(conn, now) + int(seconds * 1e6)
+    return conn.execute(sa.update(lease).where(*held).values(expires_at=expires_at)).rowcount == 1
 
 
 def under_lease(
@@ -65,15 +68,3 @@ def under_lease(
     if not renew_lease(conn, name, fencing_token, seconds):
         raise LeaseLost(f"another process has taken over the lease {name!r}; this one follows it now")
     return change(conn, *arguments)
-
-
-def release_lease(conn: sa.Connection, name: str, fencing_token: int) -> bool:
-    """Release the lease; return False if another process has acquired it."""
-    return _extend(conn, name, fencing_token, 0)
-
-
-def _extend(conn: sa.Connection, name: str, fencing_token: int, expires_at: int) -> bool:
-    """Set the end of a lease; return False if another process has acquired it."""
-    lease = tables.leases
-    held = lease.c.name == name, lease.c.fencing_token == fencing_token
-    return conn.execute(sa.update(lease).where(*held).values(expires_at=expires_at)).rowcount == 1

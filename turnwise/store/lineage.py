@@ -158,17 +158,25 @@ def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *,
 
 
 def turn_views(
-    turns_in_order: Sequence[Turn], lines: Iterable[Reward], *, first: int = 0, whole_prompt: bool = True
+    turns_in_order: Sequence[Turn],
+    lines: Iterable[Reward],
+    updates_of: Sequence[tuple[TrainedIn, Mapping[str, float]]] = (),
+    *,
+    first: int = 0,
+    whole_prompt: bool = True,
 ) -> list[TurnView]:
     """Return each turn from `seq` `first` on with its whole prompt, or the part that it adds to its parent's prompt.
 
     Args:
         turns_in_order: Turns of one session in order of `seq`, for whole prompts with all their ancestors.
         lines: The session's reward lines in order of arrival.
+        updates_of: The updates that trained it, as `trained.trained_in` returns them.
         first: The `seq` of the first turn that is returned.
         whole_prompt: Whether each turn has its whole prompt.
     """
-    rewards_for = _by_target(lines)
+    rewards_for: dict[str | int | None, list[Reward]] = defaultdict(list)
+    for line in lines:
+        rewards_for[line.turn_id if line.turn_id is not None else line.step].append(line)
     by_id = {turn.turn_id: turn for turn in turns_in_order}
     views = []
     for turn in turns_in_order:
@@ -188,24 +196,17 @@ def turn_views(
                 messages=messages + turn.messages,
                 tools=path[-1].tools,
                 prompt_token_ids=np.concatenate([*tokens, turn.prompt_delta]),
-                rewards=_lines_of(turn, rewards_for),
+                trained_in=tuple(
+                    TrainedTurn(**dataclasses.asdict(update), advantage=advantages[turn.turn_id])
+                    for update, advantages in updates_of
+                    if turn.turn_id in advantages
+                ),
+                rewards=tuple(
+                    sorted(rewards_for[turn.turn_id] + rewards_for[turn.step], key=lambda line: line.reward_id or 0)
+                ),
             )
         )
     return views
-
-
-def _by_target(lines: Iterable[Reward]) -> Mapping[str | int | None, list[Reward]]:
-    """Return the lines, keyed by their turn or step."""
-    by_target: dict[str | int | None, list[Reward]] = defaultdict(list)
-    for line in lines:
-        by_target[line.turn_id if line.turn_id is not None else line.step].append(line)
-    return by_target
-
-
-def _lines_of(turn: Turn, by_target: Mapping[str | int | None, list[Reward]]) -> tuple[Reward, ...]:
-    """Return the lines for a turn and its step, in order of arrival."""
-    own = [*by_target.get(turn.turn_id, ()), *by_target.get(turn.step, ())]
-    return tuple(sorted(own, key=lambda line: line.reward_id or 0))
 
 
 def _with_parents(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.ColumnElement[bool]]:

@@ -43,20 +43,22 @@ def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
         NotFound: a session or a parent is not stored.
         Conflict: another session has a turn with this id.
     """
-    states = _lock(conn, set(map(_session_of, batch)))
+    locked = queries.lock_sessions(conn, set(map(_session_of, batch)))
+    states = {(session.tenant, session.session_id): _SessionState(session) for session in locked}
     session_of_turn, open_chains = _stored_turns(conn, batch)
     stored_keys = _stored_keys(conn, batch, states)
     added: list[bool] = []
     for row in batch:
         state = states[_session_of(row)]
+        session_pk = state.stored.session_pk
         turn_id, parent_id = row["turn_id"], row["parent_turn_id"]
-        added.append(not _is_replay(row, state.session_pk, session_of_turn, stored_keys))
+        added.append(not _is_replay(row, session_pk, session_of_turn, stored_keys))
         if not added[-1]:
             continue
-        if parent_id is not None and session_of_turn.get(parent_id) != state.session_pk:
+        if parent_id is not None and session_of_turn.get(parent_id) != session_pk:
             raise NotFound(f"turn {turn_id!r} extends {parent_id!r}, which its session does not hold")
-        session_of_turn[turn_id] = state.session_pk
-        stored_keys.add((state.session_pk, row["request_key"]))
+        session_of_turn[turn_id] = session_pk
+        stored_keys.add((session_pk, row["request_key"]))
         # Of several turns that extend one turn at the same time, the first continues its chain.
         row["chain_id"] = turn_id if parent_id is None else open_chains.pop(parent_id, turn_id)
         open_chains[turn_id] = row["chain_id"]
@@ -99,36 +101,26 @@ _COUNT = (
 class _SessionState:
     """A locked session to which turns are appended."""
 
-    session_pk: int
-    is_open: bool
-    num_turns: int
+    stored: queries.LockedSession
     num_new: int = 0
     num_new_chains: int = 0
     last_active_at: int = 0
 
     def place(self, row: dict[str, Any]) -> None:
         """Set a turn's place in the session."""
-        seq = self.num_turns + self.num_new
+        seq = self.stored.num_turns + self.num_new
         self.num_new += 1
         self.num_new_chains += row["chain_id"] == row["turn_id"]
         self.last_active_at = max(self.last_active_at, row["created_at"])
-        row["session_pk"], row["seq"] = self.session_pk, seq
+        row["session_pk"], row["seq"] = self.stored.session_pk, seq
         if row["step"] is None:
             row["step"] = seq
-        if not self.is_open and row["outcome"] in TRAINABLE_OUTCOMES:
+        if self.stored.status != SessionStatus.OPEN and row["outcome"] in TRAINABLE_OUTCOMES:
             row["outcome"], row["reason"] = Outcome.UNTRAINABLE.value, SESSION_ENDED
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return the session's values in `_COUNT`."""
-        return self.num_new, self.num_new_chains, self.last_active_at, self.session_pk
-
-
-def _lock(conn: sa.Connection, wanted: set[SessionKey]) -> dict[SessionKey, _SessionState]:
-    locked = queries.lock_sessions(conn, wanted) if wanted else []
-    return {
-        (row.tenant, row.session_id): _SessionState(row.session_pk, row.status == SessionStatus.OPEN, row.num_turns)
-        for row in locked
-    }
+        return self.num_new, self.num_new_chains, self.last_active_at, self.stored.session_pk
 
 
 def _stored_turns(conn: sa.Connection, batch: Sequence[TurnRow]) -> tuple[dict[str, int], dict[str, str]]:
@@ -148,7 +140,7 @@ def _stored_keys(
     """Return the stored ones of the batch's request keys, with their sessions."""
     keyed = [row for row in batch if row["request_key"] is not None]
     names = {
-        "session_pk": [states[_session_of(row)].session_pk for row in keyed],
+        "session_pk": [states[_session_of(row)].stored.session_pk for row in keyed],
         "request_key": [row["request_key"] for row in keyed],
     }
     return set(fetch_rows(conn, turns, tuple(names), names)) if keyed else set()

@@ -18,7 +18,7 @@ from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, named_policies, pages, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
-from turnwise.store.lineage import TrainedTurn, TurnView
+from turnwise.store.lineage import TurnView
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch_rows
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
@@ -194,22 +194,8 @@ def _views(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_
     seq = tables.turns.c.seq
     found = lineage.session_turns(conn, session_pk, seq >= first, seq < end, with_ancestors=whole_prompt)
     lines = lineage.rewards_of(conn, [session_pk])[session_pk]
-    updates_of = trained.trained_in(conn, [session_pk]).get(session_pk, ())
-    return [
-        dataclasses.replace(
-            view,
-            trained_in=tuple(
-                TrainedTurn(
-                    update_id=update.update_id,
-                    policy_version=update.policy_version,
-                    advantage=advantages[view.turn.turn_id],
-                )
-                for update, advantages in updates_of
-                if view.turn.turn_id in advantages
-            ),
-        )
-        for view in lineage.turn_views(found, lines, first=first, whole_prompt=whole_prompt)
-    ]
+    updates_of = trained.trained_in(conn, [session_pk])[session_pk]
+    return lineage.turn_views(found, lines, updates_of, first=first, whole_prompt=whole_prompt)
 
 
 def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str]) -> dict[str, str]:

@@ -70,7 +70,13 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
             created_at=update.created_at,
             num_tokens=update.num_tokens,
             metrics=update.metrics,
-            dropped=_dropped(in_update[update.update_id]),
+            dropped=dict(
+                Counter(
+                    group.reason or "no reason"
+                    for group in in_update[update.update_id]
+                    if group.status is GroupStatus.DROPPED
+                )
+            ),
             reward=_mean([one.reward for _, one in judged[update.update_id]]),
             by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
             by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
@@ -89,11 +95,6 @@ def _periods(newest: Sequence[UpdateRecord]) -> dict[int, Period]:
             periods[update.update_id] = last[update.trainer_id], update.created_at
         last[update.trainer_id] = update.created_at
     return periods
-
-
-def _dropped(in_update: Iterable[trained.UpdateGroup]) -> dict[str, int]:
-    """Return the number of dropped groups of an update, by reason."""
-    return dict(Counter(group.reason or "no reason" for group in in_update if group.status is GroupStatus.DROPPED))
 
 
 def _judged_sessions(

@@ -14,7 +14,7 @@ from support.private_postgres import PrivatePostgres
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import ledger, queries, tables
 from turnwise.store.database import Database
-from turnwise.store.leases import acquire_lease, release_lease, renew_lease
+from turnwise.store.leases import acquire_lease, renew_lease
 from turnwise.types import Session
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
@@ -153,10 +153,10 @@ def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(databas
         assert acquire_lease(connection, "other", "b", 10, NOW) == 1
         assert acquire_lease(connection, "reload", "b", 10, NOW + 19 * SECOND) == 2
         assert not renew_lease(connection, "reload", 1, 10, NOW + 19 * SECOND)
-        assert not release_lease(connection, "reload", 1)
+        assert not renew_lease(connection, "reload", 1, 0, NOW + 19 * SECOND)
         assert renew_lease(connection, "reload", 2, 20, NOW + 19 * SECOND)
         assert acquire_lease(connection, "reload", "a", 10, NOW + 30 * SECOND) is None
-        assert release_lease(connection, "reload", 2)
+        assert renew_lease(connection, "reload", 2, 0, NOW + 30 * SECOND)
         assert acquire_lease(connection, "reload", "a", 10, NOW + 30 * SECOND) == 3
 
 

@@ -161,7 +161,7 @@ def steal_lease(stage: Stage, token: int | None) -> None:
     """Let another process take over the lease, as it does when this one is stopped for too long."""
     assert token is not None
     with stage.database.write() as connection:
-        leases.release_lease(connection, LEASE, token)
+        leases.renew_lease(connection, LEASE, token, 0)
         assert leases.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
 
 
