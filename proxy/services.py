@@ -30,8 +30,8 @@ from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.limits.bodies import Bodies
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
-from proxy.limits.counts import RecentCounts
 from proxy.metrics import Metrics
+from proxy.recent_counts import RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.reloader import Reloader
 from proxy.reload.version_files import VersionFiles

@@ -279,7 +279,8 @@ class Turn:
     role_reason: str | None = None
     """How the role was determined, or `corrected`."""
     policy_version_first: int = 0
-    """Policy version that sampled the first token; -1 for an imported reply, which no policy sampled."""
+    """Policy version that sampled the first token; -1 for an imported reply, which no policy sampled. A whole reply
+    does not show when its first token was sampled: this is the version that was served when its engine got the call."""
     policy_version_last: int = 0
     """Policy version that sampled the last token; differs from the first if a reload happened during the call."""
     history_digest: bytes = b""

@@ -7,6 +7,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -18,6 +19,8 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise_fake_engine.script import Reply, Rule
 
+from proxy.engines.http_client import Answer
+from proxy.engines.vllm.engine import Vllm
 from turnwise.processes.supervisor import is_ready
 from turnwise.types import Outcome
 
@@ -114,6 +117,24 @@ def test_a_client_that_varies_what_its_session_pins_extends_its_turns(tmp_path: 
         turns = http.get("/v1/sessions/s/turns").json()["data"]
     assert [(turn["outcome"], turn["reason"]) for turn in turns] == [("exact", None)] * 3
     assert [turn["parent_turn_id"] for turn in turns[1:]] == [turn["turn_id"] for turn in turns[:-1]]
+
+
+@pytest.mark.parametrize(("stream", "first"), [(True, 2), (False, 0)])
+def test_a_reload_before_the_first_token_shows_in_the_versions_of_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, first: int
+):
+    """The first token of a whole reply is not seen, so its first version is the one at its admission."""
+
+    async def sample_after_reload(engine: Vllm, *arguments: Any) -> Answer:
+        engine.apply_label("2")
+        return await sample(engine, *arguments)
+
+    sample = Vllm.sample
+    monkeypatch.setattr(Vllm, "sample", sample_after_reload)
+    with in_process_proxy(tmp_path) as (http, _):
+        http.post("/sessions/s/v1/chat/completions", json={**CHAT, "stream": stream}).raise_for_status()
+        (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
+    assert (turn["policy_version_first"], turn["policy_version_last"]) == (first, 2)
 
 
 @pytest.mark.parametrize("stream", [True, False])

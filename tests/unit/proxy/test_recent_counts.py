@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.ledger_samples import add_session
 
-from proxy.limits.counts import RecentCounts
+from proxy.recent_counts import RecentCounts
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus, report_status
 from turnwise.types import utc_now
