@@ -34,7 +34,7 @@ def add_ended(database: Database, *session_ids: str, tenant: str = "default", at
                 last_active_at=at,
             )
             ledger.create_session(connection, session)
-            ledger.end_session(connection, tenant, session_id, now=at)
+            ledger.end_session(connection, tenant, session_id)
 
 
 def session_ids(database: Database) -> set[str]:

@@ -17,7 +17,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -63,8 +63,9 @@ class Database:
         """`sqlite` or `postgresql`."""
         make = _sqlite_engine if self.dialect == "sqlite" else _postgresql_engine
         self._engine = make(parsed, pool_size, lock_timeout_seconds)
-        self._writer = self._engine.execution_options(**_WRITE_OPTIONS[self.dialect])
-        self._reader = self._engine.execution_options(**_READ_OPTIONS[self.dialect])
+        self._writer = self._engine.execution_options(begin="BEGIN IMMEDIATE")
+        of_reads = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        self._reader = self._engine.execution_options(**({} if self.dialect == "sqlite" else of_reads))
         # SQLite allows one writer. A queue here is fair; SQLite's own busy handler polls.
         self._write_lock: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
 
@@ -215,16 +216,6 @@ class Database:
             self._write_lock.release()
 
 
-_WRITE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "sqlite": {"begin": "BEGIN IMMEDIATE"},
-    "postgresql": {"isolation_level": "READ COMMITTED"},
-}
-_READ_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "sqlite": {"begin": "BEGIN"},
-    "postgresql": {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True},
-}
-
-
 def alembic_config() -> Config:
     """Return alembic's configuration for the migrations that were installed with this package."""
     from alembic.config import Config
@@ -364,6 +355,7 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
         pool_size=pool_size,
         max_overflow=0,
         pool_timeout=lock_timeout_seconds,
+        isolation_level="READ COMMITTED",
         # After a restart of the server, pooled connections are dead; a probe per transaction replaces them.
         pool_pre_ping=True,
         connect_args={

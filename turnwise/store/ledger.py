@@ -113,13 +113,7 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> None:
 
 
 def end_session(
-    conn: sa.Connection,
-    tenant: str,
-    session_id: str,
-    reason: str | None = None,
-    now: datetime.datetime | None = None,
-    *,
-    reward: Reward | None = None,
+    conn: sa.Connection, tenant: str, session_id: str, reason: str | None = None, *, reward: Reward | None = None
 ) -> Session:
     """End a session, with an optional last reward; ending it again changes only its rewards.
 
@@ -133,15 +127,20 @@ def end_session(
     if row.status == SessionStatus.EXPIRED:
         raise Conflict(f"session {session_id!r} has expired; create a new one", code="session_expired")
     if row.status == SessionStatus.OPEN:
-        instant = to_micros(now or utc_now())
-        conn.execute(
-            sa.update(sessions)
-            .where(sessions.c.session_pk == row.session_pk)
-            .values(status=SessionStatus.ENDED.value, termination_reason=reason, ended_at=instant)
-        )
-        if row.num_rewards > 0:
-            groups.finish(conn, [row])
+        _close(conn, [row], SessionStatus.ENDED, reason)
     return queries.session(conn, tenant, session_id)
+
+
+def _close(
+    conn: sa.Connection, found: Sequence[rows.StoredRow], status: SessionStatus, reason: str | None = None
+) -> None:
+    """Set the status of open sessions that are over now; those with a reward are finished."""
+    conn.execute(
+        sa.update(sessions)
+        .where(is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in found]))
+        .values(status=status.value, termination_reason=reason, ended_at=to_micros(utc_now()))
+    )
+    groups.finish(conn, [row for row in found if row.num_rewards > 0])
 
 
 def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime, *, limit: int = 500) -> list[SessionKey]:
@@ -156,25 +155,14 @@ def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime, *,
         Tenant and id of each, longest idle first.
     """
     idle = conn.execute(
-        sa.select(
-            sessions.c.session_pk,
-            sessions.c.tenant,
-            sessions.c.session_id,
-            sessions.c.group_pk,
-            sessions.c.num_rewards,
-        )
+        sa.select(*(sessions.c[name] for name in LockedSession._fields))
         .where(sessions.c.status == SessionStatus.OPEN.value, sessions.c.last_active_at < to_micros(idle_before))
         .order_by(sessions.c.last_active_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
     if idle:
-        conn.execute(
-            sa.update(sessions)
-            .where(is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in idle]))
-            .values(status=SessionStatus.EXPIRED.value, ended_at=to_micros(utc_now()))
-        )
-        groups.finish(conn, [row for row in idle if row.num_rewards > 0])
+        _close(conn, idle, SessionStatus.EXPIRED)
     return [(row.tenant, row.session_id) for row in idle]
 
 
