@@ -96,31 +96,11 @@ class Relay:
         unplanned = Plan(history=placement.conversation.history, between=NO_IDS)
         return Running(call, placement, unplanned, attempt, has_waited)
 
-    async def stored_turns(self, running: Running) -> list[Turn]:
-        """Return the turns, one per choice, that an earlier call with the same `Idempotency-Key` stored.
-
-        Raises:
-            Conflict: the key was used with another request.
-        """
-        call, session, identity = running.call, running.session, running.attempt.identity
-        if identity.idempotency_key is None:
-            return []
-
-        def read(connection: Connection) -> list[Turn]:
-            names = [identity.stored_key(index) for index in range(call.num_choices)]
-            own = session.tenant, session.session_id
-            found = [queries.stored_turn(connection, *own, request_key=name) for name in names]
-            return [turn for turn in found if turn is not None and turn.finish_reason is not None]
-
-        turns = await self._database.fetch(read)
-        for turn in turns:
-            check_same_request(identity, turn.request_digest)
-        return turns if len(turns) == call.num_choices else []
-
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
 
-        Whatever happens, the call is stored and counted with one outcome; if it cannot be stored it is counted as that.
+        A call under an `Idempotency-Key` whose reply is stored gets that. Any other call is stored and counted with one
+        outcome, whatever happens; if it cannot be stored it is counted as that.
 
         Args:
             running: the call.
@@ -128,13 +108,16 @@ class Relay:
 
         Raises:
             ClientLeft: the client closed its connection; what was sampled until then is stored.
-            Conflict: another process has stored its reply under the same `Idempotency-Key` while events were sent, or
-                that reply is not whole.
+            Conflict: the `Idempotency-Key` was used with another request, or another process has stored its reply under
+                it while events were sent, or that reply is not whole.
             TurnwiseError: no reply, a reply that broke off, or one that could not be stored; events may have been sent
                 by then.
             ProxyUnavailable: the server cancelled the call because it stops.
         """
         call = running.call
+        if call.idempotency_key is not None and (answer := await self._repeated(running)) is not None:
+            self._metrics.coalesced.inc()
+            return answer
         self._num_running += 1
         self.idle.clear()
         try:
@@ -250,23 +233,40 @@ class Relay:
                 "discard this stream and retry to get the stored reply",
                 code="idempotency_key_in_use",
             )
-        stored = await self.stored_turns(running)
-        if not stored:
+        running.call.restart_encoder()
+        answer = await self._repeated(running)
+        if answer is None:
             raise Conflict(
                 f"a reply to the Idempotency-Key {running.call.idempotency_key!r} is stored, but it is not whole; "
                 "retry with a new key",
                 code="idempotency_key_in_use",
             )
-        running.call.restart_encoder()
-        return await self.rebuild(running, stored)
+        return answer
 
-    async def rebuild(self, running: Running, stored: list[Turn]) -> bytes:
-        """Return the answer to a call from its stored turns, with the token ids and logprobs that it asks for."""
+    async def _repeated(self, running: Running) -> bytes | None:
+        """Return the answer to an earlier call under the same `Idempotency-Key`, from its turns, one for each choice.
+
+        It has the token ids and logprobs that this call asks for. None if no whole reply is stored.
+
+        Raises:
+            Conflict: the key was used with another request.
+        """
+        call, session, identity = running.call, running.session, running.attempt.identity
+
+        def read(connection: Connection) -> list[Turn]:
+            names = [identity.stored_key(index) for index in range(call.num_choices)]
+            own = session.tenant, session.session_id
+            found = [queries.stored_turn(connection, *own, request_key=name) for name in names]
+            return [turn for turn in found if turn is not None and turn.finish_reason is not None]
+
+        stored, prompt, template = await self._database.fetch(read), None, self._sessions.template
+        for turn in stored:
+            check_same_request(identity, turn.request_digest)
+        if len(stored) != call.num_choices:
+            return None
         running.version_first = stored[0].policy_version_first
-        call, template, prompt = running.call, self._sessions.template, None
         if call.wants_token_ids:
-            view = await self._database.fetch(queries.turn, running.session.tenant, stored[0].turn_id)
-            prompt = view.prompt_token_ids
+            prompt = (await self._database.fetch(queries.turn, session.tenant, stored[0].turn_id)).prompt_token_ids
         ids = {token for turn in stored for token in turn.token_ids.tolist()} if call.wants_logprobs else set()
         texts = template.token_texts(ids) if template is not None else {}
         return rebuilt_answer(call, stored, prompt, texts)

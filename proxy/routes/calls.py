@@ -137,7 +137,7 @@ class SampleEndpoint:
             if earlier is not None and earlier.answer is not None:
                 services.metrics.coalesced.inc()
                 reply.headers = {**earlier.headers}
-                await reply.again(earlier.answer, stream=reply.call.stream)
+                await (reply.part(earlier.answer, is_last=True) if reply.call.stream else reply.whole(earlier.answer))
             elif place.running is not None:
                 place.answer = await self._reply_to(place.running, reply)
         finally:
@@ -199,14 +199,6 @@ class SampleEndpoint:
 
     async def _reply_to(self, running: Running, reply: ReplySender) -> bytes:
         call, relay = running.call, self._services.relay
-        stored = [] if call.idempotency_key is None else await relay.stored_turns(running)
-        if stored:
-            self._services.metrics.coalesced.inc()
-            answer = await relay.rebuild(running, stored)
-            if not call.stream:
-                reply.headers[POLICY_VERSION] = str(running.version_first)
-            await reply.again(answer, stream=call.stream)
-            return answer
         if call.stream:
             with reply.kept_alive(self._services.settings.stream_keep_alive_seconds):
                 held = await relay.reply(running, reply.part)

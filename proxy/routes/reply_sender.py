@@ -43,13 +43,6 @@ class ReplySender:
         self.parts: list[bytes] = []
         """The events that were sent."""
 
-    async def again(self, answer: bytes, *, stream: bool) -> None:
-        """Send an answer that was sent before."""
-        if stream:
-            await self.part(answer, is_last=True)
-        else:
-            await self.whole(answer)
-
     async def whole(self, body: bytes) -> None:
         """Send a whole body."""
         self._started = True
