@@ -72,8 +72,8 @@ class Engine(EngineKind):
         """Where it loaded that model from."""
         self.problem: str | None = None
         """Why it gets no calls, as the last check found; None while it serves, and before the first check."""
-        self.same_models: dict[str, bool] = {}
-        """Whether a path names the same model as `model_path`, for each path that was compared since it came up."""
+        self.own_model = PolicyVersion(version=0, path="")
+        """That model as a version, with the digest of its files if they are on this machine too."""
         self.base_lane = Lane(self)
         """Samples with its base weights."""
         self.loaded_version: int | None = UNLABELLED

@@ -15,7 +15,7 @@ from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.loader import Loader, own_model, serves
+from proxy.reload.loader import Loader, serves
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, ReloadFailed, TurnwiseError
 from turnwise.store import policies
@@ -141,7 +141,6 @@ class Activation:
         """
         is_adapter = target.kind is PolicyKind.LORA
         engines = self.without_held_out(self._holdout_after(target), target)
-        await self.loader.compare_with_own_model(target, engines)
         behind = [engine for engine in engines if is_adapter or not serves(engine, target)]
         is_proven = len(behind) < len(engines) or (active is not None and active.version == target.version)
         seconds = 0.0
@@ -149,7 +148,7 @@ class Activation:
             await self.loader.check(target, behind[0])
         if behind and not is_proven:
             first = behind.pop(0)
-            seconds = await self.loader.exchange(first, target, active or own_model(first))
+            seconds = await self.loader.exchange(first, target, active or first.own_model)
         outcomes = await asyncio.gather(
             *(self.loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
         )

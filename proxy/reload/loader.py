@@ -10,7 +10,6 @@ them, while it serves calls as before; otherwise the engine reads the version's 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -60,24 +59,6 @@ class Loader:
         """Loads that calls wait for, by engine and version."""
         self._at_base: dict[str, Gap] = {}
         """How far each engine was from the trainer at version 0, by URL."""
-
-    async def compare_with_own_model(self, policy: PolicyVersion, engines: list[Engine]) -> None:
-        """Read once whether a version is the model that engines were started with, for `is_own_model`.
-
-        Only version 0 can be one. An engine that has loaded it is not asked for.
-
-        Raises:
-            FilesNotRead: its directory is being read; call again.
-            ReloadFailed: its directory could not be read, which may pass.
-        """
-        if policy.version != 0 or policy.kind is not PolicyKind.FULL:
-            return
-        for engine in engines:
-            path, own = policy.path, engine.model_path
-            if path != own and path not in engine.same_models and not has_loaded(engine, policy):
-                read = functools.partial(_is_same_model, path, own)
-                same = await self.files.read(("own model", path, own), path, read, seconds=PATIENCE_SECONDS)
-                engine.same_models[path] = same
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
@@ -177,7 +158,7 @@ class Loader:
 
     async def _load_adapter(self, engine: Engine, policy: PolicyVersion) -> float:
         probe = await self.probe(policy, engine)
-        paused = 0.0 if engine.has_own_model else await self._replace_weights(engine, own_model(engine), None)
+        paused = 0.0 if engine.has_own_model else await self._replace_weights(engine, engine.own_model, None)
         await self._compare_base(engine, probe)
         lane = await engine.load_adapter(policy.version, policy.path, seconds=self._settings.reload_timeout_seconds)
         await self._verify(lane, probe)
@@ -283,27 +264,21 @@ class Loader:
         return await engine.load_adapter(version, policy.path, seconds=self._settings.reload_timeout_seconds)
 
 
-def own_model(engine: Engine) -> PolicyVersion:
-    """Return the model that the engine was started with, as the version to restore where none was ever active."""
-    return PolicyVersion(version=0, path=engine.model_path)
-
-
 def is_own_model(policy: PolicyVersion, engine: Engine) -> bool:
-    """Return whether a version is the model that the engine was started with, as far as that was compared."""
+    """Return whether a version is the model that the engine was started with.
+
+    Only version 0 can be. If the engine's files are not on this machine, it is one that was published with a digest.
+    """
     if policy.version != 0 or policy.kind is not PolicyKind.FULL:
         return False
-    return policy.path == engine.model_path or engine.same_models.get(policy.path, False)
+    own = engine.own_model
+    is_same = policy.model_digest is not None and own.model_digest in (None, policy.model_digest)
+    return is_same or policy.path in (engine.model_path, own.path)
 
 
 def weights_path(policy: PolicyVersion, engine: Engine) -> str:
     """Return the directory that an engine loads a version's whole weights from."""
     return engine.model_path if is_own_model(policy, engine) else policy.path
-
-
-def _is_same_model(path: str, own: str) -> bool:
-    """Return whether a path names an engine's own model, which may exist only where the engine runs."""
-    place = Path(path)
-    return not place.is_dir() or place.resolve() == Path(own).resolve()
 
 
 def has_loaded(engine: Engine, policy: PolicyVersion) -> bool:

@@ -23,7 +23,7 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.arms import Arms
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.loader import Loader, own_model, serves
+from proxy.reload.loader import Loader, serves
 from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
@@ -87,8 +87,8 @@ class Reloader:
         self._arms = {DEFAULT_POLICY: self._default}
         """Of the default policy, and of each other one that has versions and is in use."""
         self._check_lock = asyncio.Lock()
-        self._adopted: set[str] = set()
-        """Paths of engines' own models that the database belongs to."""
+        self._own_models: dict[str, PolicyVersion] = {}
+        """The models that engines were started with, by path."""
         self._missed: tuple[int, float] | None = None
         """A version that a restarted engine cannot get, and since when, on the monotonic clock."""
 
@@ -230,7 +230,6 @@ class Reloader:
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
         self._transfers.forget_refusal(engine)
-        engine.same_models.clear()
         await engine.fetch_models()
         await engine.read_label()
         await self._adopt(engine)
@@ -238,8 +237,6 @@ class Reloader:
         state = self._default.state
         active = state.active
         served = [policy for policy in (active, state.canary, state.holdout) if policy is not None]
-        if active is not None and not any(serves(engine, policy) for policy in served):
-            await self._loader.compare_with_own_model(active, [engine])
         if self._settings.engine_sleep:
             if not await self._sleeper.bring_awake(engine, active):
                 return
@@ -251,7 +248,7 @@ class Reloader:
             async with self.lease.held() as is_driver:
                 if not is_driver:
                     return
-                await self._restore(engine, active or own_model(engine))
+                await self._restore(engine, active or engine.own_model)
         async with self._check_lock:  # the chat template is found once, with the first engine
             await self._check_engine(engine)
         engine.change(EngineState.READY)
@@ -260,23 +257,24 @@ class Reloader:
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, version)
 
     async def _adopt(self, engine: Engine) -> None:
-        """Let a new database belong to the engine's own model, if this machine has its files.
+        """Read which model the engine was started with, and let a new database belong to it if its files are here.
 
         Raises:
             EngineUnsuitable: the database belongs to another model, and the check is strict.
         """
-        if engine.model_path in self._adopted or self._settings.engine_check == "off":
-            return
-        base = await asyncio.to_thread(base_version, engine.model_path)
-        is_published = (Path(base.path) / MANIFEST).exists()
-        if base.model_digest is not None and not is_published:
+        base = self._own_models.get(engine.model_path)
+        if base is None:
+            base = await asyncio.to_thread(base_version, engine.model_path)
+            is_published = (Path(base.path) / MANIFEST).exists()
             try:
-                await self._writer.do(policies.adopt_base, base)
+                if base.model_digest is not None and not is_published and self._settings.engine_check != "off":
+                    await self._writer.do(policies.adopt_base, base)
             except SettingsError as error:
                 if self._settings.engine_check == "strict":
                     raise EngineUnsuitable(f"the engine at {engine.url}: {error}") from error
                 log.warning("the engine at %s: %s", engine.url, error)
-        self._adopted.add(engine.model_path)
+            self._own_models[engine.model_path] = base
+        engine.own_model = base
 
     async def _restore(self, engine: Engine, active: PolicyVersion) -> None:
         """Load the active version whatever the engine has loaded, and resume sampling: the driver may have died."""

@@ -12,7 +12,7 @@ import logging
 from proxy.engines.engine import LOADING, Engine
 from proxy.engines.pool import EnginePool
 from proxy.reload.driver_lease import DriverLease
-from proxy.reload.loader import own_model, weights_path
+from proxy.reload.loader import weights_path
 from proxy.reload.transfer import Transfers
 from turnwise.types import PolicyKind, PolicyVersion
 
@@ -77,7 +77,7 @@ class Sleeper:
         await engine.wake("weights", seconds=self._seconds)
         await engine.read_label()
         if engine.loaded_version is None:
-            served = active if active is not None and active.kind is PolicyKind.FULL else own_model(engine)
+            served = active if active is not None and active.kind is PolicyKind.FULL else engine.own_model
             await engine.load_weights(weights_path(served, engine), seconds=self._seconds)
             await engine.label_weights(served.version)
         await engine.wake("kv_cache", seconds=self._seconds)

@@ -12,6 +12,7 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
+from proxy.reload.loader import is_own_model
 from turnwise.errors import EngineUnavailable, Overloaded
 from turnwise.store.database import Database
 from turnwise.store.policies import ServingState
@@ -167,3 +168,23 @@ async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_i
     monkeypatch.setattr(engine, "weights_label", answer)
     await engine.read_label()
     assert (engine.loaded_version, pool.version_on(engine)) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("path", "digest", "own_digest", "is_own"),
+    [
+        ("/models/own", None, None, True),
+        ("/elsewhere", "a", "a", True),
+        ("/elsewhere", "a", "b", False),  # the engine was started with the directory of a later version
+        ("/elsewhere", "a", None, True),  # the engine's files are on another machine
+        ("/elsewhere", None, "a", False),  # it was published from a directory
+    ],
+)
+async def test_version_0_is_an_engines_own_model_by_its_digest_or_its_path(
+    pool: EnginePool, path: str, digest: str | None, own_digest: str | None, is_own: bool
+):
+    engine = pool.engines[0]
+    engine.model_path = "/models/own"
+    engine.own_model = PolicyVersion(version=0, path="/models/own", model_digest=own_digest)
+    assert is_own_model(PolicyVersion(version=0, path=path, model_digest=digest), engine) == is_own
+    assert not is_own_model(PolicyVersion(version=1, path=path, model_digest=digest), engine)
