@@ -78,6 +78,8 @@ class Engine(EngineKind):
         """Samples with its base weights."""
         self.loaded_version: int | None = UNLABELLED
         """Version of the base weights, from their label; None during an exchange, or after one that was interrupted."""
+        self.transfers_from = 0.0
+        """When weights from a trainer's memory may be sent to it, on the monotonic clock; later if it refused them."""
         self.adapters: dict[int, Lane] = {}
         """Its LoRA adapters by policy version, in the order of loading."""
         self.draining_since = 0.0

@@ -51,11 +51,10 @@ class EnginePool:
         wait_seconds: float = 0.0,
         gone_seconds: float = 30.0,
         access: Access | None = None,
-        kind: type[Engine] = Vllm,
     ) -> None:
-        self.kind = kind
-        self.engines = [
-            kind(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
+        self.kind: type[Engine] = Vllm
+        self.engines: list[Engine] = [
+            self.kind(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
         ]
         self.serving: list[Engine] = []
         """Engines that calls are routed to; another list after each change."""
@@ -247,13 +246,9 @@ class EnginePool:
         """Wait while no engine serves and one is expected; return whether one serves now."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._wait_seconds):
-                while not self.serving and self._is_one_expected():
+                while not self.serving and any(engine.state is EngineState.ABSENT for engine in self.engines):
                     await self._changed.wait()
         return bool(self.serving)
-
-    def _is_one_expected(self) -> bool:
-        """Return whether an engine may come back; one that is unsuitable does not."""
-        return any(engine.state is EngineState.ABSENT for engine in self.engines)
 
     async def admit(self, session: Session, version: PolicyVersion | None = None, *, has_waited: bool = False) -> Lane:
         """Wait for an engine, and return the lane that the call takes.

@@ -74,9 +74,9 @@ class Reloader:
         self._metrics = metrics
         self._check_engine = check_engine
         self.lease = DriverLease(database, writer)
-        self._transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
-        self._sleeper = Sleeper(pool, self._transfers, self.lease, seconds=settings.reload_timeout_seconds)
-        self._loader = Loader(database, settings, metrics, faults, self._transfers, announce)
+        transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
+        self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
+        self._loader = Loader(database, settings, metrics, faults, transfers, announce)
         pool.load_adapter = self._loader.load_at_call
 
         def arms_of(policy_id: int) -> Arms:
@@ -229,7 +229,7 @@ class Reloader:
 
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
-        self._transfers.forget_refusal(engine)
+        engine.transfers_from = 0.0  # it may have been restarted with other flags
         await engine.fetch_models()
         await engine.read_label()
         await self._adopt(engine)

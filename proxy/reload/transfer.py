@@ -18,7 +18,7 @@ import orjson
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Disconnected, HttpClient
 from proxy.metrics import Metrics
-from turnwise.errors import EngineError, EngineRefused, StoreError
+from turnwise.errors import EngineError, EngineRefused
 from turnwise.store import trainer_status
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, PolicyVersion
@@ -60,12 +60,10 @@ class Transfers:
         self._database = database
         self._metrics = metrics
         self._seconds = seconds
-        self._refused_until: dict[str, float] = {}
-        """Until when engines that refused a transfer are not asked again, by URL, on the monotonic clock."""
 
     async def offer(self, policy: PolicyVersion, engine: Engine) -> Offer | None:
         """Return where a version can be had for an engine; None if only from its directory."""
-        if policy.kind is not PolicyKind.FULL or time.monotonic() < self._refused_until.get(engine.url, 0.0):
+        if policy.kind is not PolicyKind.FULL or time.monotonic() < engine.transfers_from:
             return None
         answer = await self._first_answer(f"/versions/{policy.version}", ANSWER_SECONDS, lambda _: True)
         if answer is None:
@@ -98,9 +96,9 @@ class Transfers:
             problem = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
         except EngineError as error:
             problem = str(error)
-            self._refused_until[engine.url] = time.monotonic() + REFUSED_SECONDS
+            engine.transfers_from = time.monotonic() + REFUSED_SECONDS
             if isinstance(error, EngineRefused) and engine.says_it_takes_no_weights(error):
-                self._refused_until[engine.url] = math.inf
+                engine.transfers_from = math.inf
                 log.warning(
                     "the engine at %s was started without Turnwise's weight transfers, so it reads versions from their "
                     "directories until it is restarted; start it with `turnwise engine` to send them from memory",
@@ -131,10 +129,6 @@ class Transfers:
         ended = await ask_trainer(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
         return "the trainer ended" if ended is None else ended["error"]
 
-    def forget_refusal(self, engine: Engine) -> None:
-        """Ask an engine again, because it may have been restarted with other flags."""
-        self._refused_until.pop(engine.url, None)
-
     async def _first_answer(
         self, path: str, seconds: float, is_usable: Callable[[Json], bool]
     ) -> tuple[str, Json] | None:
@@ -143,7 +137,7 @@ class Transfers:
         All are asked at the same time, and those announced before it are not waited for: the address of a machine that
         is gone may not answer at all, and remains in the ledger until a trainer of its name starts again.
         """
-        urls = await self._urls()
+        urls = await self._database.fetch(trainer_status.weight_urls)
         asked = [asyncio.create_task(ask_trainer(url, "GET", path, {}, seconds)) for url in urls]
         try:
             for url, asking in zip(urls, asked, strict=True):
@@ -155,13 +149,6 @@ class Transfers:
             for asking in asked:
                 asking.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-
-    async def _urls(self) -> list[str]:
-        try:
-            return await self._database.fetch(trainer_status.weight_urls)
-        except StoreError as error:
-            log.warning("the addresses of weights could not be read: %s", error)
-            return []
 
 
 async def ask_trainer(url: str, method: str, path: str, body: Json, seconds: float) -> Json | None:
