@@ -200,7 +200,7 @@ def play_trl(model: Path, out: Path, given: argparse.Namespace) -> Observed:
 def play_turnwise(model: Path, out: Path, given: argparse.Namespace) -> Observed:
     """Train with `turnwise recipe`."""
     from turnwise.settings import variable_name
-    from turnwise.store import queries
+    from turnwise.store import queries, trained
     from turnwise.store.database import Database
     from turnwise.store.experiences import SessionFilter
     from turnwise.types import Split
@@ -225,7 +225,7 @@ def play_turnwise(model: Path, out: Path, given: argparse.Namespace) -> Observed
                 num_tokens = sum(len(view.turn.token_ids) for view in turns)
                 observed.sessions.append((each.ended_at.timestamp(), each.reward or 0.0, num_tokens))
         observed.sessions.sort()
-        updates = queries.updates_after(connection, 0)
+        updates = trained.updates_after(connection, 0)
         observed.updates = [(each.created_at.timestamp(), each.num_tokens) for each in updates]
     database.close()
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))

@@ -42,7 +42,7 @@ from turnwise.store import (
     groups,
     named_policies,
     policies,
-    queries,
+    trained,
     trainer_status,
 )
 from turnwise.store.database import Connection, Database, clock
@@ -316,7 +316,7 @@ class LedgerSource:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, self._rule.trainer_id)
         with self._db.write() as conn:
             policies.adopt_base(conn, base)
-            last = queries.last_update(conn, policy_id=self.policy_id)
+            last = trained.last_update(conn, policy_id=self.policy_id)
             lost = policies.fail_unwritten(conn, last.policy_version if last else 0, self.policy_id)
         for version in lost:
             log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
@@ -328,15 +328,15 @@ class LedgerSource:
 
     def last_update(self) -> UpdateRecord | None:
         """Return the policy's update that was committed last."""
-        return self._found(lambda conn: queries.last_update(conn, policy_id=self.policy_id))
+        return self._found(lambda conn: trained.last_update(conn, policy_id=self.policy_id))
 
     def updates_after(self, update_id: int) -> list[UpdateRecord]:
         """Return the policy's updates that were committed after this one, oldest first."""
-        return self._found(lambda conn: queries.updates_after(conn, update_id, self.policy_id))
+        return self._found(lambda conn: trained.updates_after(conn, update_id, self.policy_id))
 
     def next_update_id(self) -> int:
         """Return the id after those of the ledger and those that this process has given to any policy."""
-        last = self._found(queries.last_update)
+        last = self._found(trained.last_update)
         return self._update_ids.after(last.update_id if last else 0)
 
     def newest_version(self) -> int:

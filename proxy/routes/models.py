@@ -23,9 +23,8 @@ from turnwise.store.lineage import TrainedTurn
 from turnwise.store.named_policies import PolicySummary
 from turnwise.store.queries import Counts
 from turnwise.store.summaries import Summary
-from turnwise.store.trained import TrainedSession, UpdateGroup
+from turnwise.store.trained import TrainedSession, UpdateGroup, UpdateSummary
 from turnwise.store.trainer_status import TrainerState
-from turnwise.store.update_summaries import UpdateSummary
 from turnwise.types import (
     Feedback,
     Json,

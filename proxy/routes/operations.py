@@ -18,7 +18,7 @@ from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise import installation
 from turnwise.errors import ClientError, StoreError
-from turnwise.store import queries, trained, update_summaries
+from turnwise.store import queries, trained
 from turnwise.store.database import Connection
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses
 
@@ -135,7 +135,7 @@ async def summarise_updates(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> Response:
     """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
-    return page(await services.database.fetch(update_summaries.summarise_updates, principal.tenant, limit=limit))
+    return page(await services.database.fetch(trained.summarise_updates, principal.tenant, limit=limit))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))
@@ -195,7 +195,7 @@ def _read_gauges(services: Services) -> None:
     """Set the gauges that come from the store."""
     with services.database.read() as connection:
         unfinished = queries.unfinished_groups(connection)
-        update = queries.last_update(connection)
+        update = trained.last_update(connection)
         trainers = collections.Counter(each.state for each in trainer_statuses(connection))
     for state in TrainerState:
         services.metrics.trainers.labels(state.value).set(trainers[state])

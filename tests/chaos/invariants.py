@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from chaos.agents import CompleteReply, Observed
 from chaos.world import World
 
-from turnwise.store import experiences, queries, tables
+from turnwise.store import experiences, queries, tables, trained
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
 from turnwise.types import Outcome
@@ -36,7 +36,7 @@ def times_trained(database: Database) -> Counter[str]:
     """Return how often each turn was trained, by the records of the updates."""
     counts: Counter[str] = Counter()
     with database.read() as connection:
-        for record in queries.updates(connection, limit=ALL)[0]:
+        for record in trained.updates(connection, limit=ALL)[0]:
             counts.update(record.metrics["turn_ids"])
     return counts
 

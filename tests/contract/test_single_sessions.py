@@ -11,7 +11,7 @@ from support.trainer_ledger import make_model, settings_for, train
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
-from turnwise.store import queries
+from turnwise.store import queries, trained
 from turnwise.store.database import Database
 
 SYSTEM = {"role": "system", "content": "You are the help desk of a shop."}
@@ -45,7 +45,7 @@ def test_rated_calls_without_a_group_become_a_version(
     database = Database(proxy.database_url)
     with database.read() as connection:
         assert queries.counts(connection).groups == {"trained": 4}
-        update = queries.last_update(connection)
+        update = trained.last_update(connection)
     database.close()
     assert update is not None
     assert (update.metrics["num_single_sessions"], update.metrics["num_uniform_groups"]) == (4, 0)

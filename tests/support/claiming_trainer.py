@@ -61,7 +61,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     from trainer.pacing import Position, SourceRule
     from trainer.source import FinishedBatch, LedgerSource
     from turnwise.errors import LeaseLost
-    from turnwise.store import queries
+    from turnwise.store import trained
     from turnwise.store.database import Database
 
     database = Database(url, lock_timeout_seconds=60)
@@ -83,7 +83,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     source = LedgerSource(database, rule)
     source.open(types.PolicyVersion(version=0, path="base"))
     with database.read() as connection:
-        last = next((each for each in queries.updates(connection, limit=10_000)[0] if each.trainer_id == name), None)
+        last = next((each for each in trained.updates(connection, limit=10_000)[0] if each.trainer_id == name), None)
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
     while (batch := source.next_batch(Position())) is not None:
         print(os.getpid(), "holds", flush=True)

@@ -48,7 +48,6 @@ from turnwise.store import (
     tables,
     trained,
     trainer_status,
-    update_summaries,
     usage,
 )
 from turnwise.store.engine_activity import Activity
@@ -332,14 +331,14 @@ OF_ALL: dict[str, Ask] = {
     "labelled sessions of all tenants": lambda c: queries.sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: queries.sessions(c, SessionFilter(split=Split.EVAL), limit=10),
     "the regression set": lambda c: evaluations.regression_set(c, 4, ["golden"], roles=set(Role)),
-    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), update_summaries.summarise_updates(c, "t")),
+    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), trained.summarise_updates(c, "t")),
     "updates": lambda c: trained.list_updates(c, "t"),
     "later updates": lambda c: (
         trained.list_updates(c, "t", after=9),
-        queries.updates(c, after=9, tenant="t"),
-        queries.updates_after(c, 9),
+        trained.updates(c, after=9, tenant="t"),
+        trained.updates_after(c, 9),
     ),
-    "the last update": lambda c: (queries.last_update(c), queries.last_update(c, policy_id=0)),
+    "the last update": lambda c: (trained.last_update(c), trained.last_update(c, policy_id=0)),
     "digests of an update": lambda c: trained.trained_digests(c, 1),
     "groups for the metrics": queries.unfinished_groups,
     "imported groups": groups.imported_groups,

@@ -358,11 +358,11 @@ def updates(limit: int, database: str | None, url: str | None, api_key: str | No
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import queries
+    from turnwise.store import trained
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        listed = [_with_metrics(values_of(each), *_SHOWN) for each in queries.updates(conn, limit=limit)[0]]
+        listed = [_with_metrics(values_of(each), *_SHOWN) for each in trained.updates(conn, limit=limit)[0]]
     print_stored(listed, "updates", place, as_json=as_json, columns=_UPDATE_COLUMNS)
 
 

@@ -22,7 +22,7 @@ from turnwise.store.lineage import TurnView
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import fetch_rows
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
-from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Session, SessionKey, Turn, UpdateRecord, utc_now
+from turnwise.types import Credit, GroupStatus, Session, SessionKey, Turn, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
 """How far back failed calls are counted."""
@@ -223,43 +223,6 @@ def stored_turn(
         .limit(1)
     ).one_or_none()
     return None if row is None else rows.TURNS.record(row)
-
-
-def updates(
-    conn: sa.Connection,
-    *,
-    limit: int = 100,
-    after: int | None = None,
-    tenant: str | None = None,
-    policy_id: int | None = None,
-) -> tuple[list[UpdateRecord], bool]:
-    """Return updates below `after`, newest first, and whether there are more.
-
-    With a tenant only those of the policies that it may read, with a policy only its own.
-    """
-    held = tables.updates.c
-    found = sa.select(tables.updates).order_by(held.update_id.desc())
-    if after is not None:
-        found = found.where(held.update_id < after)
-    if tenant is not None:
-        found = found.where(named_policies.is_shown_to(tenant, held.policy_id))
-    if policy_id is not None:
-        found = found.where(held.policy_id == policy_id)
-    page, has_more = pages.read(conn, found, limit)
-    return [rows.UPDATES.record(row) for row in page], has_more
-
-
-def updates_after(conn: sa.Connection, update_id: int, policy_id: int = DEFAULT_POLICY) -> list[UpdateRecord]:
-    """Return the updates of a policy above this one, oldest first."""
-    u = tables.updates.c
-    found = sa.select(tables.updates).where(u.update_id > update_id, u.policy_id == policy_id)
-    return [rows.UPDATES.record(row) for row in conn.execute(found.order_by(tables.updates.c.update_id))]
-
-
-def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateRecord | None:
-    """Return the newest update, of one policy or of all."""
-    newest, _ = updates(conn, limit=1, policy_id=policy_id)
-    return newest[0] if newest else None
 
 
 def unfinished_groups(conn: sa.Connection, *, limit: int = MOST_UNFINISHED) -> dict[str, int]:

@@ -1,20 +1,31 @@
-"""The sessions and turns that each update trained, with their advantages."""
+"""Updates: the sessions and turns that each trained, with their advantages, and each in a few numbers.
+
+The trainer's own metrics are of all tenants; groups and rewards are of one tenant.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import sqlalchemy as sa
 
-from turnwise.store import digests, named_policies, pages, rows
+from turnwise import credit
+from turnwise.store import digests, lineage, named_policies, pages, rows
+from turnwise.store.engine_activity import Period, idle_shares
 from turnwise.store.statements import insert_rows, is_among
-from turnwise.store.tables import groups, sessions, trained_sessions, turns, updates
-from turnwise.types import GroupStatus, SessionKey, TrainedIn, UpdateRecord
+from turnwise.store.tables import groups, sessions, trained_sessions, turns
+from turnwise.store.tables import updates as table
+from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Json, SessionKey, TrainedIn, UpdateRecord
 
 _ITEM_BYTES = 200
 """Bytes of a group or a session in an update, without advantages, roughly."""
+MAX_TASKS = 50
+"""Tasks of one answer: those with the most sessions."""
 Advantages = Mapping[str, float]
 """The advantage of each trained turn, by turn id."""
 
@@ -80,9 +91,48 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
     return digests.batch_digest(of_sessions)
 
 
+def updates(
+    conn: sa.Connection,
+    *,
+    limit: int = 100,
+    after: int | None = None,
+    tenant: str | None = None,
+    policy_id: int | None = None,
+    max_bytes: int | None = None,
+) -> tuple[list[UpdateRecord], bool]:
+    """Return updates below `after`, newest first, and whether there are more.
+
+    With a tenant only those of the policies that it may read, with a policy only its own; with `max_bytes` only the
+    first that fit into so many bytes with their groups and sessions.
+    """
+    held = table.c
+    found = sa.select(table).order_by(held.update_id.desc())
+    if after is not None:
+        found = found.where(held.update_id < after)
+    if tenant is not None:
+        found = found.where(named_policies.is_shown_to(tenant, held.policy_id))
+    if policy_id is not None:
+        found = found.where(held.policy_id == policy_id)
+    page, has_more = pages.read(conn, found, limit, size=_size(conn.dialect.name), max_bytes=max_bytes)
+    return [rows.UPDATES.record(row) for row in page], has_more
+
+
+def updates_after(conn: sa.Connection, update_id: int, policy_id: int = DEFAULT_POLICY) -> list[UpdateRecord]:
+    """Return the updates of a policy above this one, oldest first."""
+    u = table.c
+    found = sa.select(table).where(u.update_id > update_id, u.policy_id == policy_id)
+    return [rows.UPDATES.record(row) for row in conn.execute(found.order_by(table.c.update_id))]
+
+
+def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateRecord | None:
+    """Return the newest update, of one policy or of all."""
+    newest, _ = updates(conn, limit=1, policy_id=policy_id)
+    return newest[0] if newest else None
+
+
 def all_updates(conn: sa.Connection) -> list[UpdateRecord]:
     """Return all updates, oldest first."""
-    return [rows.UPDATES.record(row) for row in conn.execute(sa.select(updates).order_by(updates.c.update_id))]
+    return [rows.UPDATES.record(row) for row in conn.execute(sa.select(table).order_by(table.c.update_id))]
 
 
 def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, tuple[bytes | None, bytes | None]]:
@@ -143,11 +193,7 @@ def list_updates(
     Returns:
         The updates, of which the first fit into so many bytes, and whether there are more.
     """
-    below = sa.true() if after is None else updates.c.update_id < after
-    is_shown = named_policies.is_shown_to(tenant, updates.c.policy_id)
-    newest = sa.select(updates).where(below, is_shown).order_by(updates.c.update_id.desc())
-    page, has_more = pages.read(conn, newest, limit, size=_size(conn.dialect.name), max_bytes=max_bytes)
-    records = [rows.UPDATES.record(row) for row in page]
+    records, has_more = updates(conn, limit=limit, after=after, tenant=tenant, max_bytes=max_bytes)
     ids = [record.update_id for record in records]
     in_update, of_update = groups_of(conn, tenant, ids), _sessions(conn, tenant, ids)
     views = [
@@ -161,11 +207,11 @@ def list_updates(
 
 def _size(dialect: str) -> sa.ColumnElement[int]:
     """Return roughly the bytes of an update as JSON, with the groups and sessions of all tenants."""
-    num_groups = sa.select(sa.func.count()).where(groups.c.update_id == updates.c.update_id)
+    num_groups = sa.select(sa.func.count()).where(groups.c.update_id == table.c.update_id)
     of_sessions = sa.select(
         sa.func.coalesce(sa.func.sum(pages.size_of(dialect, trained_sessions.c.advantages) + _ITEM_BYTES), 0)
-    ).where(trained_sessions.c.update_id == updates.c.update_id)
-    own = pages.size_of(dialect, updates.c.metrics)
+    ).where(trained_sessions.c.update_id == table.c.update_id)
+    own = pages.size_of(dialect, table.c.metrics)
     return own + _ITEM_BYTES * num_groups.scalar_subquery() + of_sessions.scalar_subquery()
 
 
@@ -201,3 +247,104 @@ def _sessions(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Ma
             advantages=json.loads(row.advantages),
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of some sessions' rewards."""
+
+    mean: float
+    num_sessions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSummary:
+    """One update."""
+
+    update_id: int
+    trainer_id: str
+    policy_version: int
+    created_at: datetime.datetime
+    num_tokens: int
+    """Number of sampled tokens that carried loss."""
+    metrics: Json
+    dropped: Mapping[str, int]
+    """Number of this tenant's dropped groups, by reason."""
+    reward: Mean | None
+    """Of this tenant's sessions in it, those of dropped groups included; None without a rewarded one."""
+    by_task: Mapping[str, Mean]
+    by_name: Mapping[str, Mean]
+    """By the name of the reward; each is a part of the session's reward."""
+    engine_idle_share: float | None
+    """Share of the engines' serving seconds, since the trainer's update before, in which no call ran; None for the
+    first update of the list, and where no proxy has recorded it."""
+
+
+def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
+    """Return the newest updates, oldest first."""
+    newest, _ = updates(conn, limit=limit, tenant=tenant)
+    judged = {update.update_id: list(_judged_sessions(conn, tenant, update.update_id)) for update in newest}
+    sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
+    tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
+    in_update = groups_of(conn, tenant, list(judged))
+    idle = idle_shares(conn, _periods(newest))
+    return [
+        UpdateSummary(
+            update_id=update.update_id,
+            trainer_id=update.trainer_id,
+            policy_version=update.policy_version,
+            created_at=update.created_at,
+            num_tokens=update.num_tokens,
+            metrics=update.metrics,
+            dropped=dict(
+                Counter(
+                    group.reason or "no reason"
+                    for group in in_update[update.update_id]
+                    if group.status is GroupStatus.DROPPED
+                )
+            ),
+            reward=_mean([one.reward for _, one in judged[update.update_id]]),
+            by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
+            by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
+            engine_idle_share=idle.get(update.update_id),
+        )
+        for update in reversed(newest)
+    ]
+
+
+def _periods(newest: Sequence[UpdateRecord]) -> dict[int, Period]:
+    """Return the time since the update of the same trainer before it, for each update that follows one."""
+    periods: dict[int, Period] = {}
+    last: dict[str, datetime.datetime] = {}
+    for update in reversed(newest):
+        if update.trainer_id in last:
+            periods[update.update_id] = last[update.trainer_id], update.created_at
+        last[update.trainer_id] = update.created_at
+    return periods
+
+
+def _judged_sessions(
+    conn: sa.Connection, tenant: str, update_id: int
+) -> Iterable[tuple[str | None, credit.SessionCredit]]:
+    """Yield the task and the reward of each rewarded session of an update's groups."""
+    found = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.task_id, sessions.c.credit)
+        .join_from(groups, sessions, groups.c.group_pk == sessions.c.group_pk)
+        .where(groups.c.update_id == update_id, groups.c.tenant == tenant, sessions.c.num_rewards > 0)
+    ).all()
+    lines = lineage.rewards_of(conn, [row.session_pk for row in found])
+    for row in found:
+        yield row.task_id, credit.assign_credit([], lines[row.session_pk], Credit(row.credit))
+
+
+def _mean(values: Sequence[float]) -> Mean | None:
+    """Return the mean; None without values."""
+    return Mean(statistics.fmean(values), len(values)) if values else None
+
+
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, Mean]:
+    """Return the mean of the values of each name."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in named:
+        values[name].append(value)
+    return {name: Mean(statistics.fmean(each), len(each)) for name, each in sorted(values.items())}

@@ -25,7 +25,7 @@ import sqlalchemy as sa
 from support.claiming_trainer import LEASE_SECONDS
 from support.database_clock import DatabaseClock
 
-from turnwise.store import ledger, queries, tables
+from turnwise.store import ledger, queries, tables, trained
 from turnwise.store.database import Database
 from turnwise.types import Reward, Session, Turn
 
@@ -233,7 +233,7 @@ def acked(database: Database) -> Counter[str]:
     has_more = True
     while has_more:
         with database.read() as connection:
-            page, has_more = queries.updates(connection, after=after)
+            page, has_more = trained.updates(connection, after=after)
         for record in page:
             counts.update(record.metrics["turn_ids"])
         after = page[-1].update_id if page else after

@@ -87,7 +87,7 @@ def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
     made = defaultdict(list)
     db = new_ledger(directory / "ledger.db")
     with db.read() as conn:
-        for record in reversed(queries.updates(conn)[0]):
+        for record in reversed(trained.updates(conn)[0]):
             made[record.policy_id].append(Path(policies.get_policy(conn, record.policy_version).path))
     db.close()
     return made

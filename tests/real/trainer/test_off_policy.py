@@ -8,7 +8,7 @@ from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer
 from trainer.pacing import Position, SourceRule
 from trainer.source import LedgerSource
 from turnwise.errors import StoreUnavailable
-from turnwise.store import experiences, queries
+from turnwise.store import experiences, trained
 
 
 def workflow_for(tmp_path, model, **changes):
@@ -76,7 +76,7 @@ def test_a_sample_is_read_again_after_an_outage_of_the_database(tmp_path, model,
 
 def last_update(ledger):
     with ledger.read() as conn:
-        return queries.last_update(conn)
+        return trained.last_update(conn)
 
 
 def buffer_json(priorities):

@@ -17,7 +17,7 @@ from trainer import policies as trained_policies
 from trainer.update import Updates
 from turnwise.commands.cli import main
 from turnwise.errors import Conflict, EngineDisagrees
-from turnwise.store import named_policies, policies, queries
+from turnwise.store import named_policies, policies, queries, trained
 from turnwise.store.trainer_status import TrainerState, trainer_statuses
 from turnwise.version_directory import read_manifest
 
@@ -36,7 +36,7 @@ def play(db, model, policy_id, *, num_groups=6, **options):
 def updates(db):
     """Return policy and version of each update, oldest first."""
     with db.read() as conn:
-        return [(each.policy_id, each.policy_version) for each in reversed(queries.updates(conn)[0])]
+        return [(each.policy_id, each.policy_version) for each in reversed(trained.updates(conn)[0])]
 
 
 def adapter(db, version):

@@ -72,7 +72,7 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     assert groups_by_status(ledger) == {"trained": 6}
     with ledger.read() as conn:
         published, _ = policies.list_policies(conn)
-        record = queries.last_update(conn)
+        record = trained.last_update(conn)
         (newest, _), _ = trained.list_updates(conn, "default")
     assert [policy.version for policy in published] == [2, 1, 0]
     assert published[-1].path == str(model)
@@ -93,7 +93,7 @@ def test_a_version_is_published_from_memory_then_written_then_acknowledged(tmp_p
     def look():
         with ledger.read() as conn:
             newest = policies.list_policies(conn)[0][0]
-            seen.append((newest.version, newest.is_written, queries.last_update(conn) is not None))
+            seen.append((newest.version, newest.is_written, trained.last_update(conn) is not None))
 
     def noted(write):
         def write_noted(*args):
@@ -121,7 +121,7 @@ def test_a_version_that_was_not_written_fails_at_the_restart_and_its_number_is_n
     train(settings_for(tmp_path, model))
     with ledger.read() as conn:
         found = {policy.version: policy for policy in policies.list_policies(conn)[0]}
-        made = [record.policy_version for record in queries.updates(conn)[0]]
+        made = [record.policy_version for record in trained.updates(conn)[0]]
     assert (list(found), made) == ([3, 2, 1, 0], [3, 1])
     assert (found[2].status, found[2].error) == ("failed", policies.LOST)
 
@@ -133,7 +133,7 @@ def test_a_batch_is_not_acknowledged_where_its_version_could_not_be_written(tmp_
     with pytest.raises(OSError, match="no space left"):
         train(settings_for(tmp_path, model, total_batches=1))
     with ledger.read() as conn:
-        assert queries.last_update(conn) is None
+        assert trained.last_update(conn) is None
 
 
 def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, model, ledger):
@@ -190,7 +190,7 @@ def trained_weights(db):
     """Return the weights that each update made, by policy, and the groups by status."""
     made = defaultdict(list)
     with db.read() as conn:
-        for record in reversed(queries.updates(conn)[0]):
+        for record in reversed(trained.updates(conn)[0]):
             made[record.policy_id].append(policies.get_policy(conn, record.policy_version).path)
     return {
         policy_id: [load_file(next(Path(path).glob("*model.safetensors"))) for path in paths]
@@ -336,7 +336,7 @@ def test_a_refused_batch_behind_an_unwritten_state_is_acknowledged_with_it(tmp_p
     train(settings_for(tmp_path, model, checkpoint_every=3, kind_pattern=".*"))
     assert groups_by_status(ledger) == {"trained": 3, "dropped": 3}
     with ledger.read() as conn:
-        assert [(one.update_id, one.policy_version) for one in queries.updates(conn)[0]] == [(2, 1), (1, 1)]
+        assert [(one.update_id, one.policy_version) for one in trained.updates(conn)[0]] == [(2, 1), (1, 1)]
 
 
 def test_old_versions_are_deleted_but_never_one_in_use(tmp_path, model, ledger):
@@ -374,7 +374,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_logged(tmp_path, m
     assert lines[1]["loss"] is None
     assert all(bool(torch.isfinite(value).all()) for value in weights(tmp_path, 1).values())
     with ledger.read() as conn:
-        assert queries.last_update(conn).metrics["loss"] is None
+        assert trained.last_update(conn).metrics["loss"] is None
 
 
 def test_an_evaluation_follows_every_so_many_batches_and_is_recorded(tmp_path, model, ledger):

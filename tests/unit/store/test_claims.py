@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, ledger, policies, queries, tables
+from turnwise.store import claims, ledger, policies, tables, trained
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
@@ -126,10 +126,10 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
     assert (groups["a"].status, groups["a"].update_id, groups["a"].reason) == ("trained", 1, None)
     assert (groups["b"].status, groups["b"].update_id, groups["b"].reason) == ("dropped", 1, "gap")
     with database.read() as connection:
-        assert queries.last_update(connection, policy_id=0) == queries.last_update(connection)
-        recorded, has_more = queries.updates(connection)
+        assert trained.last_update(connection, policy_id=0) == trained.last_update(connection)
+        recorded, has_more = trained.updates(connection)
         assert policies.get_policy(connection, 1).update_id == 1
-        assert queries.updates(connection, after=1) == ([], False)
+        assert trained.updates(connection, after=1) == ([], False)
     assert ([one.update_id for one in recorded], has_more) == ([1], False)
     assert recorded[0].num_tokens == 2
 
@@ -145,7 +145,7 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
         ack(database, claimed, update(), policy=PolicyVersion(version=1, path="/1"))
     assert group_rows(database)["a"].status == "claimed"
     with database.read() as connection:
-        assert queries.last_update(connection) is None
+        assert trained.last_update(connection) is None
         with pytest.raises(NotFound):
             policies.get_policy(connection, 1)
 

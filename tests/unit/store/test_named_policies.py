@@ -29,7 +29,6 @@ from turnwise.store import (
     rows,
     tables,
     trained,
-    update_summaries,
 )
 from turnwise.store.database import Database
 from turnwise.types import (
@@ -241,11 +240,11 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
     with database.write() as conn:
         assert claims.ack(conn, held, record, adapter(3, a, update_id=1))
         assert not claims.ack(conn, held, record, adapter(3, a, update_id=1))
-        assert queries.last_update(conn, policy_id=b) is None
+        assert trained.last_update(conn, policy_id=b) is None
         assert (
-            queries.last_update(conn, policy_id=a) == queries.last_update(conn) == queries.updates_after(conn, 0, a)[0]
+            trained.last_update(conn, policy_id=a) == trained.last_update(conn) == trained.updates_after(conn, 0, a)[0]
         )
-        assert queries.updates_after(conn, 0, b) == []
+        assert trained.updates_after(conn, 0, b) == []
         assert policies.get_policy(conn, 3).policy_id == a
     assert claimed_groups(database, DEFAULT_POLICY) == ["d"]
 
@@ -260,9 +259,9 @@ def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
             conn.execute(sa.insert(tables.updates).values(**rows.UPDATES.row(update)))
     with database.read() as conn:
         for tenant, shown in (("a", [1, 0]), ("b", [2, 0]), ("c", [0])):
-            assert [each.update_id for each in queries.updates(conn, tenant=tenant)[0]] == shown
+            assert [each.update_id for each in trained.updates(conn, tenant=tenant)[0]] == shown
             assert [each.update.update_id for each in trained.list_updates(conn, tenant)[0]] == shown
-            assert [each.update_id for each in update_summaries.summarise_updates(conn, tenant)] == shown[::-1]
+            assert [each.update_id for each in trained.summarise_updates(conn, tenant)] == shown[::-1]
             state = changes.read_state(conn, tenant)
             assert [number for kind, number in state if kind == "policy"] == shown[::-1]
             assert [number for kind, number in state if kind == "update"] == shown[:1]

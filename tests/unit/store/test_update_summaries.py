@@ -6,7 +6,7 @@ from support.ledger_samples import add_session, update_record
 
 from turnwise.store import claims, experiences, ledger, queries
 from turnwise.store.database import Database
-from turnwise.store.update_summaries import Mean, summarise_updates
+from turnwise.store.trained import Mean, summarise_updates
 from turnwise.types import Credit, Reward
 
 
