@@ -180,7 +180,6 @@ async def read_conversation(
         owner: whose calls these are; None if nothing is used again.
     """
     pauses = _Pauses()
-    await pauses.pause()
     call.messages_json = await _encode(call.messages, pauses)
     earlier, hashed = None, blake3()
     if prefixes is not None and owner is not None:
@@ -199,6 +198,8 @@ async def read_conversation(
 
 async def _encode(messages: Sequence[Json], pauses: _Pauses) -> bytes:
     """Return the JSON array of messages as an engine accepts them."""
+    if len(messages) <= SLICE_MESSAGES:
+        return orjson.dumps(with_readable_arguments(messages))
     pieces = []
     for start in range(0, len(messages), SLICE_MESSAGES):
         pieces.append(orjson.dumps(with_readable_arguments(messages[start : start + SLICE_MESSAGES]))[1:-1])

@@ -172,7 +172,9 @@ def reply_digest(message: Json) -> bytes:
 def argument_digests(message: Json) -> frozenset[bytes]:
     """Return the digests of the texts among the arguments of a message's tool calls."""
     calls = message.get("tool_calls")
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    if not isinstance(calls, list):
+        return frozenset()
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
     given = [canonical_arguments(each.get("arguments")) for each in functions if isinstance(each, dict)]
     texts = (value for each in given if isinstance(each, dict) for value in each.values() if isinstance(value, str))
     return frozenset(text_digest(text) for text in texts if len(text) >= MIN_TASK)

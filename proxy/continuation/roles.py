@@ -35,7 +35,7 @@ class TextPattern(NamedTuple):
     def is_in(self, text: str) -> bool:
         """Return whether a text asks for it."""
         lowered = text.lower()
-        return any(word in lowered for word in self.words) and self.pattern.search(text) is not None
+        return any(map(lowered.__contains__, self.words)) and self.pattern.search(text) is not None
 
 
 SHIPPED_PROMPTS = (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -30,32 +29,34 @@ MAX_STRINGS = 131_072
 """Default of `max_json_strings`: most strings, keys included, in one request body."""
 
 
-@contextlib.contextmanager
-def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
+class cancelled_when_client_leaves:  # noqa: N801  used as a function
     """Cancel the block when the client closes its connection, whatever the block waits for.
 
     Raises:
         ClientLeft: in place of the cancellation.
     """
-    task = asyncio.current_task()
-    assert task is not None, "the block runs in a task"
 
-    def cancel(_: asyncio.Future[None]) -> None:
-        if is_inside:
-            task.cancel()
+    __slots__ = ("_left", "_task")
 
-    is_inside = True
-    left.add_done_callback(cancel)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not left.done():
-            raise
-        task.uncancel()
-        raise ClientLeft from None
-    finally:
-        is_inside = False
-        left.remove_done_callback(cancel)
+    def __init__(self, left: asyncio.Future[None]) -> None:
+        self._left = left
+        self._task: asyncio.Task[Any] | None = None
+        """The task that runs the block; None outside of the block."""
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._left.add_done_callback(self._cancel)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        task, self._task = self._task, None
+        self._left.remove_done_callback(self._cancel)
+        if isinstance(error, asyncio.CancelledError) and self._left.done() and task is not None:
+            task.uncancel()
+            raise ClientLeft from None
+
+    def _cancel(self, _: asyncio.Future[None]) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def read_body(receive: Receive, *, max_bytes: int) -> bytes:

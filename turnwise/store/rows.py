@@ -159,7 +159,8 @@ class RowFormat(Generic[R]):
         for name, encode in self._encoders:
             if row[name] is not None:
                 row[name] = encode(row[name])
-        return row | extra
+        row.update(extra)
+        return row
 
     def values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return some of a record's fields as columns."""
