@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -230,19 +230,7 @@ class Engine(EngineKind):
             EngineUnavailable: no answer within `seconds`.
             EngineRefused: an error status.
         """
-        raw = await self.ask_raw(method, path, b"" if body is None else orjson.dumps(body), seconds, query)
-        try:
-            return orjson.loads(raw) if raw else None
-        except orjson.JSONDecodeError:
-            return raw.decode(errors="replace")
-
-    async def ask_raw(self, method: str, path: str, data: bytes, seconds: float, query: Mapping[str, str]) -> bytes:
-        """Call a control route and return its answer.
-
-        Raises:
-            EngineUnavailable: no answer within `seconds`.
-            EngineRefused: an error status.
-        """
+        data = b"" if body is None else orjson.dumps(body)
         if query:
             path += "?" + urlencode(query)
         try:
@@ -254,7 +242,10 @@ class Engine(EngineKind):
             raise self._unavailable(error) from error
         if answer.status >= 400:
             raise EngineRefused(answer.status, raw)
-        return raw
+        try:
+            return orjson.loads(raw) if raw else None
+        except orjson.JSONDecodeError:
+            return raw.decode(errors="replace")
 
     async def fetch_models(self) -> None:
         """Read which model and which adapters it serves; an adapter that is loaded meanwhile stays."""

@@ -59,17 +59,13 @@ class EngineKind(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def count_tokens(self, request: bytes) -> int:
-        """Return the number of tokens of the prompt of a chat request.
+    async def tokenise(self, request: Json) -> list[int]:
+        """Return the prompt of a chat request.
 
         Raises:
-            EngineUnavailable: no answer in time, or one without the number.
+            EngineUnavailable: no answer in time, or one without the prompt.
             EngineRefused: an error status.
         """
-
-    @abc.abstractmethod
-    async def tokenise(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
-        """Return the prompt of a conversation, as `count_tokens` returns its length."""
 
     @abc.abstractmethod
     async def token_logprobs(

@@ -246,9 +246,13 @@ class EnginePool:
         """Wait while no engine serves and one is expected; return whether one serves now."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._wait_seconds):
-                while not self.serving and any(engine.state is EngineState.ABSENT for engine in self.engines):
+                while not self.serving and self._is_one_expected():
                     await self._changed.wait()
         return bool(self.serving)
+
+    def _is_one_expected(self) -> bool:
+        """Return whether an engine may come back; one that is unsuitable does not."""
+        return any(engine.state is EngineState.ABSENT for engine in self.engines)
 
     async def admit(self, session: Session, version: PolicyVersion | None = None, *, has_waited: bool = False) -> Lane:
         """Wait for an engine, and return the lane that the call takes.

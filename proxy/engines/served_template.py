@@ -86,8 +86,9 @@ async def find_template(engine: Engine, tokenizer: str | None, *, is_checked: bo
 async def _difference(engine: Engine, template: ChatTemplate) -> str | None:
     """Return the first conversation that is rendered differently, None if all are equal."""
     for messages, tools in CONVERSATIONS:
+        request: Json = {"model": engine.model, "messages": messages, "add_generation_prompt": True}
         try:
-            remote: list[int] | None = await engine.tokenise(messages, tools)
+            remote: list[int] | None = await engine.tokenise(request | ({"tools": tools} if tools else {}))
         except EngineRefused:
             remote = None
         try:

@@ -88,7 +88,7 @@ class QueryEndpoint:
         rendered |= {"messages": orjson.Fragment(call.messages_json), "model": engine.model}
         if arguments := template_arguments(call.body):
             rendered["chat_template_kwargs"] = arguments
-        return self._dialect.encode_count(await engine.count_tokens(orjson.dumps(rendered)))
+        return self._dialect.encode_count(len(await engine.tokenise(rendered)))
 
     async def _read_counted(self, raw: bytes, scope: Scope) -> Call:
         """Return the chat call whose prompt is counted."""

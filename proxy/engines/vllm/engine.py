@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import msgspec
 import orjson
 
 from proxy.continuation.plan import Plan
@@ -30,15 +29,6 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this."""
 LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
 """What vLLM answers without weight transfers, and with another backend than the plug-in's."""
-
-
-class Counted(msgspec.Struct):
-    """The field of the answer of `/tokenize` that is read."""
-
-    count: int
-
-
-_counts = msgspec.json.Decoder(Counted)
 
 
 class Vllm(Engine):
@@ -108,23 +98,12 @@ class Vllm(Engine):
         self.returns_routing |= captured.has_routing
         return list(map(without_thinking, shown)) if call.hides_thinking else shown
 
-    async def count_tokens(self, request: bytes) -> int:
-        """Return the number of tokens of a prompt; the ids that the answer has too are not decoded."""
-        raw = await self.ask_raw("POST", "/tokenize", request, 10.0, {})
-        try:
-            return _counts.decode(raw).count
-        except msgspec.DecodeError as error:
-            raise EngineUnavailable(
-                f"the engine at {self.url} answered no number of tokens: {raw[:80]!r}; retry"
-            ) from error
-
-    async def tokenise(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
-        """Return the prompt of a conversation."""
-        body: Json = {"model": self.model, "messages": messages, "add_generation_prompt": True}
-        if tools:
-            body["tools"] = tools
-        token_ids: list[int] = (await self.ask("POST", "/tokenize", body))["tokens"]
-        return token_ids
+    async def tokenise(self, request: Json) -> list[int]:
+        """Return the prompt of a chat request."""
+        answer = await self.ask("POST", "/tokenize", request)
+        if not isinstance(answer, dict) or "tokens" not in answer:
+            raise EngineUnavailable(f"the engine at {self.url} answered no tokens: {str(answer)[:80]!r}; retry")
+        return list(answer["tokens"])
 
     async def token_logprobs(
         self, model: str, token_ids: list[int], positions: list[int], parameters: Json | None = None
