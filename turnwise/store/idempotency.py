@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict
 from turnwise.store.rows import StoredRow, dump, to_micros
-from turnwise.store.statements import ROWS_AT_ONCE, delete_some, insert_ignoring
+from turnwise.store.statements import delete_some, insert_ignoring, is_among
 from turnwise.store.tables import idempotency
 from turnwise.types import SessionKey, utc_now
 
@@ -66,16 +65,13 @@ def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
     return delete_some(conn, idempotency, idempotency.c.created_at < to_micros(before))
 
 
-def forget_sessions(conn: sa.Connection, deleted: Iterable[SessionKey]) -> int:
+def forget_sessions(conn: sa.Connection, deleted: Sequence[SessionKey]) -> int:
     """Delete answers for deleted sessions, at most `ROWS_AT_ONCE`; return their number."""
-    ids: dict[str, list[str]] = defaultdict(list)
-    for tenant, session_id in deleted:
-        ids[tenant].append(session_id)
-    num_deleted = 0
-    for tenant, session_ids in ids.items():
-        own = idempotency.c.tenant == tenant, idempotency.c.session_id.in_(session_ids)
-        num_deleted += delete_some(conn, idempotency, *own, limit=ROWS_AT_ONCE - num_deleted)
-    return num_deleted
+    c, dialect = idempotency.c, conn.dialect
+    # The databases search by the first two conditions; the last one excludes other sessions of these tenants and ids.
+    tenants, ids = {tenant for tenant, _ in deleted}, {session_id for _, session_id in deleted}
+    is_searched = is_among(dialect, c.tenant, tenants), is_among(dialect, c.session_id, ids)
+    return delete_some(conn, idempotency, sa.and_(*is_searched, sa.tuple_(c.tenant, c.session_id).in_(deleted)))
 
 
 def _is_key(tenant: str, session_id: str, key: str) -> sa.ColumnElement[bool]:

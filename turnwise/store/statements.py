@@ -22,12 +22,10 @@ ROWS_AT_ONCE = 1000
 """Maximum number of small rows that one transaction deletes of a table."""
 
 
-def delete_some(
-    conn: sa.Connection, table: sa.Table, *wanted: sa.ColumnElement[bool], limit: int = ROWS_AT_ONCE
-) -> int:
-    """Delete some of the rows that satisfy the conditions; return how many were deleted."""
+def delete_some(conn: sa.Connection, table: sa.Table, wanted: sa.ColumnElement[bool]) -> int:
+    """Delete the first `ROWS_AT_ONCE` of the rows that satisfy the condition; return how many were deleted."""
     key = tuple(table.primary_key.columns)
-    some = sa.select(*key).where(*wanted).limit(limit)
+    some = sa.select(*key).where(wanted).limit(ROWS_AT_ONCE)
     return conn.execute(sa.delete(table).where(sa.tuple_(*key).in_(some))).rowcount
 
 
