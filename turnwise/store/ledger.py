@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import sqlalchemy as sa
@@ -54,24 +53,19 @@ def create_sessions(conn: sa.Connection, wanted: Sequence[Session]) -> list[Crea
     Returns:
         The result of each session.
     """
-    is_valid = [session.group_size is None or session.group_id is not None for session in wanted]
-    first = {_key(session): session for session in reversed(list(itertools.compress(wanted, is_valid)))}
+    first = {_key(session): session for session in reversed(wanted)}
     new = _insert_new(conn, first)
     results: list[Created] = []
-    for session, may_be_new in zip(wanted, is_valid, strict=True):
-        if not may_be_new:
-            message = f"group_size {session.group_size!r} needs a group_id; give one"
-            results.append(InvalidRequest(message, param="group_id"))
-        elif first[_key(session)] is not session:
-            results += create_sessions(conn, [session])
-        else:
-            result = new.get(_key(session))
-            if result is None or isinstance(result, Conflict):  # it is stored; another writer may have done so just now
-                try:
-                    result = queries.session(conn, session.tenant, session.session_id), False
-                except NotFound as missing:
-                    result = result or missing
-            results.append(result)
+    for session in wanted:
+        result = new.get(_key(session))
+        if first[_key(session)] is not session:
+            (result,) = create_sessions(conn, [session])
+        elif result is None or isinstance(result, Conflict):  # it is stored; another writer may have done so just now
+            try:
+                result = queries.session(conn, session.tenant, session.session_id), False
+            except NotFound as missing:
+                result = result or missing
+        results.append(result)
     return results
 
 
@@ -82,19 +76,24 @@ def _key(session: Session) -> SessionKey:
 def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> dict[SessionKey, Created]:
     """Insert those of the sessions that are new; return their results by their keys.
 
-    The rows are inserted in one order, so that two writers cannot deadlock.
+    Groups and sessions are written in the order of their ids, so that two writers cannot deadlock.
     """
+    results: dict[SessionKey, Created] = {
+        key: InvalidRequest(f"group_size {session.group_size!r} needs a group_id; give one", param="group_id")
+        for key, session in wanted.items()
+        if session.group_size is not None and session.group_id is None
+    }
     names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
     stored = set(fetch_rows(conn, sessions, tuple(names), names))
-    assigned = arms.assign(conn, [wanted[key] for key in sorted(wanted.keys() - stored)])
-    trained = {_key(session): session for session in assigned if session.split is Split.TRAIN}
-    group_pks = groups.create(conn, [session for session in trained.values() if session.group_id is None])
-    results: dict[SessionKey, Created] = {}
-    for key in trained.keys() - group_pks.keys():
+    assigned = arms.assign(conn, [wanted[key] for key in sorted(wanted.keys() - stored - results.keys())])
+    trained = [session for session in assigned if session.split is Split.TRAIN]
+    group_pks = groups.create(conn, [session for session in trained if session.group_id is None])
+    joining = [session for session in trained if _key(session) not in group_pks]
+    for session in sorted(joining, key=lambda each: (each.tenant, each.group_id or each.session_id)):
         try:
-            group_pks[key] = groups.join(conn, trained[key])
+            group_pks[_key(session)] = groups.join(conn, session)
         except Conflict as error:
-            results[key] = error
+            results[_key(session)] = error
     new = {_key(session): session for session in assigned if _key(session) not in results}
     new_rows = [rows.session_row(session, group_pks.get(key)) for key, session in new.items()]
     created = set(insert_new_rows(conn, sessions, new_rows, "tenant", "session_id"))
