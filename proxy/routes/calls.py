@@ -213,11 +213,22 @@ class SampleEndpoint:
         """Put the conversation that a call continues without repeating it before the call's messages.
 
         The previous turn that a call names also names its session; a `conversation` is looked up in the call's session.
+
+        Raises:
+            InvalidRequest: the session of a `conversation` is not known, because `ignored_ids` turns its id off.
+            NotFound: the previous turn is not stored.
         """
-        previous = call.previous_turn_id
+        previous, fetch = call.previous_turn_id, self._services.database.fetch
         if call.conversation_id is not None:
-            previous = await self._newest_turn(call.conversation_id, principal.session_id or call.session_id, principal)
-        if previous is None:
+            session_id = principal.session_id or call.session_id
+            if session_id is None:
+                raise InvalidRequest(
+                    "`conversation` is not served, because the setting `ignored_ids` contains it; send the "
+                    "conversation as `input`",
+                    param="conversation",
+                )
+            previous = await fetch(newest_turn, principal.tenant, session_id, call.conversation_id)
+        if previous is None:  # the first call of the conversation
             return
         earlier = (await self._read_turns([previous], principal)).get(previous)
         if earlier is None:
@@ -228,20 +239,6 @@ class SampleEndpoint:
         self._dialect.resume(call, earlier)
         if call.conversation_id is None and call.session_source not in EXPLICIT_SOURCES:
             call.session_id, call.session_source = earlier.turn.session_id, "previous_response_id"
-
-    async def _newest_turn(self, conversation_id: str, session_id: str | None, principal: Principal) -> str | None:
-        """Return the newest turn of a conversation in its session; None if the call is the first one of both.
-
-        Raises:
-            InvalidRequest: the session is not known, because `ignored_ids` turns the conversation's id off.
-        """
-        if session_id is None:
-            raise InvalidRequest(
-                "`conversation` is not served, because the setting `ignored_ids` contains it; send the conversation "
-                "as `input`",
-                param="conversation",
-            )
-        return await self._services.database.fetch(newest_turn, principal.tenant, session_id, conversation_id)
 
     async def _read_turns(self, turn_ids: list[str], principal: Principal) -> dict[str, TurnView]:
         """Return those of the turns that the caller may read: of its tenant, and of a session key's own session."""

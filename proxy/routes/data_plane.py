@@ -117,39 +117,46 @@ class QueryEndpoint:
         return self._services.model_names.listed(answer["data"])
 
 
-class Endpoints:
-    """The data plane's ASGI endpoints, by method and path."""
+class DataPlane:
+    """Serves all routes of the data plane, with and without the session's prefix, and passes other requests to the app.
 
-    def __init__(self, services: Services) -> None:
-        register_url_convertor("model", ModelConvertor())
-        self.routes: list[Route] = []
-        """All endpoints as routes of the framework, with and without the session's prefix."""
+    An endpoint is found by one dictionary lookup; the framework would try all routes one by one.
+    """
+
+    def __init__(self, app: FastAPI, services: Services) -> None:
+        self._app = app
         self._exact: dict[tuple[str, str], ASGIApp] = {}
         self._patterns: list[tuple[str, re.Pattern[str], ASGIApp]] = []
-        for dialect in registry.DIALECTS:
-            for route in dialect.routes:
-                endpoint = (SampleEndpoint if route.action is Action.SAMPLE else QueryEndpoint)(
-                    services, dialect, route
-                )
-                self._add(route, endpoint)
-        for path in upstream.PATHS:
-            self._add(WireRoute(path=path, summary="Passed to the upstream"), upstream.Upstream(services, path))
+        register_url_convertor("model", ModelConvertor())
+        served: list[tuple[WireRoute, ASGIApp]] = [
+            (route, (SampleEndpoint if route.action is Action.SAMPLE else QueryEndpoint)(services, dialect, route))
+            for dialect in registry.DIALECTS
+            for route in dialect.routes
+        ]
+        served += [
+            (WireRoute(path=path, summary="Passed to the upstream"), upstream.Upstream(services, path))
+            for path in upstream.PATHS
+        ]
+        for route, endpoint in served:
+            if "{" in route.path:
+                # The framework's own pattern matches no line feed, which a client may send as `%0A`.
+                pattern = re.compile(compile_path(route.path)[0].pattern, re.DOTALL)
+                self._patterns.append((route.method, pattern, endpoint))
+            else:
+                self._exact[route.method, route.path] = endpoint
+        app.router.routes[:0] = [
+            Route(prefix + route.path, endpoint, methods=[route.method])
+            for route, endpoint in served
+            for prefix in ("", registry.SESSION_PREFIX)
+        ]
 
-    def _add(self, route: WireRoute, endpoint: ASGIApp) -> None:
-        if "{" in route.path:
-            # The framework's own pattern matches no line feed, which a client may send as `%0A`.
-            pattern = re.compile(compile_path(route.path)[0].pattern, re.DOTALL)
-            self._patterns.append((route.method, pattern, endpoint))
-        else:
-            self._exact[route.method, route.path] = endpoint
-        for prefix in ("", registry.SESSION_PREFIX):
-            self.routes.append(Route(prefix + route.path, endpoint, methods=[route.method]))
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Serve a request here, or pass it to the app."""
+        endpoint = self._find(scope) if scope["type"] == "http" else self._app
+        return endpoint(scope, receive, send)
 
-    def find(self, scope: Scope) -> ASGIApp | None:
-        """Return the endpoint of a request, and set the request's path parameters; None for another route.
-
-        It is found by one dictionary lookup; the framework would try all routes one by one.
-        """
+    def _find(self, scope: Scope) -> ASGIApp:
+        """Return the endpoint of a request, and set the request's path parameters; the app for another route."""
         path, method, params = scope["path"], scope["method"], {}
         if path.startswith("/sessions/"):
             session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
@@ -161,21 +168,4 @@ class Endpoints:
             if method == served_method and (match := pattern.match(path)):
                 scope["path_params"] = {**match.groupdict(), **params}
                 return endpoint
-        return None
-
-
-class DataPlane:
-    """Serves the data plane's routes, and passes all other requests to the app.
-
-    The routes are found by one dictionary lookup; the framework would try all routes one by one.
-    """
-
-    def __init__(self, app: FastAPI, services: Services) -> None:
-        self._app = app
-        self._endpoints = Endpoints(services)
-        app.router.routes[:0] = self._endpoints.routes
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Serve a request here, or pass it to the app."""
-        endpoint = self._endpoints.find(scope) if scope["type"] == "http" else None
-        return (endpoint or self._app)(scope, receive, send)
+        return self._app
