@@ -85,7 +85,7 @@ class QueryEndpoint:
             return self._dialect.encode_count(continued)
         engine = services.pool.route(principal.key_id)
         rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
-        rendered |= {"messages": orjson.Fragment(call.messages_json), "model": engine.model}
+        rendered |= {"messages": call.messages, "model": engine.model}
         if arguments := template_arguments(call.body):
             rendered["chat_template_kwargs"] = arguments
         return self._dialect.encode_count(len(await engine.tokenise(rendered)))

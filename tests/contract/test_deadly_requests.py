@@ -21,7 +21,7 @@ DEADLY: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy: StartProxy):
-    """The error names the field and the alternative; nothing is stored; the same call without the field is served."""
+    """The error names the field and the alternative, and is stored; the same call without the field is served."""
     with running_fake_engine(Script(lora=True)) as engine:
         proxy = start_proxy(engine.url)
         engine.calls.clear()
@@ -32,7 +32,8 @@ def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy: 
                 assert (refused.status_code, error["code"], error["param"]) == (400, "engine_has_lora", field), name
                 assert "started without --lora" in error["message"]
             assert engine.calls == []
-            assert proxy.turns() == []
+            stored = [(view.turn.outcome, view.turn.reason) for view in proxy.turns()]
+            assert stored == [("error", "engine_has_lora")] * len(DEADLY)
             assert http.post(CHAT, json={**PLAIN, "echo": False, "prompt_logprobs": None}).status_code == 200
 
 
