@@ -280,6 +280,7 @@ class _Connection(asyncio.Protocol):
         """Send the head and the body of a request; return the answer once its head has arrived."""
         if self._transport.is_closing():
             raise _Stale("the server had closed the connection")
+        self._open.add(self)  # not before: uvloop does not report the end of a connection whose opening was cancelled
         self._has_length, self._patience = False, patience
         self._timer = self._loop.call_later(patience, self._check)
         answer = self._answer = Answer(self.leave, self._transport, self._loop)
@@ -311,7 +312,6 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set up a new connection."""
         self._transport = transport
-        self._open.add(self)
         set_keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:

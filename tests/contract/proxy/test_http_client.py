@@ -7,6 +7,7 @@ import contextlib
 import socket
 
 import pytest
+import uvloop
 
 from proxy.engines.http_client import BUFFERED_BYTES, AnswerTooLong, Disconnected, HttpClient
 
@@ -282,3 +283,21 @@ async def test_an_answer_without_an_end_is_cut_off_at_the_limit():
             await answer.read(2**20)
         await rounds()
         assert not client._open
+
+
+def test_nothing_is_kept_of_a_request_that_is_cancelled_while_it_connects():
+    """The server's event loop then reports the beginning of the connection and not its end."""
+
+    async def cancel_in_each_round() -> None:
+        async with serving(answering(OK)) as (_, client):
+            for number in range(10):
+                request = asyncio.create_task(get(client))
+                await rounds(number)
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+                client.close()
+            await rounds()
+            assert not client._open
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(cancel_in_each_round())
