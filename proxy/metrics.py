@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,6 +24,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+M = TypeVar("M", Counter, Histogram)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
@@ -38,7 +40,6 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._directory = directory
         self._computed: list[tuple[Gauge, Callable[[], float]]] = []
-        self._histogram = functools.partial(Histogram, registry=self.registry, buckets=SECONDS)
         self._sum = functools.partial(Gauge, registry=self.registry, multiprocess_mode="livesum")
         """A gauge that is the sum over the workers that run."""
         self._newest = functools.partial(Gauge, registry=self.registry, multiprocess_mode="mostrecent")
@@ -50,10 +51,12 @@ class Metrics:
         self._add_process()
 
     def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        """Return a counter; it finds the children of its labels without a lock, because none is ever removed."""
-        counter = Counter(name, documentation, labels, registry=self.registry)
-        counter.labels = functools.cache(counter.labels)  # type: ignore[method-assign]
-        return counter
+        return _with_kept_children(Counter(name, documentation, labels, registry=self.registry))
+
+    def _histogram(
+        self, name: str, documentation: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS
+    ) -> Histogram:
+        return _with_kept_children(Histogram(name, documentation, labels, registry=self.registry, buckets=buckets))
 
     def compute(self, gauge: Gauge, function: Callable[[], float]) -> None:
         """Export the value of a function as a gauge."""
@@ -206,6 +209,12 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
+
+
+def _with_kept_children(metric: M) -> M:
+    """Let a metric find the children of its labels without a lock; none of them is ever removed."""
+    metric.labels = functools.cache(metric.labels)  # type: ignore[method-assign]
+    return metric
 
 
 class _WorkerProcesses:

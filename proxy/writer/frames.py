@@ -12,17 +12,10 @@ from typing import Any
 _LENGTH = struct.Struct("<Q")
 
 
-class _Pieces(list[bytes]):
-    """Collects a pickle in pieces; each long text is a separate piece, so that it is not copied."""
-
-    write = list.append
-
-
 def frame(content: object) -> list[bytes]:
     """Return the wire form of an object, length and pickle, for the two processes of one release."""
-    pieces = _Pieces()
-    pickle.Pickler(pieces, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
-    return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
+    pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
+    return [_LENGTH.pack(len(pickled)), pickled]
 
 
 def receive(link: socket.socket) -> Any:
