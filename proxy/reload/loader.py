@@ -10,6 +10,7 @@ them, while it serves calls as before; otherwise the engine reads the version's 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,7 @@ from proxy.reload.probe_check import Gap, gap_to, mismatch
 from proxy.reload.transfer import Offer, Transfers
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
-from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed
+from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed, StoreError
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
@@ -127,12 +128,25 @@ class Loader:
     async def load(self, engine: Engine, policy: PolicyVersion, received: Offer | None = None) -> float:
         """Load a version, which the engine has received or reads; return how long it was paused, seconds.
 
-        An adapter is loaded beside what the engine serves, which changes only if that is not the model under it.
+        An adapter is loaded beside what the engine serves, which changes only if that is not the model under it. What
+        was loaded and not verified keeps no name: otherwise it would be served as the version when the engine is
+        admitted again.
 
         Raises:
             EngineError: it is not known what the engine serves now.
             FilesNotRead: the same, but a file of the version was not read in time.
         """
+        try:
+            return await self._load_in_time(engine, policy, received)
+        except EngineError:
+            with contextlib.suppress(EngineError):
+                if policy.kind is PolicyKind.LORA:
+                    await engine.unload_adapter(policy.version)
+                elif engine.loaded_version == policy.version:
+                    await engine.label_weights(LOADING)
+            raise
+
+    async def _load_in_time(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
         seconds = self._settings.reload_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -238,7 +252,7 @@ class Loader:
                 await engine.ask("GET", "/health", seconds=5.0)
             await self.load(engine, last_good, await self.receive(engine, last_good))
             await engine.resume()
-        except (BadCheckpoint, EngineError, FilesNotRead) as error:
+        except (BadCheckpoint, EngineError, FilesNotRead, StoreError) as error:
             engine.take_out(error)
 
     async def load_at_call(self, engine: Engine, version: int) -> Lane:

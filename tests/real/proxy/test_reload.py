@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import json
 import threading
 from pathlib import Path
 
@@ -12,14 +13,17 @@ import pytest
 from support.ports import free_port
 from support.reload_stage import Stage
 from turnwise_fake_engine import running_fake_engine
+from turnwise_fake_engine.sampling import logprobs_of
 
 from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
-from turnwise.errors import LeaseLost, StoreError
-from turnwise.store import leases, policies
+from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
+from turnwise.store import leases, policies, trainer_status
+from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyStatus, Session
+from turnwise.version_directory import MANIFEST
 
 
 async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
@@ -209,6 +213,57 @@ async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it
             assert (Path(engine.weights_path).name, engine.weight_version) == ("v1", "1")
             assert engine.running.is_set()
         assert stage.loads == [["v1"], ["v1"] * 3]
+
+
+def write_probe(directory: str) -> None:
+    """Write a trainer's probe beside the weights: a text, and its logprobs under these weights."""
+    text = [40, 41, 42, 43]
+    probe = {"token_ids": text, "logprobs": [logprobs_of(token, 1.0, count=0)[0] for token in text[1:]]}
+    (Path(directory) / MANIFEST).write_text(json.dumps({"probe": probe}))
+
+
+@pytest.mark.parametrize("kind", PolicyKind)
+async def test_an_engine_that_computes_something_else_than_was_published_gets_no_calls_until_it_loads_it_right(
+    stage: Stage, kind: PolicyKind
+):
+    """The other engine shows that the version is good. The label or the adapter's name must not admit it again."""
+    async with stage.process() as process:
+        write_probe(stage.publish(1, kind))
+        stage.engines[1].state.script.logprob_shifts = {"v1": -3.0}
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, None], ["active"])
+        for _ in range(2):
+            await process.look()
+            assert process.versions == [1, None]
+            assert "nats from the checkpoint's own probe" in (process.pool.engines[1].problem or "")
+        stage.engines[1].state.script.logprob_shifts = {}
+        await process.look()
+        assert process.versions == [1, 1]
+
+
+async def test_an_engine_whose_last_good_version_cannot_be_restored_while_the_store_is_away_gets_no_calls(
+    stage: Stage, monkeypatch
+):
+    """It is paused and has no version then; the next round restores it."""
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        stage.publish(2)
+        first, read = process.pool.engines[0], trainer_status.weight_urls
+
+        def weight_urls(connection: Connection) -> list[str]:
+            if first.state is EngineState.RELOADING and first.loaded_version is None:
+                raise StoreUnavailable("the store does not answer")
+            return read(connection)
+
+        monkeypatch.setattr(trainer_status, "weight_urls", weight_urls)
+        monkeypatch.setattr("turnwise_fake_engine.control.has_weights", lambda directory: directory.name != "v2")
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([None, 1], ["active", "published"])
+        assert not stage.engines[0].state.running.is_set()
+        await process.look()
+        assert process.versions == [1, 1]
+        assert stage.engines[0].state.running.is_set()
 
 
 async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: Stage):
