@@ -40,7 +40,7 @@ from turnwise.errors import (
 )
 from turnwise.store import policies
 from turnwise.store.database import Database
-from turnwise.types import DEFAULT_POLICY, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 from turnwise.version_directory import MANIFEST, base_version
 
 log = logging.getLogger(__name__)
@@ -236,13 +236,15 @@ class Reloader:
         await self._pool.refresh()
         state = self._default.state
         active = state.active
-        served = [policy for policy in (active, state.canary, state.holdout) if policy is not None]
+        # Every engine serves all adapters, so it must have the active one; of whole weights it has one version.
+        is_adapter = active is not None and active.kind is PolicyKind.LORA
+        served = (active,) if is_adapter else (active, state.canary, state.holdout)
         if self._settings.engine_sleep:
             if not await self._sleeper.bring_awake(engine, active):
                 return
             await engine.read_label()
         is_right = engine.loaded_version is not None and (
-            active is None or any(serves(engine, policy) for policy in served)
+            active is None or any(policy is not None and serves(engine, policy) for policy in served)
         )
         if not is_right or await engine.is_paused():
             async with self.lease.held() as is_driver:

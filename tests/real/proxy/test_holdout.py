@@ -97,6 +97,28 @@ async def test_one_engine_with_whole_weights_has_no_hold_out(stage: Stage) -> No
         assert stage.statuses() == ["retired", "active"]
 
 
+async def test_an_engine_that_takes_no_adapters_any_more_is_not_admitted_for_a_held_out_base(stage: Stage) -> None:
+    """It has the base, which some sessions stay on, and the calls of all others would fail on it."""
+    async with stage.process(holdout_share=SHARE) as process:
+        with stage.database.write() as connection:
+            base = dataclasses.replace(process.pool.engines[1].own_model, model_digest="0" * 64)
+            policies.publish_policy(connection, base)
+        await process.follow()
+        stage.publish(1, PolicyKind.LORA)
+        await process.follow()
+        assert stage.statuses() == ["holdout", "active"]
+        restarted = stage.engines[1].state
+        restarted.adapters.clear()
+        restarted.script.lora = False
+        process.pool.engines[1].take_out("it was restarted")
+        await process.look()
+        assert [engine.is_serving for engine in process.pool.engines] == [True, False]
+        assert "--lora" in (process.pool.engines[1].problem or "")
+        restarted.script.lora = True
+        await process.look()
+        assert process.versions == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("gain", "statuses"), [(1.0, ["holdout", "retired", "active"]), (9.0, ["retired", "holdout", "active"])]
 )
