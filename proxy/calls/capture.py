@@ -112,7 +112,7 @@ def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
         )
     if running.first_token_at is None and any(choice.token_ids for choice in running.captured.choices.values()):
         running.first_token_at = time.perf_counter()
-        running.version_first = lane.version
+        running.version_first = lane.sampled_version
     return encoded + encoder.done() if is_over else encoded
 
 

@@ -166,7 +166,7 @@ class Relay:
             await self._commit(running, capture.build_turns(running, aborted=reason))
             return
         if running.lane is not None:
-            running.version_first = running.version_last = running.lane.version
+            running.version_first = running.version_last = running.lane.sampled_version
         await self._append(running, [capture.failed_turn(running, reason)])
         self._metrics.turns.labels("error", reason).inc()
 
@@ -175,7 +175,7 @@ class Relay:
         call, session = running.call, running.session
         running.plan = await self._sessions.plan(running.placement, call)
         lane = running.lane = await self._pool.admit(session, call.policy_version, has_waited=running.has_waited)
-        running.version_first = lane.version
+        running.version_first = lane.sampled_version
         self._faults.point("before_engine")
         headers = {"content-type": "application/json", "x-request-id": running.attempt.call_id}
         try:
@@ -200,7 +200,7 @@ class Relay:
                 if not call.stream:
                     problem = "closed the connection before its reply was complete"
                 raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
-        running.version_last = lane.version
+        running.version_last = lane.sampled_version
         (shown,) = take_parts([raw], running, lane)
         return shown
 
@@ -212,7 +212,7 @@ class Relay:
         """
         held, num_bytes, buffer = b"", 0, sse.EventBuffer()
         while data := await answer.next_part():
-            running.version_last = lane.version
+            running.version_last = lane.sampled_version
             num_bytes += len(data)
             if num_bytes > self._max_reply_bytes:
                 raise AnswerTooLong(self._max_reply_bytes)

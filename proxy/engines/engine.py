@@ -42,7 +42,7 @@ class Lane:
 
     engine: Engine
     version: int = 0
-    """Policy version that is sampled now; of an adapter always the same."""
+    """Policy version of the base weights now, or of the adapter."""
     adapter: str | None = None
     """Name the adapter is served under; None for the base weights."""
     num_calls: int = 0
@@ -52,6 +52,11 @@ class Lane:
     def model(self) -> str:
         """The name that its engine serves it under."""
         return self.adapter or self.engine.model
+
+    @property
+    def sampled_version(self) -> int:
+        """Policy version that is sampled now; of an adapter whose base was exchanged under its calls, the base's."""
+        return self.engine.base_lane.version or self.version
 
 
 class Engine(EngineKind):

@@ -142,6 +142,17 @@ async def test_the_label_of_the_weights_sets_the_loaded_version(pool: EnginePool
     assert (engine.loaded_version, pool.version_on(engine)) == (held, version)
 
 
+async def test_an_adapter_is_not_named_for_what_is_sampled_after_an_exchange_of_its_base(pool: EnginePool):
+    """A roll-back to whole weights does not wait for the adapter's running calls: their last version is the new one."""
+    engine = pool.engines[0]
+    adapter = Lane(engine, 7, adapter_name(7))
+    assert adapter.sampled_version == 7
+    engine.apply_label("3")
+    assert (adapter.sampled_version, engine.base_lane.sampled_version) == (3, 3)
+    engine.apply_label("0")
+    assert adapter.sampled_version == 7
+
+
 def test_an_adapters_name_and_its_version_are_one_to_one():
     assert adapter_version(adapter_name(12)) == 12
     assert [adapter_version(name) for name in ("policy-v", "policy-vx", "12", "my-policy-v1")] == [None] * 4
