@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -12,6 +13,8 @@ SEPARATOR = b"\n\n"
 PREFIX = b"data: "
 BETWEEN = SEPARATOR + PREFIX
 END = PREFIX + DONE + SEPARATOR
+DATA = re.compile(rb"^data: (.*)$", re.MULTILINE)
+"""A line with the data of an event."""
 
 
 class EventBuffer:
@@ -32,10 +35,9 @@ class EventBuffer:
         received = b"".join([*self.pending, data]) if self.pending else data
         if b"\r" in received:
             received = received.replace(b"\r\n", b"\n")
-        *lines, rest = received.split(b"\n")
+        lines, _, rest = received.rpartition(b"\n")
         self.pending = [rest] if rest else []
-        start = len(PREFIX)
-        return [line[start:] for line in lines if line.startswith(PREFIX)]
+        return DATA.findall(lines)
 
 
 def event(data: bytes) -> bytes:
