@@ -87,7 +87,6 @@ fmt: setup ## Format the code
 
 bench: setup ## Measure what README and docs state
 	$(BIN)/python bench/storage.py
-	$(BIN)/python bench/store.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/proxy.py
 	$(BIN)/python bench/training.py
