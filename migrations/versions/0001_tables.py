@@ -9,7 +9,9 @@ from __future__ import annotations
 from alembic import op
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from turnwise.store.tables import indexes, metadata
+from turnwise.store.rows import to_micros
+from turnwise.store.tables import NO_TENANT, indexes, metadata, policies
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
 
 revision = "0001"
 down_revision = None
@@ -18,11 +20,13 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Create all tables."""
+    """Create all tables, and the default policy."""
     for table in metadata.sorted_tables:
         op.execute(CreateTable(table))
     for index in indexes:
         op.execute(CreateIndex(index))
+    default = {"policy_id": DEFAULT_POLICY, "tenant": NO_TENANT, "name": DEFAULT_POLICY_NAME}
+    op.bulk_insert(policies, [{**default, "created_at": to_micros(utc_now())}])
 
 
 def downgrade() -> None:

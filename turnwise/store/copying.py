@@ -15,7 +15,8 @@ from turnwise.errors import StoreError
 from turnwise.store.database import Database
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_new_rows
-from turnwise.store.tables import metadata
+from turnwise.store.tables import metadata, policies, policy_versions
+from turnwise.types import DEFAULT_POLICY
 
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
 """Tables about running processes, which are others over the target."""
@@ -35,6 +36,9 @@ def copy_all(source: Database, target: Database, note: Callable[[str, int], None
         StoreError: the target holds other rows than the source.
     """
     counts = {}
+    with target.write() as conn:  # the migration has stored a default policy, and the source has one of its own
+        is_new = policies.c.policy_id == DEFAULT_POLICY, ~sa.exists().select_from(policy_versions)
+        conn.execute(sa.delete(policies).where(*is_new))
     with source.read() as conn:
         for table in metadata.sorted_tables:
             if table.name in OF_PROCESSES:

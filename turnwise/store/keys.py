@@ -215,8 +215,8 @@ def _unless_invalid(row: StoredRow) -> Key | None:
 
 def _select_keys() -> sa.Select[*tuple[Any, ...]]:
     """Select keys with the names of their policies."""
-    name = sa.func.coalesce(policies.c.name, DEFAULT_POLICY_NAME).label("policy")
-    return sa.select(api_keys, name).outerjoin(policies, policies.c.policy_id == api_keys.c.policy_id)
+    name = policies.c.name.label("policy")
+    return sa.select(api_keys, name).join(policies, policies.c.policy_id == api_keys.c.policy_id)
 
 
 def _row(conn: sa.Connection, key_id: str) -> StoredRow | None:

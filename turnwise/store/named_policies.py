@@ -20,7 +20,6 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import rows
 from turnwise.store.rows import from_micros, to_micros
-from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import DELETED, NO_TENANT, policies, policy_versions, sessions, updates
 from turnwise.types import (
     DEFAULT_POLICY,
@@ -132,12 +131,6 @@ def check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
         )
 
 
-def store_default_policy(conn: sa.Connection) -> None:
-    """Store the default policy's row, if it is not stored."""
-    row = rows.NAMED_POLICIES.row(_DEFAULT, created_at=to_micros(utc_now()))
-    insert_ignoring(conn, policies, row)
-
-
 def archive_policy(
     conn: sa.Connection, tenant: str, name: str, *, is_archived: bool = True, max_policies: int | None = None
 ) -> Policy:
@@ -198,11 +191,9 @@ def named_policy(conn: sa.Connection, policy_id: int) -> Policy:
         NotFound: no such policy.
     """
     row = conn.execute(sa.select(policies).where(policies.c.policy_id == policy_id)).one_or_none()
-    if row is not None and (row.tenant != NO_TENANT or policy_id == DEFAULT_POLICY):
-        return rows.NAMED_POLICIES.record(row)
-    if policy_id == DEFAULT_POLICY:
-        return _DEFAULT
-    raise NotFound(f"there is no policy with the number {policy_id!r}", param="policy")
+    if row is None or (row.tenant == NO_TENANT and policy_id != DEFAULT_POLICY):
+        raise NotFound(f"there is no policy with the number {policy_id!r}", param="policy")
+    return rows.NAMED_POLICIES.record(row)
 
 
 def policy_named(conn: sa.Connection, tenant: str, name: str) -> Policy:
@@ -226,8 +217,7 @@ def list_named_policies(conn: sa.Connection, tenant: str | None = None) -> list[
     found = sa.select(policies).where(is_there).order_by(policies.c.policy_id)
     if tenant is not None:
         found = found.where(policies.c.tenant.in_([NO_TENANT, tenant]))
-    listed = [rows.NAMED_POLICIES.record(row) for row in conn.execute(found)]
-    return listed if listed and listed[0].policy_id == DEFAULT_POLICY else [_DEFAULT, *listed]
+    return [rows.NAMED_POLICIES.record(row) for row in conn.execute(found)]
 
 
 def policy_summaries(conn: sa.Connection, tenant: str | None = None) -> dict[int, PolicySummary]:
@@ -285,6 +275,3 @@ def is_named(policy_id: sa.Column[int], tenant: str | None, name: str) -> sa.Col
 def names_of_policies(conn: sa.Connection) -> Mapping[int, str]:
     """Return the names of all policies by their numbers."""
     return {policy.policy_id: policy.name for policy in list_named_policies(conn)}
-
-
-_DEFAULT = Policy(policy_id=DEFAULT_POLICY, tenant=NO_TENANT, name=DEFAULT_POLICY_NAME)

@@ -101,8 +101,6 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
     row = conn.execute(sa.select(table).where(table.c.version == policy.version)).one_or_none()
     if row is None:
         named_policies.check_publishable(conn, policy)
-        if policy.policy_id == DEFAULT_POLICY:
-            named_policies.store_default_policy(conn)
         if insert_ignoring(conn, table, rows.POLICIES.row(policy, status=status.value)):
             return True
     known = get_policy(conn, policy.version)

@@ -234,7 +234,7 @@ policies = sa.Table(
     *_columns(Policy, omit=frozenset({"policy_id"})),
     sa.UniqueConstraint("tenant", "name"),
 )
-"""The default policy's row is stored with the first version."""
+"""The migration stores the default policy's row."""
 
 policy_versions = sa.Table(
     "policy_versions",

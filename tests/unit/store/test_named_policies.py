@@ -87,6 +87,13 @@ def test_the_default_policy_is_there_in_an_empty_ledger(database: Database) -> N
         assert policies.serving_states(conn) == {}
 
 
+def test_the_default_policy_is_the_same_before_and_after_its_first_version(database: Database) -> None:
+    with database.write() as conn:
+        before = named_policies.list_named_policies(conn)
+        policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
+        assert named_policies.list_named_policies(conn) == before
+
+
 @pytest.mark.parametrize("name", ["", "default", "a/b", "a b", "support@7", "ü", "x" * 101, ".", "-_"])
 def test_a_name_that_could_be_mistaken_is_refused(database: Database, name: str) -> None:
     with database.write() as conn, pytest.raises(InvalidRequest, match="cannot be named"):
