@@ -9,11 +9,10 @@ and the call starts a new chain.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os.path
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
@@ -21,9 +20,8 @@ import cachetools
 import numpy as np
 import orjson
 
-from proxy.continuation.digests import CALL_IDS, NAME
+from proxy.continuation.digests import NO_FIELDS
 from proxy.continuation.outline import NO_THINKING, Continued, Outliner, answers_earlier_call, marks_of, restored
-from proxy.continuation.template_probes import PROBES, long_probes, with_other_text, with_other_value
 from turnwise.tokenizer import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
 
@@ -72,26 +70,13 @@ class ChatTemplate:
         """Ids that end a turn."""
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
+        self.fields_read = NO_FIELDS
+        """What the template prints besides role, content and tool calls; `load_chat_template` finds it out."""
         self._outliner: Outliner | None = None
         self._lock = threading.Lock()
         """Of the closings: calls read and keep them in several threads."""
         self._closings: cachetools.FIFOCache[Hashable, str] = cachetools.FIFOCache(MAX_CLOSINGS)
         """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
-
-    @functools.cached_property
-    def fields_read(self) -> frozenset[str]:
-        """What the template prints besides role, content and tool calls: `NAME`, `CALL_IDS`.
-
-        Found by rendering: the same conversation with other names or ids gives another text.
-        """
-        return frozenset(field for field in (NAME, CALL_IDS) if any(self._prints(field, probe) for probe in PROBES))
-
-    def _prints(self, field: str, probe: list[Json]) -> bool:
-        shown = (probe, with_other_value(probe, field))
-        try:
-            return len({self.render(messages, None, {}, generate=False) for messages in shown}) > 1
-        except Unsafe:  # the template refuses this kind of conversation, so no such conversation is ever extended
-            return False
 
     def render(self, messages: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
         """Return the prompt's text.
@@ -154,20 +139,10 @@ class ChatTemplate:
         """Texts of the tokens that mark structure, such as the ends of turns."""
         return frozenset(self._tokenizer.all_special_tokens)
 
-    def shorten_if_alike(self) -> None:
-        """Render long conversations in short from now on, if probes show that this template continues both alike."""
-        if not self.end_tokens:
-            return
-        for shortens_tools in (True, False):
-            self.shorten(tools=shortens_tools)
-            if self._outliner is None or all(map(self._continues_alike, long_probes(min(self.end_tokens)))):
-                return
-        self._outliner = None
-
-    def shorten(self, *, tools: bool) -> None:
-        """Render long conversations in short from now on, and with `tools` long lists of tools too, unchecked."""
+    def shorten(self, *, tools: bool | None) -> None:
+        """Render long conversations in short from now on, unchecked; `tools` is what `shortens_tools` will be."""
         marks = marks_of(self._tokenizer.chat_template) if isinstance(self._tokenizer.chat_template, str) else None
-        self._outliner = None if marks is None else Outliner(marks, shortens_tools=tools)
+        self._outliner = None if tools is None or marks is None else Outliner(marks, shortens_tools=tools)
         self._closings.clear()
 
     @property
@@ -181,21 +156,6 @@ class ChatTemplate:
         A template may print the function of the call that a result answers, so that call must not be left out.
         """
         return self._outliner is not None and not answers_earlier_call(messages[replied:])
-
-    def _continues_alike(self, probe: Continued) -> bool:
-        """Return whether the short way answers like the whole way, also once it knows the kind of conversation."""
-        probes = [probe] if probe.reasoning else [probe, with_other_text(probe)]
-        return all(
-            self._answer(self.continuation, each) == self._answer(self.whole_continuation, each) for each in probes
-        )
-
-    @staticmethod
-    def _answer(continuation: Callable[[Continued], TokenIds], probe: Continued) -> list[int] | Reason:
-        """Return the answer to a probe: ids, or the reason of a refusal."""
-        try:
-            return list(map(int, continuation(probe)))
-        except Unsafe as unsafe:
-            return unsafe.reason
 
     def continuation(
         self, continued: Continued, kinds: list[int] | None = None, thinking: Mapping[int, str] = NO_THINKING

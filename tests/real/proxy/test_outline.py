@@ -13,6 +13,7 @@ from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, sm
 
 from proxy.continuation.outline import Continued, Outliner
 from proxy.continuation.template import ChatTemplate, Unsafe
+from proxy.continuation.template_checks import shorten_if_alike
 
 LONG = "A text that is much longer than what is kept of it. " * 20
 TEXTS = st.sampled_from(
@@ -81,14 +82,14 @@ def template_from(source: str) -> ChatTemplate:
     tokenizer = copy.deepcopy(small_tokenizer())
     tokenizer.chat_template = source
     template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
-    template.shorten_if_alike()
+    shorten_if_alike(template)
     return template
 
 
 def shortened(family: str) -> ChatTemplate:
     template = template_from(LAST_CALL) if family == "last call" else template_of(family)
     if template.shortens_tools is None:
-        template.shorten_if_alike()
+        shorten_if_alike(template)
     return template
 
 
@@ -181,7 +182,7 @@ def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
         "<|im_start|>{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
     )
     template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
-    template.shorten_if_alike()
+    shorten_if_alike(template)
     messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Yes."}] * 20
     messages.append({"role": "user", "content": LONG})
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": name}} for name in ("a", "b", "c")]
