@@ -113,7 +113,7 @@ class Services:
 
     def forget_session(self, tenant: str, session_id: str) -> None:
         """Remove a session from the memory of all workers, because its row in the store has changed."""
-        self.sessions.forget(tenant, session_id)
+        self.sessions.cache.drop((tenant, session_id))
         self.peers.announce(SessionChanged(tenant, session_id))
 
     def forget_keys(self) -> None:
@@ -125,7 +125,7 @@ class Services:
         """Apply what another worker has changed in the store."""
         match change:
             case SessionChanged(tenant, session_id):
-                self.sessions.forget(tenant, session_id)
+                self.sessions.cache.drop((tenant, session_id))
             case KeysChanged():
                 self.authenticator.forget()
             case EngineReserved(engine_url):

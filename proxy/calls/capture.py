@@ -20,9 +20,9 @@ from proxy.calls.replays import Attempt
 from proxy.continuation.digests import has_media
 from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
 from proxy.continuation.forest import NO_ROOT, KnownTurn, Root
-from proxy.continuation.memory import Placement
 from proxy.continuation.plan import NO_IDS, Plan
 from proxy.continuation.roles import find_role, read_root
+from proxy.continuation.sessions import Placement
 from proxy.dialects import sse
 from proxy.dialects.base import Call
 from proxy.dialects.captured import SENT, Captured, Choice
@@ -36,6 +36,7 @@ SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 """Other finish reasons of engines."""
 NO_LOGPROBS = np.empty(0, np.float32)
+UNPLANNED = Plan()
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
 CHOICES = b'"choices"'
@@ -50,11 +51,11 @@ class Running:
 
     call: Call
     placement: Placement
-    plan: Plan
     attempt: Attempt
     """What a retry of the call refers to."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
+    plan: Plan = UNPLANNED
     session: Session = dataclasses.field(init=False)
     turn_id: str = dataclasses.field(init=False)
     """The completion's id, as the engine derives it from the request id."""
@@ -159,6 +160,7 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         aborted: what cut the reply off; None for a complete reply.
     """
     call, plan, captured, placement = running.call, running.plan, running.captured, running.placement
+    history = placement.conversation.history
     common = _common(running)
     if plan.parent is None:
         running.root = read_root(call.messages, call.tools, common["sampling"])
@@ -173,7 +175,7 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         unplanned = None if index < call.num_choices else "unplanned_choice"
         outcome, reason = _outcome(prompt, choice, plan, unplanned or unsampled, aborted=aborted)
         message = choice.message()
-        digests = plan.history.extended(message)
+        digests = history.extended(message)
         own_id = running.turn_id if index == 0 else f"{running.turn_id}#{index}"
         is_whole = aborted is None and choice.finish_reason is not None
         key = call.idempotency_key if is_whole else None  # a retry of a reply that was cut off samples again
@@ -287,15 +289,15 @@ def _outcome(
 
 def known_turn(turn: NewTurn, running: Running, chain_id: str) -> KnownTurn:
     """Return what a session in memory needs to extend a turn of a call that was just stored in a chain."""
-    plan, root = running.plan, NO_ROOT
+    plan, history, root = running.plan, running.placement.conversation.history, NO_ROOT
     if turn.parent_turn_id is None:
         root = running.root or read_root(turn.messages, turn.tools, turn.sampling)
     return KnownTurn.of(
         turn,
         root,
         chain_id=chain_id,
-        num_messages=len(plan.history.full) + 1,
-        prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
+        num_messages=len(history.full) + 1,
+        prompt_digest=history.messages[-1] if history.messages else b"",
         role=_chain_role(turn, plan),
         tokens=_all_ids(turn, plan),
     )

@@ -17,7 +17,6 @@ from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.capture import Running, take_events, take_parts
 from proxy.calls.replays import Attempt, check_same_request, rebuilt_answer
-from proxy.continuation.plan import NO_IDS, Plan
 from proxy.continuation.roles import corrections
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
@@ -93,8 +92,7 @@ class Relay:
         must_wait = self._sessions.template is None and not self._pool.serving
         has_waited = must_wait and not await self._pool.wait_for_first()
         placement = await self._sessions.find(call, principal)
-        unplanned = Plan(history=placement.conversation.history, between=NO_IDS)
-        return Running(call, placement, unplanned, attempt, has_waited)
+        return Running(call, placement, attempt, has_waited)
 
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
@@ -321,9 +319,9 @@ class Relay:
             endings = await self._writer.append(turns)
         except BaseException as error:
             if isinstance(error, NotFound):
-                self._sessions.forget(*key)
+                self._sessions.cache.drop(key)
             self._metrics.turns.labels("error", NOT_STORED).inc()
             raise
         if any(ending.reason == SESSION_ENDED for ending in endings):
-            self._sessions.forget(*key)
+            self._sessions.cache.drop(key)
         return endings

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import orjson
 from blake3 import blake3
 
-from proxy.continuation.digests import NO_FIELDS, History, context_digest, tool_call_ids
+from proxy.continuation.digests import History, context_digest, tool_call_ids
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import with_readable_arguments
 from turnwise.types import Json
@@ -168,22 +168,18 @@ class _Pauses:
             self.since = time.perf_counter()
 
 
-async def read_conversation(
-    call: Call, fields: frozenset[str] = NO_FIELDS, prefixes: Prefixes | None = None, owner: Owner | None = None
-) -> Conversation:
+async def read_conversation(call: Call, fields: frozenset[str], prefixes: Prefixes, owner: Owner) -> Conversation:
     """Encode the messages of a call for the engine, digest those that no earlier call of the owner had, and keep them.
 
     Args:
         call: the call; its `messages_json` is set.
         fields: what the template prints beside the text.
         prefixes: the messages of earlier calls.
-        owner: whose calls these are; None if nothing is used again.
+        owner: whose calls these are.
     """
     pauses = _Pauses()
     call.messages_json = await _encode(call.messages, pauses)
-    earlier, hashed = None, blake3()
-    if prefixes is not None and owner is not None:
-        earlier, hashed = prefixes.find(owner, call.messages_json)
+    earlier, hashed = prefixes.find(owner, call.messages_json)
     context = context_digest(call.tools, template_arguments(call.body))
     is_usable = earlier is not None and (earlier.history.context, earlier.history.fields) == (context, fields)
     history = earlier.history.copy() if earlier is not None and is_usable else History(context, fields)
@@ -191,8 +187,7 @@ async def read_conversation(
         history.extend(call.messages[start : start + SLICE_MESSAGES])
         await pauses.pause()
     prefix = prefix_of(call.messages_json, history, earlier, hashed)
-    if prefixes is not None and owner is not None:
-        prefixes.keep(owner, prefix, earlier)
+    prefixes.keep(owner, prefix, earlier)
     return Conversation(call.messages, history, prefix)
 
 

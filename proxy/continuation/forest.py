@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from proxy.continuation.conversation import Conversation
@@ -210,8 +210,3 @@ class Forest:
         while current is not None:
             yield current
             current = self.by_id.get(current.parent_turn_id or "")
-
-
-def is_free(turn: KnownTurn, reserved: Container[str]) -> bool:
-    """Return whether no stored turn and no running call extends the turn."""
-    return not turn.has_child and turn.turn_id not in reserved

@@ -1,22 +1,32 @@
-"""The sessions in memory: their turns up to a number of bytes, and the token ids of these turns up to another.
+"""The sessions in memory: a cache over the store, so that any process can continue any session.
 
-The store has everything, so what is dropped is read back. The ids of a whole session are kept or dropped together,
-because its turns share them.
+Their turns are kept up to a number of bytes, and the token ids of these turns up to another; what is dropped is read
+back. The ids of a whole session are kept or dropped together, because its turns share them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import orjson
 
-from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import chained, message_digest
+from proxy.auth import Principal, session_deleted
+from proxy.continuation.digests import NO_FIELDS, chained, message_digest
+from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import NO_ROOT, Forest, KnownTurn
 from proxy.continuation.roles import read_root
+from proxy.fault import FaultPoints
+from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
+from proxy.writer.client import Writer
+from turnwise.errors import NotFound
+from turnwise.store import forks, history, queries
+from turnwise.store.database import Connection, Database
 from turnwise.types import Session, SessionKey, Turn
 
 SESSION_BYTES = 1_000
@@ -38,6 +48,8 @@ class LiveSession:
     """The `seq` up to which stored turns have been read, or were found to be known."""
     token_bytes: int = 0
     """Memory of the token ids of its turns."""
+    newest_number: int | None = None
+    """Number of the newest session that continues it, once it is over; None until that was read from the store."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,18 +60,6 @@ class LiveSession:
         """Count the session's documents, which do not change while it is in memory."""
         self.key = self.session.tenant, self.session.session_id
         self._document_bytes = DECODED * len(orjson.dumps([self.session.metadata, self.session.sampling]))
-
-
-@dataclasses.dataclass(slots=True)
-class Placement:
-    """The session that a call belongs to, and how it was found."""
-
-    live: LiveSession
-    conversation: Conversation
-    inferred_by: str | None = None
-    """The API key whose conversations identified the session; None if the call names its session."""
-    parent: KnownTurn | None = None
-    """The turn that the call extends, while it is reserved for the call."""
 
 
 class _Recent:
@@ -137,7 +137,7 @@ class LiveSessions:
             self._drop_tokens(dropped)
 
     def drop(self, key: SessionKey) -> None:
-        """Remove a session."""
+        """Remove a session, also because its row in the store has changed."""
         live = self.find(key)
         if live is not None:
             self._live.drop(key)
@@ -153,6 +153,135 @@ class LiveSessions:
         live.token_bytes = 0
         for turn in live.forest.by_id.values():
             turn.tokens = None
+
+
+class SessionCache(LiveSessions):
+    """The sessions in memory, which reads those that it lacks from the store, and opens new ones there."""
+
+    def __init__(
+        self, database: Database, writer: Writer, settings: ProxySettings, metrics: Metrics, faults: FaultPoints
+    ) -> None:
+        super().__init__(settings.cache_sessions, settings.session_cache_bytes, settings.token_cache_bytes)
+        self.fields_read = NO_FIELDS
+        """What the digests of its turns cover beside roles, text and tool calls."""
+        self._database = database
+        self._writer = writer
+        self._metrics = metrics
+        self._faults = faults
+        self._loading: dict[SessionKey, asyncio.Task[LiveSession | None]] = {}
+
+    async def find_stored(self, tenant: str, session_id: str) -> LiveSession | None:
+        """Return the session with this id from memory or from the store; None if there is none."""
+
+        async def read() -> Session | None:
+            with contextlib.suppress(NotFound):
+                return await self._database.fetch(queries.session, tenant, session_id)
+            return None
+
+        return await self._load((tenant, session_id), read)
+
+    async def find_own(self, principal: Principal) -> LiveSession:
+        """Return the session of a session key.
+
+        Raises:
+            Unauthorized: the session was deleted, even if there is another one of its name.
+        """
+        assert principal.session_id is not None
+        live = await self.find_stored(principal.tenant, principal.session_id)
+        if live is not None and not principal.owns(live.session):
+            # Another proxy may have deleted it and created one of its name.
+            self.drop(live.key)
+            live = await self.find_stored(principal.tenant, principal.session_id)
+        if live is None or not principal.owns(live.session):
+            raise session_deleted(principal.session_id)
+        return live
+
+    async def open(self, session: Session) -> LiveSession:
+        """Return the session with this id; store `session` if there is none."""
+
+        async def read() -> Session:
+            return (await self._store(session))[0]
+
+        while True:
+            live = await self._load((session.tenant, session.session_id), read)
+            if live is not None:  # not the result of a search that began before
+                return live
+
+    async def create(self, session: Session) -> Session:
+        """Store `session` if there is none with this id; return what is stored.
+
+        It does not trust the memory: another proxy may have deleted the session.
+        """
+        stored, created = await self._store(session)
+        live = self.find((session.tenant, session.session_id))
+        if live is not None and live.session.created_at != stored.created_at:
+            self.drop(live.key)
+        if created:
+            self.put(LiveSession(stored))
+        return stored
+
+    async def fork(self, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False) -> Session:
+        """Store `session` with copies of a turn and its ancestors, in short transactions; see `store.forks`."""
+        path, num_copied = await self._database.fetch(forks.read_path, session, turn_id, before=before)
+        root_id = path[0] if path else None
+        sampled_here = turn_id if is_sampled_here else None
+        while True:
+            some = path[num_copied : num_copied + forks.SLICE_TURNS]
+            async with self._writer.slices:
+                stored, num_more = await self._writer.do(forks.copy_turns, session, root_id, some, sampled_here)
+            num_copied += num_more
+            if num_copied == len(path):
+                self.drop((session.tenant, session.session_id))
+                return stored
+
+    async def refresh(self, live: LiveSession) -> None:
+        """Add the turns that other processes have committed, or this process before a restart."""
+        found, live.num_read = await self._database.fetch(self._read_unknown, live)
+        # Some may have been committed here meanwhile.
+        self.add_turns(live, [turn for turn in found if turn.turn_id not in live.forest.by_id])
+
+    async def tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds:
+        """Return the prompt and sampled ids of a turn."""
+        tokens = turn.tokens
+        if tokens is None:
+            turn.tokens = tokens = encode_ids(await self._database.fetch(history.full_tokens, turn.turn_id))
+            self.keep_tokens(live, turn)
+        return tokens
+
+    async def _store(self, session: Session) -> tuple[Session, bool]:
+        stored, created = await self._writer.open(session)
+        if created:
+            self._faults.point("after_session_open")
+            self._metrics.sessions.labels("created").inc()
+        return stored, created
+
+    async def _load(self, key: SessionKey, read: Callable[[], Awaitable[Session | None]]) -> LiveSession | None:
+        """Return a session from memory, or else what `read` returns; calls at the same time share one read."""
+        live = self.find(key)
+        if live is not None:
+            return live
+        task = self._loading.get(key)
+        if task is None:
+            task = self._loading[key] = asyncio.create_task(self._remember(read))
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def _remember(self, read: Callable[[], Awaitable[Session | None]]) -> LiveSession | None:
+        stored = await read()
+        if stored is None:
+            return None
+        live = LiveSession(stored)
+        if stored.num_turns:
+            await self.refresh(live)
+        self.put(live)
+        return live
+
+    def _read_unknown(self, connection: Connection, live: LiveSession) -> tuple[list[KnownTurn], int]:
+        """Return the stored turns that are not in memory, and the `seq` after the last stored turn."""
+        tenant, session_id = live.key
+        by_id = dict(live.forest.by_id)
+        unknown, num_read = history.unknown_turns(connection, tenant, session_id, first=live.num_read, known=by_id)
+        return known_turns(unknown, by_id, self.fields_read), num_read
 
 
 def known_turns(turns: Sequence[Turn], by_id: Mapping[str, KnownTurn], fields: frozenset[str]) -> list[KnownTurn]:

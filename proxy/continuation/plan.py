@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import History, has_media
+from proxy.continuation.digests import has_media
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.outline import Continued
@@ -29,11 +29,10 @@ RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
 """Threads for rendering only: a text of many megabytes takes seconds, and other calls read the store in others."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """The prompt of one call."""
+    """The prompt of one call; without any field that of a call which nothing is known of."""
 
-    history: History
     parent: KnownTurn | None = None
     """The turn that the call extends; None starts a new chain."""
     prompt: EncodedIds | None = None
@@ -94,7 +93,6 @@ async def plan_call(
         return new_chain(conversation, unsafe.reason)
     conversation.prefix.kinds = kinds
     return Plan(
-        history=conversation.history,
         parent=parent,
         prompt=prompt,
         parent_tokens=parent_tokens,
@@ -105,8 +103,7 @@ async def plan_call(
 
 def new_chain(conversation: Conversation, reason: str | None) -> Plan:
     """Return the plan of a call that extends no turn."""
-    is_retokenised = reason is not None and conversation.num_replied > 0
-    return Plan(history=conversation.history, reason=reason, is_retokenised=is_retokenised)
+    return Plan(reason=reason, is_retokenised=reason is not None and conversation.num_replied > 0)
 
 
 def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | None:
@@ -136,12 +133,10 @@ def break_reason(conversation: Conversation, forest: Forest, parent: KnownTurn |
     first = 0 if parent is None else parent.num_messages
     if not forest.by_id or num_replied <= first:
         return "edited_history" if _drops_reply(conversation, forest, parent) else None
-    turns = forest.by_id.values()
-    messages_digests = {turn.messages_digest for turn in turns}
-    if any(digest in messages_digests for digest in history.messages[first:num_replied]):
+    messages_digests = {turn.messages_digest for turn in forest.by_id.values()}
+    if not messages_digests.isdisjoint(history.messages[first:num_replied]):
         return "tools_changed"
-    dialogue_digests = {turn.dialogue_digest for turn in turns}
-    if any(history.dialogue[index] in dialogue_digests for index in history.replies if first <= index < num_replied):
+    if any(history.dialogue[index] in forest.by_dialogue for index in history.replies if first <= index < num_replied):
         return "system_changed"
     return "edited_history"
 

@@ -138,11 +138,12 @@ def _later_role(call: Call, plan: Plan, forest: Forest, root: Root) -> Found:
     if plan.reason is not None and plan.reason != "edited_history":
         return Found(Role.MAIN, "continues_conversation")
     same = forest.agent_roots.get(root.system_digest)
-    if same is not None and not plan.history.replies and _is_asked_by_call(call.messages, forest):
+    has_replies = any(message.get("role") == "assistant" for message in call.messages)
+    if same is not None and not has_replies and _is_asked_by_call(call.messages, forest):
         return Found(Role.SUB_AGENT, "asked_by_tool_call")
     if same is not None:
         return Found(same.role, "same_system")
-    continued = forest.find_reply(call.messages) if plan.history.replies else None
+    continued = forest.find_reply(call.messages) if has_replies else None
     return (
         Found(Role.SUB_AGENT, "other_system") if continued is None else Found(continued.role, "continues_conversation")
     )

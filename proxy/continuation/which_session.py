@@ -1,33 +1,26 @@
-"""Which session a call belongs to: by what the request names, or by the conversation that it continues.
+"""The session that a call names.
 
 A session is named by, in this order: the URL's path, `X-Session-Id`, `metadata.session_id`, and the native ids of
 `NATIVE_IDS`. A session of a native id is called `<entry>:<id>`, so that ids of different kinds never meet. Each entry
 is turned off by its name in the setting `ignored_ids`. With `x-parent-session-id` the session is the parent's, and
 `X-Session-Id` names the agent. A name whose session is over continues as `id~2`, `id~3`, in this order.
-
-Without a name, parallel rollouts of one task may send equal prompts and get equal replies. The ids of tool calls are
-unique to a run and come back with the next request. Without them, runs with equal conversations are interchangeable, so
-each one continues a turn that nothing extends yet. If every candidate has been extended, the choice is not decidable.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import cachetools
 import orjson
 
-from proxy.continuation.forest import KnownTurn, is_free
-from proxy.continuation.memory import LiveSession
 from proxy.dialects.base import Call
 from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.store import history
 from turnwise.store.database import Connection
-from turnwise.types import DEFAULT_POLICY, Json, Session
+from turnwise.types import Json, Session
 
 Headers = Mapping[bytes, bytes]
 SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
@@ -231,69 +224,3 @@ def newest_turn(connection: Connection, tenant: str, session_id: str, conversati
     names = (next_id(session_id, number) for number in range(newest, 0, -1))
     found = (history.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
     return next(filter(None, found), None)
-
-
-MAX_COMPARED = 1_000
-"""Sessions with the same conversation that one call is compared with, the newest ones."""
-
-
-class Caller(NamedTuple):
-    """Whose conversations a call may continue."""
-
-    tenant: str
-    key_id: str
-    policy_id: int = DEFAULT_POLICY
-    """The policy of the sessions that it may continue without naming them."""
-
-
-class InferredSessions(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
-    """Keeps ids of sessions by their conversations, up to a number in all; the least recently used are dropped."""
-
-    def __init__(self, max_ids: int) -> None:
-        super().__init__(max_ids, len)
-        self._max_of_conversation = min(MAX_COMPARED, max_ids)
-
-    def find(self, caller: Caller, digest: bytes) -> tuple[str, ...]:
-        """Return the sessions of this caller that contain the conversation with this digest, the oldest first."""
-        return self.get((caller, digest), ())
-
-    def add(self, caller: Caller, digest: bytes, session_id: str) -> None:
-        """Add a session as the newest of its conversation."""
-        session_ids = self.find(caller, digest)
-        if session_id not in session_ids:
-            self[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]
-
-
-class Candidate(NamedTuple):
-    """A session that contains the conversation, and the turn that the call would extend in it."""
-
-    live: LiveSession
-    turn: KnownTurn
-
-
-def choose_candidate(
-    candidates: Sequence[Candidate], call_ids: frozenset[str], reserved: Container[str], *, is_complete: bool
-) -> Candidate | None:
-    """Return the candidate that the call continues; None where that is not decidable.
-
-    Args:
-        candidates: the oldest first.
-        call_ids: ids of the tool calls that the conversation repeats.
-        reserved: ids of turns that running calls extend.
-        is_complete: whether these are all candidates of the store, not only those in memory.
-    """
-    candidates = [candidate for candidate in candidates if not candidate.turn.is_aborted] or candidates
-    known_ids = [candidate.live.forest.call_ids(candidate.turn) for candidate in candidates]
-    same_run = [candidate for candidate, ids in zip(candidates, known_ids, strict=True) if ids & call_ids]
-    if same_run:
-        free = [candidate for candidate in same_run if is_free(candidate.turn, reserved)]
-        return (free or same_run)[-1]
-    is_other_run = bool(call_ids) and any(known_ids)
-    if is_other_run and not is_complete:
-        return None
-    free = [candidate for candidate in candidates if is_free(candidate.turn, reserved)]
-    if free:
-        return free[-1]
-    num_sessions = len({candidate.live.session.session_id for candidate in candidates})
-    is_branch = is_complete and num_sessions == 1 and not is_other_run
-    return candidates[-1] if is_branch else None

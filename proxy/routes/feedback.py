@@ -108,7 +108,7 @@ async def post_feedback(
     given, group = await services.database.fetch(_feedback, template, principal, wanted)
     for one in group:
         is_written = one.written is not None
-        await services.sessions.fork(one.session, one.turn_id, before=is_written, is_sampled_here=not is_written)
+        await services.sessions.cache.fork(one.session, one.turn_id, before=is_written, is_sampled_here=not is_written)
     await services.writer.do(
         feedback.add,
         given,

@@ -142,7 +142,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
         policy_id = named.policy_id
     services.pool.check_in_use(policy_id)
     session = Session(session_id=session_id, tenant=principal.tenant, policy_id=policy_id, opened_by="api", **fields)
-    stored = await services.sessions.create(session)
+    stored = await services.sessions.cache.create(session)
     if wanted.policy is not None:
         check_has_policy(stored, policy_id, wanted.policy, param="policy")
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
@@ -212,7 +212,7 @@ async def fork_turn(
         metadata={**wanted.metadata, "forked_from": {"session_id": forked.session_id, "turn_id": turn_id}},
         **fields | {name: getattr(forked, name) for name in left_out},
     )
-    stored = await services.sessions.fork(session, turn_id, before=wanted.at == "before")
+    stored = await services.sessions.cache.fork(session, turn_id, before=wanted.at == "before")
     services.forget_session(stored.tenant, stored.session_id)
     return answer(await new_session_json(stored, wanted, request, services, principal))
 

@@ -14,9 +14,8 @@ from support.ledger_samples import add_session
 from proxy.auth import Principal
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import Placement
-from proxy.continuation.sessions import Sessions
-from proxy.continuation.which_session import Caller, InferredSessions
+from proxy.continuation.inferred_sessions import Caller, SessionIds
+from proxy.continuation.sessions import Placement, Sessions
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
@@ -139,9 +138,9 @@ async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
     """There is memory for one session."""
     sessions = Sessions(database, writer, ProxySettings(session_cache_bytes=0), Metrics())
     stored = [add_session(database, name, turns=3) for name in ("long", "other")]
-    first = await sessions.open(stored[0])
-    await sessions.open(stored[1])
-    again = await sessions.open(stored[0])
+    first = await sessions.cache.open(stored[0])
+    await sessions.cache.open(stored[1])
+    again = await sessions.cache.open(stored[0])
     assert again is not first
     assert len(read_turns) == 3
     assert list(again.forest.by_id) == ["long-t1", "long-t2", "long-t3"]
@@ -159,7 +158,7 @@ def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:
     """End a session, as a request to another process does."""
     with database.write() as connection:
         ledger.end_session(connection, "default", session_id)
-    sessions.forget("default", session_id)
+    sessions.cache.drop(("default", session_id))
 
 
 @pytest.mark.parametrize("how", ["path", "key", "created"])
@@ -168,7 +167,7 @@ async def test_a_call_in_an_ended_session_of_a_harness_is_refused(sessions: Sess
     principal = AGENT
     call = call_of(HELLO, session_id="named", session_source="path" if how == "path" else "x-session-id")
     if how != "path":
-        created = await sessions.create(Session(session_id="named", opened_by="api"))
+        created = await sessions.cache.create(Session(session_id="named", opened_by="api"))
         if how == "key":
             created_at = to_micros(created.created_at)
             principal = dataclasses.replace(AGENT, session_id="named", session_created_at=created_at)
@@ -192,7 +191,7 @@ async def test_an_ended_session_that_an_application_named_continues_in_a_linked_
     cold = Sessions(database, writer, ProxySettings(), Metrics())
     session = (await found(cold, call)).live.session
     assert (session.session_id, session.continues) == ("named~4", "named~3")
-    assert cold._live.find((session.tenant, "named~2")) is None
+    assert cold.cache.find((session.tenant, "named~2")) is None
 
 
 async def test_the_memory_of_ended_sessions_is_bounded_and_the_store_has_those_that_were_dropped(
@@ -205,14 +204,14 @@ async def test_the_memory_of_ended_sessions_is_bounded_and_the_store_has_those_t
         await found(sessions, call)
         end(sessions, database, name)
         assert (await found(sessions, call)).live.session.session_id == f"{name}~2"
-    assert len(sessions._generations) == 2
+    assert len(sessions.cache) == 2
     again = [await found(sessions, call_of(HELLO, session_id=name, session_source="x-session-id")) for name in names]
     assert [placement.live.session.session_id for placement in again] == ["first~2", "second~2", "third~2"]
 
 
 def test_the_sessions_of_a_conversation_are_bounded_too():
     """Otherwise an evaluation that repeats one greedy conversation would fill the memory with its sessions."""
-    inferred, caller = InferredSessions(3), Caller("default", "key")
+    inferred, caller = SessionIds(3), Caller("default", "key")
     for name in ("s0", "s1", "s2", "s2"):
         inferred.add(caller, b"often", name)
     assert inferred.find(caller, b"often") == ("s0", "s1", "s2")
@@ -246,7 +245,7 @@ async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sess
     session_id = keyed[0].session.session_id
     with database.write() as connection:
         ledger.end_session(connection, "default", session_id)
-    sessions.forget("default", session_id)
+    sessions.cache.drop(("default", session_id))
     assert (await found(sessions, call_of(HELLO, idempotency_key="k"))).live.session.session_id != session_id
 
 
@@ -254,17 +253,17 @@ async def test_a_session_that_another_proxy_has_deleted_is_created_anew_and_foun
     sessions: Sessions, database: CountedReads
 ):
     """It is still in this proxy's memory. What only looks for a session creates none."""
-    named = await sessions.create(Session(session_id="named"))
+    named = await sessions.cache.create(Session(session_id="named"))
     first = call_of(HELLO)
     placement = await found(sessions, first)
     replied(sessions, placement, first)
     with database.write() as connection:
         for session_id in ("named", placement.live.session.session_id):
             retention.delete_session(connection, "default", session_id)
-    again = await sessions.create(Session(session_id="named"))
+    again = await sessions.cache.create(Session(session_id="named"))
     assert again.created_at > named.created_at
     assert (await found(sessions, call_of(HELLO, session_id="named"))).live.session == again
-    sessions.forget(*placement.live.key)
+    sessions.cache.drop(placement.live.key)
     assert await sessions.continued_length(call_of(HELLO, REPLY, HELLO), AGENT) is None
     with database.read() as connection:
         listed, _ = queries.sessions(connection, SessionFilter())

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.conversations import conversation_of, history_of
+from support.conversations import conversation_of
 
 from proxy.calls.capture import Running, build_turns, failed_turn, known_turn
 from proxy.calls.replays import Attempt, RequestIdentity
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, Placement, known_turns
+from proxy.continuation.memory import LiveSession, known_turns
 from proxy.continuation.plan import Plan
+from proxy.continuation.sessions import Placement
 from proxy.dialects.base import Call
 from proxy.dialects.captured import SENT, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
@@ -47,11 +48,7 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
     return Choice(fields=dict(REPLY), token_ids=list(token_ids), logprobs=[encoded], finish_reason="stop", **fields)
 
 
-def plan_of(call: Call, **fields: Any) -> Plan:
-    return Plan(history=history_of(call), **fields)
-
-
-def extending(call: Call) -> Plan:
+def extending() -> Plan:
     """Return the plan of a call whose prompt is [1, 2, 3, 4]: the parent's [1, 2, 3] and one token after it."""
     parent = KnownTurn(
         turn_id="parent",
@@ -63,7 +60,7 @@ def extending(call: Call) -> Plan:
         dialogue_digest=b"",
     )
     tokens, between = encode_ids(np.array([1, 2, 3], np.int32)), np.array([4], np.int32)
-    return plan_of(call, parent=parent, parent_tokens=tokens, between=between, prompt=encode_ids(between, tokens))
+    return Plan(parent=parent, parent_tokens=tokens, between=between, prompt=encode_ids(between, tokens))
 
 
 def stored(turn: NewTurn) -> NewTurn:
@@ -83,9 +80,8 @@ def running(call: Call, plan: Plan, captured: Captured, **fields: Any) -> Runnin
     identity = RequestIdentity(("team", "key", "s"), call.idempotency_key, b"digest", ("chat", False), ())
     attempt = Attempt(identity, "1", Future())
     given = {"started": 100.0, "first_token_at": 100.5, "version_first": 3, "version_last": 4, **fields}
-    return Running(
-        call, Placement(LiveSession(SESSION), conversation_of(call)), plan, attempt, captured=captured, **given
-    )
+    placement = Placement(LiveSession(SESSION), conversation_of(call))
+    return Running(call, placement, attempt, plan=plan, captured=captured, **given)
 
 
 def built(call: Call, plan: Plan, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
@@ -103,7 +99,7 @@ def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
     captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, {"served"})
     captured.choices[0].fields |= {"unheard_of": 1, "refusal": None}
-    turn = only(built(call, plan_of(call), captured))
+    turn = only(built(call, Plan(), captured))
     assert (turn.turn_id, turn.chain_id, turn.parent_turn_id) == ("chatcmpl-1", "chatcmpl-1", None)
     assert (turn.session_id, turn.tenant, turn.model, turn.dialect) == ("s", "team", "served", "chat")
     assert (turn.messages, turn.tools, turn.response) == ([USER], [{"type": "function"}], REPLY)
@@ -127,14 +123,14 @@ def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
 def test_a_turn_that_cannot_be_trained_is_stored_with_its_reason(captured: Captured, reason: str):
     """A missing logprob would be NaN, and so would the loss."""
     call = call_of(USER)
-    turn = only(built(call, plan_of(call), captured))
+    turn = only(built(call, Plan(), captured))
     assert (turn.outcome, turn.reason) == (Outcome.UNTRAINABLE, reason)
 
 
 def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
     """The cut takes precedence over the reason; the partial reply is stored."""
     call = call_of(USER)
-    plan = plan_of(call, reason="edited_history", is_retokenised=True)
+    plan = Plan(reason="edited_history", is_retokenised=True)
     turn = only(built(call, plan, Captured(PROMPT_TEXT, {0: choice(7)})))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "edited_history")
     turn = only(built(call, plan, Captured(PROMPT_TEXT, {0: choice(7, logprobs=[])}), aborted="client_left"))
@@ -144,7 +140,7 @@ def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
 def test_an_extension_stores_the_messages_after_its_parent():
     """[1, 2, 3] belongs to the parent; [4] and the new message belong to this turn. The store assigns its chain."""
     call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
-    plan = extending(call)
+    plan = extending()
     sampled = running(call, plan, Captured(b"1,2,3,4", {0: choice(7)}))
     turn = stored(only(build_turns(sampled)))
     assert (turn.parent_turn_id, turn.outcome) == ("parent", Outcome.EXACT)
@@ -157,7 +153,7 @@ def test_an_extension_stores_the_messages_after_its_parent():
 def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
     """The echoed prompt is stored as the turn's own, and the parent is dropped."""
     call = call_of(USER, REPLY, USER)
-    plan = extending(call)
+    plan = extending()
     sampled = running(call, plan, Captured(b"1,2,9,4", {0: choice(7)}))
     turn = stored(only(build_turns(sampled)))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
@@ -172,7 +168,7 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
     engine = Vllm("http://127.0.0.1:1", timeout_seconds=1.0)
     engine.defaults, engine.has_tool_grammar = {"max_tokens": 2}, False
-    sampled = running(call, plan_of(call), Captured(PROMPT_TEXT, {0: choice(7)}), lane=Lane(engine))
+    sampled = running(call, Plan(), Captured(PROMPT_TEXT, {0: choice(7)}), lane=Lane(engine))
     (built_turn,) = build_turns(sampled)
     in_memory = known_turn(built_turn, sampled, "chatcmpl-1")
     turn = stored(built_turn)
@@ -184,7 +180,7 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
 def test_each_of_several_choices_extends_the_parent():
     call = call_of(USER, REPLY, USER, n=2, key="k")
     captured = Captured(SENT, {1: choice(8), 0: choice(7)})
-    turns = built(call, extending(call), captured)
+    turns = built(call, extending(), captured)
     assert [(turn.turn_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
         ("chatcmpl-1", "parent", "key\nk#0"),
         ("chatcmpl-1#1", "parent", "key\nk#1"),
@@ -194,7 +190,7 @@ def test_each_of_several_choices_extends_the_parent():
 def test_each_choice_of_several_prompts_keeps_its_own_prompt():
     call = call_of(USER)
     captured = Captured(b"1", {0: choice(7, prompt_ids=b"1"), 1: choice(8, prompt_ids=b"2,3")})
-    turns = built(call, plan_of(call), captured)
+    turns = built(call, Plan(), captured)
     assert [(turn.prompt_delta.tolist(), turn.prompt_length) for turn in turns] == [([1], 1), ([2, 3], 2)]
 
 
@@ -202,13 +198,13 @@ def test_only_a_complete_reply_is_found_by_its_key():
     """A retry of a reply that was cut off samples again."""
     call = call_of(USER, key="k")
     captured = Captured(PROMPT_TEXT, {0: choice(7)})
-    assert only(built(call, plan_of(call), captured)).request_key == "key\nk#0"
-    assert only(built(call, plan_of(call), captured, aborted="client_left")).request_key is None
+    assert only(built(call, Plan(), captured)).request_key == "key\nk#0"
+    assert only(built(call, Plan(), captured, aborted="client_left")).request_key is None
 
 
 def test_a_call_without_a_reply_stores_its_request():
     call = call_of(USER, key="k")
-    failed = running(call, plan_of(call), Captured())
+    failed = running(call, Plan(), Captured())
     failed.placement.inferred_by = "key"
     turn = failed_turn(failed, "engine_500")
     assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)
@@ -218,12 +214,12 @@ def test_a_call_without_a_reply_stores_its_request():
 def test_an_engine_is_asked_for_the_experts_from_the_last_token_of_the_turn_before():
     """The prompt is the three tokens of the parent and one of this turn: the parent's last token has the index 2."""
     call = call_of(USER)
-    assert request(call, extending(call), returns_routing=True)["routed_experts_prompt_start"] == 2
+    assert request(call, extending(), returns_routing=True)["routed_experts_prompt_start"] == 2
 
 
 def test_the_turns_after_a_side_call_have_the_role_of_their_chain():
     call = call_of(USER)
-    plan = extending(call)
+    plan = extending()
     assert plan.parent is not None
     plan.parent.role = Role.SUB_AGENT
     sampled = running(call, plan, Captured(b"1,2,3,4", {0: choice(7)}))

@@ -10,7 +10,7 @@ import pytest
 from support.conversations import digest_history
 
 from proxy.continuation.conversation import Conversation, Owner, Prefixes, prefix_of, read_conversation
-from proxy.continuation.digests import message_digest
+from proxy.continuation.digests import NO_FIELDS, message_digest
 from proxy.dialects import registry
 from proxy.dialects.base import Dialect
 from turnwise.types import Json
@@ -109,9 +109,9 @@ def test_every_dialect_digests_only_the_messages_that_are_new(
         digested.append(message)
         return message_digest(message, *args)
 
-    def read(num_messages: int, prefixes: Prefixes | None) -> tuple[Conversation, bytes]:
+    def read(num_messages: int, prefixes: Prefixes) -> tuple[Conversation, bytes]:
         call = dialect.parse(body_of(dialect, num_messages), max_choices=1, max_messages=10_000)
-        found = asyncio.run(read_conversation(call, prefixes=prefixes, owner=OWNER))
+        found = asyncio.run(read_conversation(call, NO_FIELDS, prefixes, OWNER))
         return found, call.messages_json
 
     monkeypatch.setattr("proxy.continuation.digests.message_digest", digest)
@@ -120,6 +120,6 @@ def test_every_dialect_digests_only_the_messages_that_are_new(
     digested.clear()
     again, sent = read(283, prefixes)
     assert [message["content"] for message in digested] == TEXTS[281:283]
-    fresh, expected = read(283, None)
+    fresh, expected = read(283, Prefixes(10**7))
     assert (again.history.full, again.history.replies) == (fresh.history.full, fresh.history.replies)
     assert sent == expected == orjson.dumps(again.messages)

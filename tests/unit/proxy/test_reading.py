@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.conversations import conversation_of, history_of
+from support.conversations import conversation_of
 
 from proxy.calls.capture import Running, take_events
 from proxy.calls.replays import Attempt, RequestIdentity
-from proxy.continuation.memory import LiveSession, Placement
-from proxy.continuation.plan import Plan
+from proxy.continuation.memory import LiveSession
+from proxy.continuation.sessions import Placement
 from proxy.dialects import sse
 from proxy.dialects.base import Dialect
 from proxy.dialects.captured import read_logprobs
@@ -106,10 +106,9 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     """Return a call that has been sent to an engine, with a planned prompt."""
     call = dialect.parse(body, max_choices=4, max_messages=10)
-    plan = Plan(history=history_of(call))
     placement = Placement(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
     identity = RequestIdentity(("team", "", "s"), None, b"", ("", True), ())
-    state = Running(call, placement, plan, Attempt(identity, "call", Future()))
+    state = Running(call, placement, Attempt(identity, "call", Future()))
     engine = Vllm("http://127.0.0.1:9", timeout_seconds=1.0)
     engine.model = MODEL
     return state, Lane(engine)

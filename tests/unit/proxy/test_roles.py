@@ -28,7 +28,7 @@ def call_of(*messages: Json, agent_id: str | None = None, **fields: Any) -> Call
 
 
 def plan_of(call: Call, parent: KnownTurn | None = None, reason: str | None = None) -> Plan:
-    return Plan(history=history_of(call), parent=parent, reason=reason)
+    return Plan(parent=parent, reason=reason)
 
 
 def role_of(call: Call, plan: Plan, forest: Forest, *, is_named: bool = True) -> Found:

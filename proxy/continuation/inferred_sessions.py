@@ -1,0 +1,194 @@
+"""The session of a call that names none: that of the same API key whose conversation the call continues.
+
+Parallel rollouts of one task may send equal prompts and get equal replies. The ids of tool calls are unique to a run
+and come back with the next request. Without them, runs with equal conversations are interchangeable, so each one
+continues a turn that nothing extends yet. If every candidate has been extended, the choice is not decidable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
+
+import cachetools
+
+from proxy.continuation.conversation import Conversation
+from proxy.continuation.digests import tool_call_ids
+from proxy.continuation.forest import KnownTurn
+from proxy.continuation.memory import LiveSession, SessionCache
+from proxy.settings import ProxySettings
+from turnwise.store import history
+from turnwise.store.database import Connection, Database
+from turnwise.types import DEFAULT_POLICY, SessionStatus
+
+MAX_CANDIDATES = 16
+"""Sessions with the same conversation that are compared, the newest ones."""
+MAX_COMPARED = 1_000
+"""Sessions with the same conversation that one call is compared with, the newest ones."""
+
+
+class Caller(NamedTuple):
+    """Whose conversations a call may continue."""
+
+    tenant: str
+    key_id: str
+    policy_id: int = DEFAULT_POLICY
+    """The policy of the sessions that it may continue without naming them."""
+
+
+class SessionIds(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
+    """Keeps ids of sessions by their conversations, up to a number in all; the least recently used are dropped."""
+
+    def __init__(self, max_ids: int) -> None:
+        super().__init__(max_ids, len)
+        self._max_of_conversation = min(MAX_COMPARED, max_ids)
+
+    def find(self, caller: Caller, digest: bytes) -> tuple[str, ...]:
+        """Return the sessions of this caller that contain the conversation with this digest, the oldest first."""
+        return self.get((caller, digest), ())
+
+    def add(self, caller: Caller, digest: bytes, session_id: str) -> None:
+        """Add a session as the newest of its conversation."""
+        session_ids = self.find(caller, digest)
+        if session_id not in session_ids:
+            self[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]
+
+
+class Candidate(NamedTuple):
+    """A session that contains the conversation, and the turn that the call would extend in it."""
+
+    live: LiveSession
+    turn: KnownTurn
+
+
+class InferredSessions:
+    """Finds sessions by the conversations and the tool calls that they contain."""
+
+    def __init__(
+        self, cache: SessionCache, database: Database, settings: ProxySettings, reserved: Container[str]
+    ) -> None:
+        self._cache = cache
+        self._database = database
+        self._is_shared = settings.workers > 1
+        self._reserved = reserved
+        """Ids of the turns that running calls extend."""
+        self._ids = SessionIds(settings.cache_sessions)
+        """By the conversations of the turns that were committed here, and by the ids of their tool calls."""
+
+    def add(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
+        """Let calls of an API key find a session by these turns."""
+        session = live.session
+        caller = Caller(session.tenant, key_id, session.policy_id)
+        for turn in turns:
+            self._ids.add(caller, turn.history_digest, session.session_id)
+            for call_id in turn.call_ids:
+                self._ids.add(caller, call_id.encode(), session.session_id)
+
+    def clear(self) -> None:
+        """Remember nothing of any session."""
+        self._ids.clear()
+
+    async def find(self, conversation: Conversation, caller: Caller) -> Candidate | None:
+        """Return the session that contains the longest part of the conversation, where that is decidable.
+
+        A match in memory up to the last reply is used at once; otherwise the store may have a better one.
+        """
+        digests = conversation.after_replies(conversation.history.full)
+        if not digests:
+            return None
+        call_ids = conversation.call_ids()
+        candidates = await self._candidates(self._ids.find(caller, digests[0]), digests[0], caller)
+        chosen = self._choose(candidates, call_ids, is_complete=False)
+        # Another worker may have extended it, and another proxy may have completed a reply that was cut off here.
+        if chosen is not None and not self._is_shared and not chosen.turn.is_aborted:
+            return chosen
+        is_handoff, digest, stored = await self._database.fetch(_read_candidates, caller, conversation)
+        candidates = await self._candidates(stored, digest, caller, refresh=True)
+        # Of a handoff only the dialogue is equal: it does not branch from a turn that another call has extended.
+        return self._choose(candidates, call_ids, is_complete=not is_handoff)
+
+    def _choose(
+        self, candidates: Sequence[Candidate], call_ids: frozenset[str], *, is_complete: bool
+    ) -> Candidate | None:
+        """Return the candidate that the call continues; None where that is not decidable.
+
+        Args:
+            candidates: the oldest first.
+            call_ids: ids of the tool calls that the conversation repeats.
+            is_complete: whether these are all candidates of the store, not only those in memory.
+        """
+        candidates = [candidate for candidate in candidates if not candidate.turn.is_aborted] or candidates
+        known_ids = [candidate.live.forest.call_ids(candidate.turn) for candidate in candidates]
+        same_run = [candidate for candidate, ids in zip(candidates, known_ids, strict=True) if ids & call_ids]
+        is_other_run = bool(call_ids) and any(known_ids)
+        if not same_run and is_other_run and not is_complete:
+            return None
+        alike = same_run or candidates
+        free = [candidate for candidate in alike if self._is_free(candidate.turn)]
+        num_sessions = len({candidate.live.session.session_id for candidate in candidates})
+        is_branch = is_complete and num_sessions == 1 and not is_other_run
+        if free or same_run or is_branch:
+            return (free or alike)[-1]
+        return None
+
+    def _is_free(self, turn: KnownTurn) -> bool:
+        """Return whether no stored turn and no running call extends the turn."""
+        return not turn.has_child and turn.turn_id not in self._reserved
+
+    async def find_by_calls(self, conversation: Conversation, caller: Caller) -> LiveSession | None:
+        """Return the newest open session that sampled one of the repeated tool calls: the client has cut its history.
+
+        An id that several sessions sampled says nothing: some models number their calls.
+        """
+        for message in reversed(conversation.messages):
+            for call_id in tool_call_ids(message):
+                sessions = self._ids.find(caller, call_id.encode())
+                if len(sessions) == 1 and (live := await self._if_open(sessions[0], caller)):
+                    return live
+        return None
+
+    async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
+        """Return a session if it is open: a caller that names no session cannot know that it has ended."""
+        live = await self._cache.find_stored(caller.tenant, session_id)
+        if live is None or live.session.status is not SessionStatus.OPEN:
+            return None
+        return live if live.session.policy_id == caller.policy_id else None
+
+    async def _candidates(
+        self, session_ids: Iterable[str], digest: bytes, caller: Caller, *, refresh: bool = False
+    ) -> list[Candidate]:
+        """Return the open sessions of these that contain the conversation."""
+        found = []
+        for session_id in session_ids:
+            live = await self._if_open(session_id, caller)
+            if live is None:
+                continue
+            if refresh:
+                await self._cache.refresh(live)
+            forest = live.forest
+            turns = forest.by_history.get(digest) or forest.by_dialogue.get(digest, ())
+            found += [Candidate(live, turn) for turn in turns]
+        return found
+
+
+def _read_candidates(
+    connection: Connection, caller: Caller, conversation: Conversation
+) -> tuple[bool, bytes, list[str]]:
+    """Return the sessions with the conversation; else those with its dialogue under other tools or another system.
+
+    Returns:
+        Whether only the dialogue is equal, its digest, and the ids of the sessions.
+    """
+    find = functools.partial(
+        history.sessions_of_conversation,
+        connection,
+        caller.tenant,
+        caller.key_id,
+        policy_id=caller.policy_id,
+        limit=MAX_CANDIDATES,
+    )
+    digest, session_ids = find(conversation.after_replies(conversation.history.full))
+    if session_ids:
+        return False, digest, session_ids
+    return True, *find(conversation.after_replies(conversation.history.dialogue), by="dialogue_digest")
