@@ -1,14 +1,15 @@
 """A PostgreSQL connection with a client-side timeout.
 
 The server enforces `statement_timeout`, and its kernel enforces TCP's timers; neither works if the server process is
-stopped. This connection closes itself when a statement gets no answer within `answer_seconds`.
+stopped. This connection closes itself when a statement gets no answer within `answer_seconds`, and when it could not be
+opened in time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import psycopg
 
@@ -20,6 +21,22 @@ class DeadlineConnection(psycopg.Connection[Any]):
 
     answer_seconds: float | None = None
     """Maximum wait for the server's answer; None means no limit."""
+
+    @classmethod
+    def connect(cls, *args: Any, **kwargs: Any) -> Self:
+        """Open a connection as psycopg does, and close one that fails.
+
+        The error's traceback refers to psycopg's frame, and that to the connection and to the error. A cycle is closed
+        by the next garbage collection only, and until then a server that was stopped has one place less for each
+        attempt.
+
+        Raises:
+            psycopg.OperationalError: no connection could be opened in time.
+        """
+        try:
+            return super().connect(*args, **kwargs)
+        except psycopg.Error as error:
+            raise error.with_traceback(None) from None
 
     def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
         """Wait for the server as psycopg does, until the deadline.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from turnwise.types import Session
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 SECOND = datetime.timedelta(seconds=1)
+SILENT_SECONDS = 10.0
 
 
 @pytest.mark.parametrize("url", ["mysql://x/y", "no url", "sqlite://", "sqlite:///:memory:"])
@@ -183,3 +187,30 @@ def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(data
     for thread in threads:
         thread.join(60)
     assert sorted(tokens, key=str) == [1, None, None, None]
+
+
+def test_a_connection_that_was_given_up_is_closed(silent_server: socket.socket) -> None:
+    """A server that was stopped for a while must not find its places taken by connections that nobody uses."""
+    port = silent_server.getsockname()[1]
+    database = Database(f"postgresql://turnwise@127.0.0.1:{port}/turnwise", lock_timeout_seconds=1.0)
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="ConnectionTimeout"), database.read():
+                pass
+            accepted, _ = silent_server.accept()
+            with accepted:
+                accepted.settimeout(SILENT_SECONDS)
+                while accepted.recv(1024):
+                    pass  # the client's first message; then the connection must end
+    finally:
+        gc.enable()
+        database.close()
+
+
+@pytest.fixture
+def silent_server() -> Iterator[socket.socket]:
+    """A server that takes connections and answers nothing, as a stopped PostgreSQL does."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(SILENT_SECONDS)
+        yield listening
