@@ -22,7 +22,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import BudgetSpent, StoreError
 from turnwise.store import usage
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Budgets:
         accounts = [self._account(principal.tenant, key_id) for key_id in (principal.root_key_id, None)]
         old = [each for each in accounts if time.monotonic() - each.read_at > READ_SECONDS]
         if old:
-            await asyncio.to_thread(self._read, old)
+            await self._database.fetch(self._read, old)
         return accounts
 
     def since_day(self) -> int | None:
@@ -119,17 +119,16 @@ class Budgets:
             found = self._accounts[tenant, key_id] = Account(tenant, key_id)
         return found
 
-    def _read(self, accounts: list[Account]) -> None:
+    def _read(self, connection: Connection, accounts: list[Account]) -> None:
         since = self.since_day()
-        with self._database.read() as connection:
-            for account in accounts:
-                stored = usage.used_by_key(connection, account.tenant, account.key_id, since_day=since)
-                account.num_tokens = sum(stored.values()) + self._unstored(account)
-                account.budget = self._tenant_budget
-                if account.key_id is not None:
-                    own = usage.key_budget(connection, account.tenant, account.key_id)
-                    account.budget = self._key_budget if own is None else own
-                account.read_at = time.monotonic()
+        for account in accounts:
+            stored = usage.used_by_key(connection, account.tenant, account.key_id, since_day=since)
+            account.num_tokens = sum(stored.values()) + self._unstored(account)
+            account.budget = self._tenant_budget
+            if account.key_id is not None:
+                own = usage.key_budget(connection, account.tenant, account.key_id)
+                account.budget = self._key_budget if own is None else own
+            account.read_at = time.monotonic()
 
     def _unstored(self, account: Account) -> int:
         """Return the account's tokens that this process has not written yet."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import datetime
 import functools
 import importlib.resources
@@ -18,6 +19,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -42,6 +44,8 @@ _MIGRATION_SECONDS = 600
 ANSWER_SECONDS = 30.0
 """Maximum time of a statement on PostgreSQL; migrations have no limit."""
 GRACE_SECONDS = 2.0
+QUEUE_SECONDS = 30.0
+"""Longest wait of `Database.fetch` for its turn, while others' reads take all connections."""
 WAL_SECONDS = 0.01
 """Between two attempts to turn on the write-ahead log."""
 _REFUSED = "Connection refused"
@@ -68,6 +72,8 @@ class Database:
         self._reader = self._engine.execution_options(**({} if self.dialect == "sqlite" else of_reads))
         # SQLite allows one writer. A queue here is fair; SQLite's own busy handler polls.
         self._write_lock: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
+        # Threads of its own, one a connection: a database that is silent takes no thread from other work.
+        self._readers = ThreadPoolExecutor(pool_size, "store-read")
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -97,15 +103,20 @@ class Database:
         """Return the result of a function that reads the store, called in a thread with a transaction of `read`.
 
         Raises:
-            StoreUnavailable, SchemaMismatch: as `read`.
+            StoreUnavailable, SchemaMismatch: as `read`; also after a wait of `QUEUE_SECONDS` for others' reads.
             TurnwiseError: what the function raises.
         """
+        context, deadline = contextvars.copy_context(), time.monotonic() + QUEUE_SECONDS
 
         def call() -> T:
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(
+                    f"the database was busy with other reads for {QUEUE_SECONDS:g} s; check that it answers, and retry"
+                )
             with self.read() as conn:
                 return function(conn, *arguments, **options)
 
-        return await asyncio.to_thread(call)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, context.run, call)
 
     def upgrade(self) -> None:
         """Migrate the tables to this release; concurrent migrations run one after the other.
@@ -198,7 +209,8 @@ class Database:
             execute(conn, "VACUUM INTO ?", (str(target),))
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; reads that wait for one are cancelled."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._engine.dispose()
 
     @contextlib.contextmanager

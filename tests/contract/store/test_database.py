@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import gc
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,34 @@ def test_a_connection_that_was_given_up_is_closed(silent_server: socket.socket) 
                     pass  # the client's first message; then the connection must end
     finally:
         gc.enable()
+        database.close()
+
+
+def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other_work(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, asked = threading.Event(), threading.Event()
+
+    def wait_for_an_answer(_: object) -> None:
+        asked.set()
+        assert answers.wait(SILENT_SECONDS)
+
+    async def read_behind_a_read_without_an_answer() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        first = asyncio.create_task(database.fetch(wait_for_an_answer))
+        assert await asyncio.wait_for(asyncio.to_thread(asked.wait, SILENT_SECONDS), SILENT_SECONDS)
+        monkeypatch.setattr("turnwise.store.database.QUEUE_SECONDS", 0.0)
+        second = asyncio.create_task(database.fetch(queries.counts))
+        await asyncio.wait_for(asyncio.to_thread(answers.set), SILENT_SECONDS)
+        await first
+        with pytest.raises(StoreUnavailable, match="busy with other reads"):
+            await second
+
+    database = Database(database_url, pool_size=1)
+    try:
+        asyncio.run(read_behind_a_read_without_an_answer())
+    finally:
+        answers.set()
         database.close()
 
 
