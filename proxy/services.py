@@ -8,7 +8,7 @@ import datetime
 import ipaddress
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
@@ -40,8 +40,8 @@ from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, Sess
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
 from turnwise.store import idempotency, keys, ledger, retention
-from turnwise.store.database import Database
-from turnwise.types import utc_now
+from turnwise.store.database import Connection, Database
+from turnwise.types import SessionKey, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ MAX_SEARCHES = 2
 """Searches in what sessions hold that run at once in one process; others wait."""
 NUM_EXPORTS = 4
 """Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
+REWARDED_IDLE = datetime.timedelta(minutes=10)
+"""A single session that has a reward, and that no call names, expires after so long without activity."""
 SWEEP_SECONDS = 5.0
 """How often idle sessions are expired and old stored answers are deleted."""
 ANNOUNCE_SECONDS = 1.0
@@ -170,10 +172,8 @@ class Services:
             try:
                 while await self.writer.do(idempotency.forget_answers, utc_now() - remembered):
                     pass
-                while expired := await self.writer.do(ledger.expire_idle_sessions, utc_now() - idle):
-                    for tenant, session_id in expired:
-                        self.forget_session(tenant, session_id)
-                    self.metrics.sessions.labels("expired").inc(len(expired))
+                await self._expire(ledger.expire_idle_sessions, idle)
+                await self._expire(ledger.expire_rewarded_sessions, min(idle, REWARDED_IDLE))
                 await self._prune()
                 await self.writer.sweep()
             except TurnwiseError as error:
@@ -181,6 +181,15 @@ class Services:
                 log.warning("could not expire idle sessions and delete old data, will retry: %s", error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.writer.has_deleted.wait(), SWEEP_SECONDS)
+
+    async def _expire(
+        self, expire_some: Callable[[Connection, datetime.datetime], list[SessionKey]], idle: datetime.timedelta
+    ) -> None:
+        """Repeat an expiry, one short transaction each time, while it finds sessions."""
+        while expired := await self.writer.do(expire_some, utc_now() - idle):
+            for tenant, session_id in expired:
+                self.forget_session(tenant, session_id)
+            self.metrics.sessions.labels("expired").inc(len(expired))
 
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""

@@ -149,6 +149,8 @@ class Look:
     """Groups that can be claimed, without single sessions."""
     num_singles: int = 0
     """Single sessions that can be claimed."""
+    num_open: int = 0
+    """Sessions that have a reward and are not over, read while a batch lacks groups."""
     pinned: int | None = None
     """The pinned version."""
     oldest_in_flight: int | None = None
@@ -244,7 +246,7 @@ class WaitingLog:
         """`report` takes each line, and the seconds until the batch starts in any case."""
         self._rule = rule
         self._report = report
-        self._said: tuple[int, int, str | None] | None = None
+        self._said: tuple[int, int, int, str | None] | None = None
         self._said_at = 0.0
         self._held_since: float | None = None
         self.held_seconds = 0.0
@@ -253,7 +255,7 @@ class WaitingLog:
         """Take the state of the wait; log it when it changed, at most every few seconds."""
         now = time.monotonic()
         self._count(held is not None, now)
-        said = (look.num_ready, look.num_singles, held)
+        said = (look.num_ready, look.num_singles, look.num_open, held)
         full = look.num_filled(self._rule) >= self._rule.groups_per_batch and held is None
         if full or said == self._said or (self._said is not None and now - self._said_at < REPORT_SECONDS):
             return
@@ -281,8 +283,27 @@ def describe_wait(look: Look, rule: SourceRule, seconds_left: float | None, held
     if held is not None:
         return f"{counted}; {held}"
     if look.num_filled(rule) < rule.smallest_batch:
-        return f"waiting: {counted}; a batch needs at least {rule.smallest_batch}"
+        lacking = f"waiting: {counted}; a batch needs at least {rule.smallest_batch}"
+        return lacking + (f"; {_describe_open(look.num_open, rule)}" if look.num_open else "")
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
+
+
+def describe_refill(claim: Claim, num_groups: int, rule: SourceRule) -> str:
+    """Return one line on the wait for groups in the place of those with equal rewards."""
+    singles = "" if rule.singles_per_group == 1 else f" ({rule.singles_per_group} single sessions count as one)"
+    return (
+        f"waiting: too many of {describe_claim(claim)} have equal rewards, which teach nothing; "
+        f"{num_groups} more groups{singles} are taken if they are ready within {rule.refill_limit:.0f} s"
+    )
+
+
+def _describe_open(num_open: int, rule: SourceRule) -> str:
+    counted = f"{num_open} open sessions have a reward" if num_open > 1 else "1 open session has a reward"
+    singles = "" if rule.singles_per_group == 1 else f", and {rule.singles_per_group} single ones count as a group"
+    return (
+        f"{counted}: a session counts once it is over (POST /v1/sessions/{{session_id}}/end; one that no call names is "
+        f"over after ten minutes without a call){singles}"
+    )
 
 
 class StopFlag:

@@ -30,6 +30,7 @@ from trainer.pacing import (
     StopFlag,
     WaitingLog,
     describe_claim,
+    describe_refill,
     outlast,
     why_held,
 )
@@ -190,7 +191,7 @@ class LedgerSource:
         return None
 
     def _claimed(self, claim: claims.Claim, wait: Wait) -> ClaimedBatch:
-        self._report_status(f"training on {describe_claim(claim)}", None)
+        self._report_training(claim)
         self._leases[claim] = Lease(self._db, claim, LEASE_SECONDS)
         return ClaimedBatch(
             claim=claim,
@@ -204,7 +205,14 @@ class LedgerSource:
         """Return the batch with up to so many further groups; None if none became ready until then."""
         started = time.monotonic()
         if until > started:
-            self._report_status(f"waiting: {num_groups} more groups in the place of groups with equal rewards", None)
+            self._report(describe_refill(batch.claim, num_groups, self._rule))
+        refilled = self._refill(batch, num_groups, at, until, started)
+        self._report_training((refilled or batch).claim)
+        return refilled
+
+    def _refill(
+        self, batch: ClaimedBatch, num_groups: int, at: Position, until: float, started: float
+    ) -> ClaimedBatch | None:
         while self._look(at).num_filled(self._rule) < num_groups:
             if time.monotonic() >= until or self._closed.is_set():
                 break
@@ -447,6 +455,14 @@ class LedgerSource:
         wait.log.end()
         return True
 
+    def _report_training(self, claim: claims.Claim) -> None:
+        self._report(f"training on {describe_claim(claim)}")
+
+    def _report(self, text: str) -> None:
+        """Log and store what the trainer is doing."""
+        log.info("%s", text)
+        self._report_status(text, None)
+
     def _report_status(self, text: str, seconds_left: float | None, state: TrainerState = TrainerState.RUNNING) -> None:
         """Store what the trainer is doing, for the page; training does not depend on it."""
         if state is TrainerState.RUNNING and self._is_blocked:
@@ -502,7 +518,7 @@ class LedgerSource:
             refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
         )
         if look.num_filled(self._rule) < self._rule.smallest_batch:
-            return look
+            return dataclasses.replace(look, num_open=claims.num_open_with_reward(conn, of))
         alarm = None if state.active is None else state.active.alarm
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
 

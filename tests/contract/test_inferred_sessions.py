@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import httpx2
 import pytest
+import sqlalchemy as sa
 from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
@@ -16,6 +18,7 @@ from turnwise_fake_engine.script import Reply, Rule, ToolCall
 
 from turnwise.store import keys
 from turnwise.store.database import Database
+from turnwise.store.tables import sessions
 
 Message = dict[str, Any]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
@@ -172,6 +175,36 @@ def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEng
     assert (named.status_code, named.json()["error"]["code"]) == (409, "session_not_open")
     played(proxy, messages, "two")
     assert sorted(sessions_of(proxy).values()) == [["one"], ["two"]]
+
+
+def set_back(proxy: RunningProxy, interval: timedelta) -> None:
+    """Let the last activity of all sessions be so much earlier."""
+    database = Database(proxy.database_url)
+    earlier = sa.update(sessions).values(
+        last_active_at=sessions.c.last_active_at - interval // timedelta(microseconds=1)
+    )
+    with database.write() as connection:
+        connection.execute(earlier)
+    database.close()
+
+
+def test_a_session_that_no_call_names_is_over_ten_minutes_after_its_reward(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """A client that only posts rewards need not end it: its group is ready. Others stay open for an hour."""
+    proxy = start_proxy(fake_engine.url)
+    rewarded = call(proxy, [user("rewarded")])
+    played(proxy, [], "no reward")
+    named = httpx2.post(f"{proxy.session_v1('named')}/chat/completions", json={"model": "f", "messages": [user("c")]})
+    later = call(proxy, [user("rewarded later")])
+    set_back(proxy, timedelta(minutes=11))
+    for reply in (rewarded, named.json()):
+        httpx2.post(f"{proxy.v1}/rewards", json={"turn_id": reply["id"], "value": 1.0}).raise_for_status()
+    set_back(proxy, timedelta(minutes=11))
+    httpx2.post(f"{proxy.v1}/rewards", json={"turn_id": later["id"], "value": 1.0}).raise_for_status()
+    counts = f"{proxy.v1}/counts"
+    wait_until(lambda: httpx2.get(counts).json()["sessions"] == {"open": 3, "expired": 1}, "one session is over")
+    assert httpx2.get(counts).json()["groups"] == {"open": 3, "ready": 1}
 
 
 def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
-from turnwise.store.groups import Change, drop
+from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
 from turnwise.store.policies import publish_policy
 from turnwise.store.rows import from_micros, to_micros
 from turnwise.store.statements import unindexed
@@ -38,6 +38,8 @@ from turnwise.types import (
 
 _IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
 """The SQL condition for a group that is one sampled session."""
+MOST_COUNTED = 10_000
+"""Of the open sessions with a reward that are counted."""
 LONGEST_LEASE_SECONDS = 3600.0
 """Maximum length of a lease. A lease that ends later was granted before the clock was set back; it is ignored."""
 
@@ -166,6 +168,15 @@ def num_claimable(
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
     return int(total) - int(num_singles), int(num_singles)
+
+
+def num_open_with_reward(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int:
+    """Count a policy's sessions that only have to end to be trained, up to `MOST_COUNTED`."""
+    waiting = sa.select(sessions.c.session_pk).where(
+        OPEN_WITH_REWARD, sessions.c.group_pk.is_not(None), sessions.c.policy_id == policy_id
+    )
+    counted = sa.select(sa.func.count()).select_from(waiting.limit(MOST_COUNTED).subquery())
+    return int(conn.execute(counted).scalar_one())
 
 
 def oldest_version_in_flight(

@@ -37,6 +37,12 @@ SINGLE = {
 """What is said about a session that is its own group, by the state of that group."""
 COMPARED = "Its reward is compared with those of other single sessions of the same agent."
 
+OPEN_WITH_REWARD = sa.and_(
+    sessions.c.status == sa.literal_column(f"'{SessionStatus.OPEN.value}'"),
+    sessions.c.num_rewards > sa.literal_column("0"),
+)
+"""The SQL condition for an open session with a reward; its index serves only a query with these literals."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:

@@ -153,9 +153,27 @@ def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime, *,
     Returns:
         Tenant and id of each, longest idle first.
     """
+    return _expire(conn, [sessions.c.status == SessionStatus.OPEN.value], idle_before, limit)
+
+
+def expire_rewarded_sessions(
+    conn: sa.Connection, idle_before: datetime.datetime, *, limit: int = 500
+) -> list[SessionKey]:
+    """Expire open single sessions that no call names, that have a reward, and without activity since then.
+
+    A client that names no session cannot end it, and its conversation continues in a new session. Arguments and result
+    are those of `expire_idle_sessions`.
+    """
+    is_unnamed = sa.exists().where(turns.c.session_pk == sessions.c.session_pk, turns.c.inferred_by.is_not(None))
+    return _expire(conn, [groups.OPEN_WITH_REWARD, sessions.c.group_id.is_(None), is_unnamed], idle_before, limit)
+
+
+def _expire(
+    conn: sa.Connection, wanted: Sequence[sa.ColumnElement[bool]], idle_before: datetime.datetime, limit: int
+) -> list[SessionKey]:
     idle = conn.execute(
         sa.select(*(sessions.c[name] for name in LockedSession._fields))
-        .where(sessions.c.status == SessionStatus.OPEN.value, sessions.c.last_active_at < to_micros(idle_before))
+        .where(*wanted, sessions.c.last_active_at < to_micros(idle_before))
         .order_by(sessions.c.last_active_at)
         .limit(limit)
         .with_for_update(skip_locked=True)

@@ -112,6 +112,7 @@ sessions = sa.Table(
     _index("ix_sessions_task", "tenant", "task_id"),
     _index("ix_sessions_status", "status", "last_active_at"),
     _index("ix_sessions_live", "status", "last_active_at", where="group_id IS NULL AND ended_at IS NOT NULL"),
+    _index("ix_sessions_rewarded", "last_active_at", where="status = 'open' AND num_rewards > 0"),
     _index("ix_sessions_tenant", "tenant", "session_pk"),
     _index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
     _index("ix_sessions_created", "created_at"),

@@ -26,7 +26,7 @@ from turnwise.store import ledger as ledger_of
 from turnwise.store import policies, queries
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
-from turnwise.types import PolicyVersion, Reward, Role, utc_now
+from turnwise.types import PolicyVersion, Reward, Role, Split, utc_now
 
 PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
@@ -207,6 +207,34 @@ def test_the_reason_of_the_trainers_wait_is_stored(database):
     finally:
         source.stop()
         waiting.join(timeout=PATIENCE_SECONDS)
+
+
+def test_a_refilled_batch_is_reported_as_trained_again(database):
+    """Its training can take minutes; until then the page and `turnwise doctor` show this report."""
+    for session_id in ("a", "b"):
+        add_session(database, session_id)
+        finish(database, session_id)
+    source = source_for(database, groups_per_batch=1)
+    batch = source.next_batch(Position())
+    assert statuses(database)[0].text == "training on 1 single sessions"
+    until = time.monotonic() + PATIENCE_SECONDS
+    batch = source.refill(batch, 1, Position(), until)
+    assert statuses(database)[0].text == "training on 2 single sessions"
+    assert source.refill(batch, 1, Position(), time.monotonic() + 0.01) is None
+    assert statuses(database)[0].text == "training on 2 single sessions"
+    source.close()
+
+
+def test_sessions_that_only_have_to_end_are_in_the_reason_of_the_wait(database):
+    for session_id, fields in (("a", {}), ("b", {}), ("c", {"split": Split.EVAL})):
+        add_session(database, session_id, **fields)
+        with database.write() as conn:
+            ledger_of.add_rewards(conn, [Reward(session_id=session_id, value=1)])
+    add_session(database, "without a reward")
+    source = source_for(database)
+    assert source.next_batch(Position(), seconds=0) is None
+    assert "; 2 open sessions have a reward: a session counts once it is over" in statuses(database)[0].text
+    source.close()
 
 
 def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_one_is_loaded_again(

@@ -102,6 +102,14 @@ RULE = SourceRule(groups_per_batch=32, singles_per_group=8)
             (Look(num_ready=4, num_singles=37), RULE, 1.0, None),
             "waiting: 4 of 32 groups are ready, and 37 single sessions, of which 8 count as a group, starts in 1 s",
         ),
+        (
+            (Look(num_ready=0, num_open=100), RULE, None, None),
+            (
+                "waiting: 0 of 32 groups are ready; a batch needs at least 8; 100 open sessions have a reward: a "
+                "session counts once it is over (POST /v1/sessions/{session_id}/end; one that no call names is over "
+                "after ten minutes without a call), and 8 single ones count as a group"
+            ),
+        ),
     ],
 )
 def test_the_reason_of_a_wait_is_described_in_one_line(arguments, line):
