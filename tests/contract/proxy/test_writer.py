@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import operator
 import os
 import signal
 import socket
@@ -15,12 +17,14 @@ import time
 
 import numpy as np
 import pytest
+from support.proxies import children
+from support.waiting import wait_until
 
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer, row_of
 from proxy.writer.frames import Frames, frame
-from proxy.writer.process import Ending, Job, NewTurn, Report, Setup
+from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import ledger, queries
 from turnwise.store.database import Connection, Database
@@ -200,14 +204,25 @@ def errors_of_writer(metrics: Metrics) -> float | None:
     return metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"})
 
 
-def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
-    """Another proxy may have sampled the same call again. A shell starts the writing process, and is killed."""
-    database, url, holder = locked
+@contextlib.contextmanager
+def written_by_a_shell():
+    """A writing process that a shell has started in place of a proxy: the link to it, and the shell."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             program = f"'{sys.executable}' -c 'from proxy.writer.process import main; main()' {theirs.fileno()} & wait"
             proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
+        try:
+            yield ours, proxy
+        finally:
+            proxy.kill()
+            proxy.wait()
+
+
+def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
+    """Another proxy may have sampled the same call again."""
+    database, url, holder = locked
+    with written_by_a_shell() as (ours, proxy):
         late = tuple(Job(0, time.monotonic(), [row_of(turn("late"))]))
         ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))
         assert type(receive(ours).results[0]) is StoreUnavailable
@@ -218,6 +233,43 @@ def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
         ours.settimeout(60)
         assert ours.recv(1) == b""
     assert stored(database) == []
+
+
+A_SECOND = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c WHERE n < 5000000) SELECT max(n) FROM c"
+
+
+def test_the_open_transaction_of_a_killed_proxy_is_not_committed(locked):
+    """The writing process is stopped inside the transaction, and goes on after its proxy has ended."""
+    database, url, holder = locked
+    holder.rollback()
+    holder.execute("PRAGMA busy_timeout = 0")
+    with written_by_a_shell() as (ours, proxy):
+        slow = Work(operator.methodcaller("exec_driver_sql", A_SECOND), (), {})
+        jobs = [Job(0, math.inf, slow), Job(1, math.inf, [row_of(turn("left"))])]
+        ours.sendall(
+            b"".join([*frame(Setup(url, 60.0, None, proxy.pid)), *(b"".join(frame(tuple(job))) for job in jobs)])
+        )
+        wait_until(lambda: is_locked(holder), "the writing process opens a transaction")
+        (writer,) = children(proxy.pid)
+        os.kill(writer, signal.SIGSTOP)
+        assert is_locked(holder)
+        proxy.kill()
+        proxy.wait()
+        os.kill(writer, signal.SIGCONT)
+        ours.settimeout(60)
+        while ours.recv(1 << 16):
+            pass
+    assert stored(database) == []
+
+
+def is_locked(connection: sqlite3.Connection) -> bool:
+    """Return whether another connection writes."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError:
+        return True
+    connection.rollback()
+    return False
 
 
 def receive(link: socket.socket) -> Report:

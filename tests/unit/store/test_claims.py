@@ -157,6 +157,21 @@ def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(databa
     assert not ack(database, claimed, update())
     with pytest.raises(Conflict, match="update 1 was recorded by trainer 't'"):
         ack(database, claimed, update(trainer_id="other"))
+    with pytest.raises(Conflict, match="as policy version 1"):
+        ack(database, claimed, update_record(1, trainer_id="t", policy_version=7))
+
+
+def test_a_claim_is_over_once_its_groups_were_acked_released_or_taken_back(database: Database) -> None:
+    """No other trainer has claimed them meanwhile, so the fencing token is the same."""
+    add_ready(database, "acked", "released", "taken")
+    acked, released, taken = (claim(database, max_groups=1) for _ in range(3))
+    ack(database, acked, update())
+    claims.release(database, released)
+    claims.take_back(database, "t")
+    for number, held in enumerate((acked, released, taken), 2):
+        with pytest.raises(LeaseLost):
+            ack(database, held, update(number))
+    assert [row.update_id for row in group_rows(database).values()] == [1, None, None]
 
 
 def test_released_groups_are_ready_again(database: Database) -> None:
