@@ -121,7 +121,9 @@ def test_our_vllm_samples_strict_and_single_tool_calls_without_a_grammar(engine:
     """The stored logprobs are those of the model: the engine computes the same for the same tokens as a prompt."""
     proxy = start_proxy(engine.url)
     play_grammars(proxy.session_v1)
-    for view in proxy.turns():
+    views = proxy.turns()
+    assert len(views) == len(GRAMMARS)
+    for view in views:
         assert TOOL_GRAMMAR not in view.turn.sampling
         ids = [*view.prompt_token_ids.tolist(), *view.turn.token_ids.tolist()]
         positions = list(range(len(view.prompt_token_ids), len(ids)))

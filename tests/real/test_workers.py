@@ -178,6 +178,7 @@ def test_the_workers_end_with_their_killed_parent(tmp_path):
     url = f"sqlite:///{tmp_path}/turnwise.db"
     with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path, "--workers", "2") as proxy:
         found = proxy.workers()
+        assert len(found) == 2
         proxy.kill()
         for pid in found:
             wait_until_gone(pid)

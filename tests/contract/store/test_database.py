@@ -164,6 +164,7 @@ def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(databas
         assert acquire_lease(connection, "reload", "a", 10, NOW + 30 * SECOND) is None
         assert renew_lease(connection, "reload", 2, 0, NOW + 30 * SECOND)
         assert acquire_lease(connection, "reload", "a", 10, NOW + 30 * SECOND) == 3
+        assert acquire_lease(connection, "reload", "a", 10, NOW + 40 * SECOND) == 4, "it had expired"
 
 
 def test_a_lease_of_a_dead_owner_is_void_once_the_clock_was_set_back(database: Database) -> None:

@@ -214,7 +214,9 @@ def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
     """A trainer passes them to torch, which refuses read-only memory."""
     finish(forest)
     with forest.read() as connection:
-        for one in experiences.experiences(connection, SessionFilter(), experiences.PER_CHAIN):
+        found = list(experiences.experiences(connection, SessionFilter(), experiences.PER_CHAIN))
+        assert found
+        for one in found:
             assert all(array.flags.writeable for array in (one.tokens, one.logprobs, one.turn_index, one.loss_mask))
             assert one.logprobs.dtype == np.float32
 
