@@ -174,7 +174,7 @@ class SampleEndpoint:
         identity = identify_request(call, principal, digest)
         if is_marked or identity.idempotency_key is not None:
             earlier = await services.replays.find(identity, is_retry=is_marked)
-            if earlier is not None:
+            if earlier is not None and await self._is_stored(earlier, principal):
                 return earlier
         place.attempt = services.replays.begin(identity, place.left)
         place.attempt.headers = reply.headers
@@ -185,6 +185,11 @@ class SampleEndpoint:
         place.running = await services.relay.begin(call, principal, place.attempt)
         reply.headers[SESSION] = place.running.session.session_id
         return None
+
+    async def _is_stored(self, earlier: Attempt, principal: Principal) -> bool:
+        """Return whether the turn of an earlier call is stored: its session may have been deleted since."""
+        turn_id = f"{self._dialect.id_prefix}{earlier.call_id}"
+        return turn_id in await self._services.database.fetch(queries.sessions_of_turns, principal.tenant, [turn_id])
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""

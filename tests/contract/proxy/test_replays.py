@@ -160,6 +160,19 @@ def test_another_api_key_under_the_same_idempotency_key_samples_its_own_reply(re
     assert found[0] != found[1]
 
 
+@pytest.mark.parametrize("path", ["/sessions/s/v1/chat/completions", "/v1/chat/completions"])
+def test_the_answer_of_a_deleted_session_is_not_repeated(path: str, tmp_path: Path):
+    """It is in memory under the key of the call; the next call under the key is sampled and stored."""
+    ask, keyed = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}, {"idempotency-key": "k"}
+    with in_process_proxy(tmp_path) as (http, _):
+        first = http.post(path, json=ask, headers=keyed).raise_for_status()
+        http.delete(f"/v1/sessions/{first.headers['x-session-id']}").raise_for_status()
+        second = http.post(path, json=ask, headers=keyed).raise_for_status()
+        assert second.json()["id"] != first.json()["id"]
+        stored = http.get(f"/v1/sessions/{second.headers['x-session-id']}/turns").json()["data"]
+        assert [turn["turn_id"] for turn in stored] == [second.json()["id"]]
+
+
 def test_a_stored_turn_is_answered_although_the_roles_of_earlier_turns_cannot_be_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
