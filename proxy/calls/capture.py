@@ -215,6 +215,7 @@ def _common(running: Running) -> dict[str, Any]:
     return {
         "session_id": session.session_id,
         "tenant": session.tenant,
+        "session_created_at": session.created_at,
         "step": call.step,
         "dialect": call.dialect.name,
         "sampling": call.sampling if lane is None else lane.engine.effective_sampling(call),

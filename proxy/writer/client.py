@@ -310,6 +310,7 @@ def row_of(turn: NewTurn) -> TurnRow:
         encoded_logprobs=b",".join(turn.encoded_logprobs),
         encoded_prompt=turn.encoded_prompt,
         encoded_routing=turn.encoded_routing,
+        session_created_at=rows.to_micros(turn.session_created_at),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import datetime
 import gc
 import itertools
 import logging
@@ -68,6 +69,8 @@ class Setup(NamedTuple):
 class NewTurn(Turn):
     """A turn as capture builds it. The engine's JSON of its long values is decoded by the writing process alone."""
 
+    session_created_at: datetime.datetime
+    """Of the call's session: another one of its name, created after it was deleted, does not get the turn."""
     encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
     """`logprobs` as `Choice.logprobs`."""
     encoded_prompt: bytes = b""

@@ -165,3 +165,21 @@ def test_a_whole_reply_without_a_finish_reason_is_stored_and_a_retry_with_its_ke
     ]
     assert [reply.status_code for reply in replies] == [200, 200]
     assert len({reply.json()["id"] for reply in replies}) == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
+):
+    proxy = start_proxy(fake_engine.url)
+    fake_engine.calls.clear()
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 20, pace_seconds=0.05)))
+    with ThreadPoolExecutor() as threads:
+        body = {**CHAT, "stream": stream}
+        called = threads.submit(httpx2.post, f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60)
+        wait_until(lambda: fake_engine.calls, "the engine has the call")
+        httpx2.delete(f"{proxy.v1}/sessions/s").raise_for_status()
+        httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "s"}).raise_for_status()
+        assert "was deleted during the call" in called.result().text
+    assert outcomes(proxy) == []
+    assert metric(proxy, "turnwise_turns_total", outcome="error", reason="not_stored") == 1

@@ -35,12 +35,13 @@ def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     Args:
         conn: A transaction of `Database.write`.
         batch: Turns in order of arrival, parents before children. Place, chain, digest and changed outcomes are set.
+            A row may have the instant `session_created_at` of the session that its call had found.
 
     Returns:
         Whether each turn was added; a replay was not, and `stored_turn` returns the turn that is stored.
 
     Raises:
-        NotFound: a session or a parent is not stored.
+        NotFound: a session or a parent is not stored, or the session was deleted and there is another one of its name.
         Conflict: another session has a turn with this id.
     """
     locked = queries.lock_sessions(conn, set(map(_session_of, batch)))
@@ -51,6 +52,8 @@ def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     for row in batch:
         state = states[_session_of(row)]
         session_pk = state.stored.session_pk
+        if row.get("session_created_at", state.stored.created_at) != state.stored.created_at:
+            raise NotFound(f"session {row['session_id']!r} was deleted during the call", param="session_id")
         turn_id, parent_id = row["turn_id"], row["parent_turn_id"]
         added.append(not _is_replay(row, session_pk, session_of_turn, stored_keys))
         if not added[-1]:

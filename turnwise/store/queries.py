@@ -82,6 +82,7 @@ class LockedSession(NamedTuple):
     num_turns: int
     num_rewards: int
     group_pk: int | None
+    created_at: int
 
 
 def lock_sessions(conn: sa.Connection, wanted: Collection[SessionKey]) -> list[LockedSession]:

@@ -30,6 +30,8 @@ from turnwise.store import ledger, queries
 from turnwise.store.database import Connection, Database
 from turnwise.types import Outcome, Session
 
+SESSION = Session(session_id="s")
+
 
 @contextlib.asynccontextmanager
 async def writing(url: str, *, seconds: float = 5.0, metrics: Metrics | None = None):
@@ -42,6 +44,7 @@ async def writing(url: str, *, seconds: float = 5.0, metrics: Metrics | None = N
 
 
 def turn(turn_id: str, session_id: str = "s", **known) -> NewTurn:
+    known = {"session_created_at": SESSION.created_at, **known}
     return NewTurn(turn_id=turn_id, session_id=session_id, chain_id=turn_id, **known)
 
 
@@ -66,7 +69,7 @@ def test_a_refused_job_does_not_fail_the_others_of_its_commit(database, database
 
     async def run() -> list[object]:
         async with writing(database_url) as writer:
-            await writer.do(ledger.create_session, Session(session_id="s"))
+            await writer.do(ledger.create_session, SESSION)
             return await asyncio.gather(
                 writer.append([turn("a")]),
                 writer.append([turn("b", session_id="nobody's")]),
@@ -87,7 +90,7 @@ def test_an_id_of_a_prompt_that_is_no_token_id_is_not_stored(database, database_
 
     async def run() -> list[object]:
         async with writing(database_url) as writer:
-            await writer.open(Session(session_id="s"))
+            await writer.open(SESSION)
             prompts = [b"1,2147483647", b"1,2147483648"]
             jobs = [writer.append([turn(f"t{i}", encoded_prompt=ids)]) for i, ids in enumerate(prompts)]
             return await asyncio.gather(*jobs, return_exceptions=True)
@@ -107,7 +110,7 @@ def locked(tmp_path, sqlite_template):
     database = Database(f"sqlite:///{path}", lock_timeout_seconds=0.05)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as holder:
         with database.write() as connection:
-            ledger.create_session(connection, Session(session_id="s"))
+            ledger.create_session(connection, SESSION)
         holder.execute("BEGIN IMMEDIATE")
         yield database, f"sqlite:///{path}", holder
     database.close()
@@ -153,7 +156,7 @@ def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missi
 
     async def run() -> list[list[Ending]]:
         async with writing(database_url) as writer:
-            await writer.do(ledger.create_session, Session(session_id="s"))
+            await writer.do(ledger.create_session, SESSION)
             return [
                 await writer.append([turn("whole", token_ids=two, encoded_logprobs=[*pieces, other])]),
                 await writer.append([turn("short", token_ids=two, encoded_logprobs=pieces)]),
@@ -178,7 +181,7 @@ def test_a_killed_writing_process_is_replaced_and_its_jobs_fail(database, databa
 
     async def run() -> object:
         async with writing(database_url, metrics=metrics) as writer:
-            await writer.do(ledger.create_session, Session(session_id="s"))
+            await writer.do(ledger.create_session, SESSION)
             pid = await writer.do(pid_of_writer)
             os.kill(pid, signal.SIGSTOP)
             lost = asyncio.ensure_future(writer.append([turn("lost")]))
