@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import inspect
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from support.stand_in_proxy import StandIn, serving
 from proxy.routes.rewards import RewardLine
 from proxy.routes.sessions import NewSession
 from turnwise import errors
-from turnwise.client import AsyncClient, Client, wire
+from turnwise.client import AsyncClient, AsyncSessionHandle, Client, SessionHandle, wire
 from turnwise.types import Session
 
 
@@ -169,6 +170,22 @@ def test_the_asynchronous_client_has_the_same_methods(proxy, monkeypatch):
         assert len(proxy.rewards) == 1
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(("synchronous", "asynchronous"), [(Client, AsyncClient), (SessionHandle, AsyncSessionHandle)])
+def test_both_clients_have_the_same_calls_with_the_same_arguments_and_descriptions(synchronous, asynchronous):
+    """Their modules are read alone: what one of them says is true of the other."""
+    alone = {"asynchronous", "close", "aclose"}
+
+    def calls(client: type) -> dict[str, tuple[list[inspect.Parameter], str | None]]:
+        named = {name: call for name, call in vars(client).items() if callable(call) and not name.startswith("_")}
+        return {
+            name: (list(inspect.signature(call).parameters.values()), call.__doc__)
+            for name, call in named.items()
+            if name not in alone
+        }
+
+    assert calls(synchronous) == calls(asynchronous)
 
 
 def test_the_sdk_imports_few_modules_and_nothing_heavy():

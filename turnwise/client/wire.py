@@ -201,6 +201,14 @@ def page_of(path: str, filters: Mapping[str, Any]) -> Call:
     return get(path, **{"limit": PAGE_SIZE, **filters})
 
 
+def not_ready(base_url: str, timeout_seconds: float, reason: str) -> errors.ProxyUnavailable:
+    """Return the error for a proxy that was not ready in time, with the reason that it gave last."""
+    return errors.ProxyUnavailable(
+        f"the proxy at {base_url!r} was not ready within {timeout_seconds} s; its last answer: {reason}; "
+        "start one with `turnwise up`, or give the address of the one that runs"
+    )
+
+
 def first_model(models: Json) -> str:
     """Return the first model of an engine's list of models."""
     return str(models["data"][0]["id"])
