@@ -110,7 +110,7 @@ PAGES = {
     ),
     "claimable groups": Page(claims.num_claimable),
     "idle sessions to expire": Page(lambda c: ledger.expire_idle_sessions(c, START - HOUR)),
-    "idle sessions with a reward to expire": Page(lambda c: ledger.expire_rewarded_sessions(c, START - HOUR)),
+    "idle sessions with a reward to end": Page(lambda c: ledger.end_rewarded_sessions(c, START - HOUR)),
     "open sessions with a reward": Page(claims.num_open_with_reward),
     "stalled groups to train": Page(lambda c: groups.stalled(utc_now() - HOUR).is_due(c)),
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),

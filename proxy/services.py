@@ -52,7 +52,7 @@ MAX_SEARCHES = 2
 NUM_EXPORTS = 4
 """Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
 REWARDED_IDLE = datetime.timedelta(minutes=10)
-"""A single session that has a reward, and that no call names, expires after so long without activity."""
+"""A single session that has a reward, and that no call names, ends after so long without activity."""
 SWEEP_SECONDS = 5.0
 """How often idle sessions are expired and old stored answers are deleted."""
 ANNOUNCE_SECONDS = 1.0
@@ -172,8 +172,8 @@ class Services:
             try:
                 while await self.writer.do(idempotency.forget_answers, utc_now() - remembered):
                     pass
-                await self._expire(ledger.expire_idle_sessions, idle)
-                await self._expire(ledger.expire_rewarded_sessions, min(idle, REWARDED_IDLE))
+                await self._close_idle(ledger.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
+                await self._close_idle(ledger.expire_idle_sessions, idle, "expired")
                 await self._prune()
                 await self.writer.sweep()
             except TurnwiseError as error:
@@ -182,14 +182,17 @@ class Services:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.writer.has_deleted.wait(), SWEEP_SECONDS)
 
-    async def _expire(
-        self, expire_some: Callable[[Connection, datetime.datetime], list[SessionKey]], idle: datetime.timedelta
+    async def _close_idle(
+        self,
+        close_some: Callable[[Connection, datetime.datetime], list[SessionKey]],
+        idle: datetime.timedelta,
+        as_: str,
     ) -> None:
-        """Repeat an expiry, one short transaction each time, while it finds sessions."""
-        while expired := await self.writer.do(expire_some, utc_now() - idle):
-            for tenant, session_id in expired:
+        """End or expire what is idle for so long, in short transactions."""
+        while closed := await self.writer.do(close_some, utc_now() - idle):
+            for tenant, session_id in closed:
                 self.forget_session(tenant, session_id)
-            self.metrics.sessions.labels("expired").inc(len(expired))
+            self.metrics.sessions.labels(as_).inc(len(closed))
 
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""

@@ -163,8 +163,8 @@ class ProxySettings(Settings):
     """Ids that harnesses send by themselves and that must not name a session: `x-session-id`, `claude-code`, `codex`,
     `litellm`, `session-affinity`, `claude-user`, `conversation`, `prompt-cache-key`."""
     session_idle_seconds: float = Field(default=3600.0, gt=0)
-    """An open session without a call for this long expires; one that no call names and that has a reward, after ten
-    minutes at the latest."""
+    """An open session without a call for this long expires. One that no call names and that has a reward ends after
+    ten minutes at the latest."""
     idempotency_seconds: float = Field(default=86_400.0, gt=0)
     """How long an `Idempotency-Key` of rewards, of feedback, or of a call that names no session is recognised; a later
     use of the key is a new request."""

@@ -246,22 +246,30 @@ class WaitingLog:
         """`report` takes each line, and the seconds until the batch starts in any case."""
         self._rule = rule
         self._report = report
-        self._said: tuple[int, int, int, str | None] | None = None
-        self._said_at = 0.0
+        self._reported: str | None = None
+        self._reported_at = 0.0
+        self._logged: tuple[int, int, bool, str | None] | None = None
         self._held_since: float | None = None
         self.held_seconds = 0.0
 
     def observe(self, look: Look, seconds_left: float | None, held: str | None) -> None:
-        """Take the state of the wait; log it when it changed, at most every few seconds."""
+        """Take the state of the wait; report and log it when it changed, at most every few seconds.
+
+        The number of open sessions changes with each reward of live traffic: it is reported, and logged with the rest.
+        """
         now = time.monotonic()
         self._count(held is not None, now)
-        said = (look.num_ready, look.num_singles, look.num_open, held)
+        report = describe_wait(look, self._rule, None, held)
         full = look.num_filled(self._rule) >= self._rule.groups_per_batch and held is None
-        if full or said == self._said or (self._said is not None and now - self._said_at < REPORT_SECONDS):
+        is_early = self._reported is not None and now - self._reported_at < REPORT_SECONDS
+        if full or report == self._reported or is_early:
             return
-        self._said, self._said_at = said, now
-        log.info("%s", describe_wait(look, self._rule, seconds_left, held))
-        self._report(describe_wait(look, self._rule, None, held), seconds_left if held is None else None)
+        self._reported, self._reported_at = report, now
+        self._report(report, seconds_left if held is None else None)
+        logged = (look.num_ready, look.num_singles, look.num_open > 0, held)
+        if logged != self._logged:
+            self._logged = logged
+            log.info("%s", describe_wait(look, self._rule, seconds_left, held))
 
     def end(self) -> None:
         """The wait is over."""
@@ -284,7 +292,7 @@ def describe_wait(look: Look, rule: SourceRule, seconds_left: float | None, held
         return f"{counted}; {held}"
     if look.num_filled(rule) < rule.smallest_batch:
         lacking = f"waiting: {counted}; a batch needs at least {rule.smallest_batch}"
-        return lacking + (f"; {_describe_open(look.num_open, rule)}" if look.num_open else "")
+        return lacking + (f"; {_describe_open(look, rule)}" if look.num_open else "")
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
 
 
@@ -297,9 +305,10 @@ def describe_refill(claim: Claim, num_groups: int, rule: SourceRule) -> str:
     )
 
 
-def _describe_open(num_open: int, rule: SourceRule) -> str:
-    counted = f"{num_open} open sessions have a reward" if num_open > 1 else "1 open session has a reward"
-    singles = "" if rule.singles_per_group == 1 else f", and {rule.singles_per_group} single ones count as a group"
+def _describe_open(look: Look, rule: SourceRule) -> str:
+    counted = f"{look.num_open} open sessions have a reward" if look.num_open > 1 else "1 open session has a reward"
+    is_said = rule.singles_per_group == 1 or look.num_singles > 0
+    singles = "" if is_said else f", and {rule.singles_per_group} single ones count as a group"
     return (
         f"{counted}: a session counts once it is over (POST /v1/sessions/{{session_id}}/end; one that no call names is "
         f"over after ten minutes without a call){singles}"

@@ -28,8 +28,9 @@ Sentinel = Literal[
 `failed_calls`: of tool results that report an error or that the call was refused.
 `questions`: of replies that end with a question mark. `refusals`: of replies that decline, in English.
 `repeats`: of replies that repeat an earlier one of the session. `empty`: of replies that are empty or cut.
-`given_up`: sessions that expired. `length`: tokens of a reply. `certainty`: mean logprob of a token, which rises as the
-entropy falls. `kl`: KL divergence a token of the weights from what sampled their batch, of the version's own update."""
+`given_up`: sessions that expired, of those that calls name. `length`: tokens of a reply.
+`certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence a token of the weights from
+what sampled their batch, of the version's own update."""
 BOUNDS: Mapping[Sentinel, float] = {
     "broken_calls": 0.1,
     "failed_calls": 0.2,
@@ -73,7 +74,7 @@ class Alarm:
         return (
             f"sentinel {self.sentinel!r} of version {version} is {self.value:.3g} against {self.level:.3g} of "
             f"{level_of}, beyond its bound of {self.bound:g}: look at sessions {named}. Training waits; serve an older "
-            "version with `turnwise policies activate`, or change the bound"
+            "version with `turnwise policies activate`, or change the bound in the setting `sentinels`"
         )
 
 
@@ -211,6 +212,8 @@ def _empty(one: Played) -> float | None:
 
 
 def _given_up(one: Played) -> float | None:
+    if any(turn.inferred_by is not None for turn in one.turns):  # calls that name no session end none
+        return None
     return float(one.status is SessionStatus.EXPIRED)
 
 

@@ -203,7 +203,7 @@ def test_a_session_that_no_call_names_is_over_ten_minutes_after_its_reward(
     set_back(proxy, timedelta(minutes=11))
     httpx2.post(f"{proxy.v1}/rewards", json={"turn_id": later["id"], "value": 1.0}).raise_for_status()
     counts = f"{proxy.v1}/counts"
-    wait_until(lambda: httpx2.get(counts).json()["sessions"] == {"open": 3, "expired": 1}, "one session is over")
+    wait_until(lambda: httpx2.get(counts).json()["sessions"] == {"open": 3, "ended": 1}, "one session is over")
     assert httpx2.get(counts).json()["groups"] == {"open": 3, "ready": 1}
 
 

@@ -382,7 +382,7 @@ OF_ALL: dict[str, Ask] = {
     ),
     "all keys": lambda c: (keys.any_keys(c), keys.tenants_with_keys(c), keys.list_keys(c), keys.server_secret(c)),
     "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),
-    "idle sessions with a reward": lambda c: ledger.expire_rewarded_sessions(c, NOW + WEEK),
+    "idle sessions with a reward": lambda c: ledger.end_rewarded_sessions(c, NOW + WEEK),
     "stalled groups": lambda c: changed(c, groups.stalled(NOW + WEEK, "train")),
     "stalled groups to drop": lambda c: changed(c, groups.stalled(NOW + WEEK, "drop")),
     "groups without rewards": lambda c: changed(c, groups.unrewarded(NOW + WEEK)),

@@ -209,7 +209,7 @@ class Stack:
             argv = [*launcher, str(len(gpus)), "-m", "turnwise", "train", *flags]
         else:
             argv = command("train", *flags)
-        shown = lines_of("trainer.pacing", "trainer.recorders", "trainer.train", "trainer.state")
+        shown = lines_of("trainer.pacing", "trainer.source", "trainer.recorders", "trainer.train", "trainer.state")
         return Child(name="trainer", argv=argv, env=environment, shown_lines=shown, grace_seconds=30.0)
 
     def _database(self, section: str) -> dict[str, str]:

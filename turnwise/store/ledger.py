@@ -153,33 +153,36 @@ def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime, *,
     Returns:
         Tenant and id of each, longest idle first.
     """
-    return _expire(conn, [sessions.c.status == SessionStatus.OPEN.value], idle_before, limit)
+    is_open = sessions.c.status == SessionStatus.OPEN.value
+    return _close_idle(conn, is_open, idle_before, limit, SessionStatus.EXPIRED)
 
 
-def expire_rewarded_sessions(
-    conn: sa.Connection, idle_before: datetime.datetime, *, limit: int = 500
-) -> list[SessionKey]:
-    """Expire open single sessions that no call names, that have a reward, and without activity since then.
+def end_rewarded_sessions(conn: sa.Connection, idle_before: datetime.datetime, *, limit: int = 500) -> list[SessionKey]:
+    """End open single sessions that no call names, that have a reward, and without activity since then.
 
-    A client that names no session cannot end it, and its conversation continues in a new session. Arguments and result
-    are those of `expire_idle_sessions`.
+    Their clients may know of no session to end. Arguments and result are those of `expire_idle_sessions`.
     """
     is_unnamed = sa.exists().where(turns.c.session_pk == sessions.c.session_pk, turns.c.inferred_by.is_not(None))
-    return _expire(conn, [groups.OPEN_WITH_REWARD, sessions.c.group_id.is_(None), is_unnamed], idle_before, limit)
+    wanted = sa.and_(groups.OPEN_WITH_REWARD, sessions.c.group_id.is_(None), is_unnamed)
+    return _close_idle(conn, wanted, idle_before, limit, SessionStatus.ENDED)
 
 
-def _expire(
-    conn: sa.Connection, wanted: Sequence[sa.ColumnElement[bool]], idle_before: datetime.datetime, limit: int
+def _close_idle(
+    conn: sa.Connection,
+    wanted: sa.ColumnElement[bool],
+    idle_before: datetime.datetime,
+    limit: int,
+    status: SessionStatus,
 ) -> list[SessionKey]:
     idle = conn.execute(
         sa.select(*(sessions.c[name] for name in LockedSession._fields))
-        .where(*wanted, sessions.c.last_active_at < to_micros(idle_before))
+        .where(wanted, sessions.c.last_active_at < to_micros(idle_before))
         .order_by(sessions.c.last_active_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
     if idle:
-        _close(conn, idle, SessionStatus.EXPIRED)
+        _close(conn, idle, status)
     return [(row.tenant, row.session_id) for row in idle]
 
 

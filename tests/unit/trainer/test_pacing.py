@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +10,9 @@ import pytest
 from support.ledger_samples import add_session, finish
 from support.waiting import wait_until
 
+from trainer import pacing
 from trainer import source as trainer_source
-from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, describe_wait, why_held
+from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, WaitingLog, describe_wait, why_held
 from trainer.source import LedgerSource
 from turnwise.store import claims, policies, queries, rows, tables
 from turnwise.store.database import Database
@@ -114,6 +116,19 @@ RULE = SourceRule(groups_per_batch=32, singles_per_group=8)
 )
 def test_the_reason_of_a_wait_is_described_in_one_line(arguments, line):
     assert describe_wait(*arguments) == line
+
+
+def test_the_number_of_open_sessions_is_reported_and_not_logged_again(caplog, monkeypatch):
+    """Each reward of live traffic changes it."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(pacing, "REPORT_SECONDS", 0.0)
+    reports: list[str] = []
+    log = WaitingLog(RULE, lambda text, _: reports.append(text))
+    for num_open in (1, 2, 2, 3, 0):
+        log.observe(Look(num_ready=0, num_open=num_open), None, None)
+    counted = [text.partition("at least 8")[2][:20] for text in reports]
+    assert counted == ["; 1 open session has", "; 2 open sessions ha", "; 3 open sessions ha", ""]
+    assert len(caplog.messages) == 2
 
 
 def source_for(database: Database, **changes) -> LedgerSource:

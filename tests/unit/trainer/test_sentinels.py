@@ -80,6 +80,8 @@ def test_an_unknown_tool_is_a_broken_call_and_given_up_sessions_count() -> None:
         ("given_up", 1.0, 0.0),
     ]
     assert alarms(now[:19], level, {"broken_calls": 0.5}) == [], "too few sessions to compare"
+    unnamed = [session(number, turn(inferred_by="key"), status=SessionStatus.EXPIRED) for number in range(20)]
+    assert alarms(unnamed, level, {"given_up": 0.5}) == [], "a client that names no session ends none"
 
 
 def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(database: Database) -> None:
