@@ -52,6 +52,7 @@ from turnwise.store.rows import from_micros
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
 from turnwise.types import DEFAULT_POLICY, GroupKey, Policy, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.version_directory import num_bytes_on_disk
 
 log = logging.getLogger(__name__)
 
@@ -568,7 +569,7 @@ class LedgerSource:
         if (most_bytes := rule.tenant_policy_bytes) is not None:
             own = [one.policy_id for one in named_policies.list_named_policies(conn) if one.tenant == policy.tenant]
             found, _ = policies.list_policies(conn, limit=policies.MAX_MEASURED, policy_ids=own)
-            num_bytes = policies.num_bytes_on_disk(found)
+            num_bytes = num_bytes_on_disk(found)
             if num_bytes is not None and num_bytes >= most_bytes:
                 return (
                     f"{whose} take {num_bytes} bytes on disk, of {most_bytes} (tenant_policy_bytes): training waits "

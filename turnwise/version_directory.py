@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,58 @@ def state_directory(parent: Path, version: int) -> Path:
 def find_versions(parent: Path) -> list[int]:
     """Return the versions in a directory, oldest first."""
     return sorted({int(match[1]) for path in parent.iterdir() if (match := _NAME.match(path.name))})
+
+
+def on_disk(version: PolicyVersion) -> bool | None:
+    """Return whether the version's files exist.
+
+    None if that is unknown, the version is the name of a public model, or its trainer still writes them.
+    It reads the file system, which may not answer: call it outside of a transaction, and never on an event loop.
+    """
+    path = Path(version.path)
+    try:
+        return path.is_dir() if path.is_absolute() and version.is_written else None
+    except OSError:
+        return None
+
+
+def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
+    """Return the size of the files of some versions, and of the trainer's states beside them; None if it is unknown.
+
+    A state beside a version that was published by hand is not of its policy: the directory may be another policy's.
+    As `on_disk`, it reads the file system.
+    """
+    places = []
+    for version in found:
+        if version.version > 0 and on_disk(version):
+            path = Path(version.path)
+            places += [path] if version.update_id is None else [path, state_directory(path.parent, version.version)]
+    try:
+        return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
+    except OSError:
+        return None
+
+
+def remove_files(deleted: Iterable[PolicyVersion], in_use: Collection[str] = ()) -> list[str]:
+    """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
+
+    A trainer's directory of a policy has its number as its name. What was published from elsewhere, or is on another
+    machine, is left. As `on_disk`, it reads the file system.
+
+    Args:
+        deleted: the deleted versions.
+        in_use: directories that other policies' versions have too: nobody is to remove them, so they are not returned.
+    """
+    left = []
+    for version in deleted:
+        directory = Path(version.path)
+        is_trained = version.update_id is not None and directory.parent.name == str(version.policy_id)
+        if is_trained and directory.is_absolute() and directory.parent.is_dir():
+            shutil.rmtree(directory.parent, ignore_errors=True)
+        is_gone = is_trained and directory.parent.parent.is_dir() and not directory.exists()
+        if not is_gone and version.path not in in_use:
+            left.append(version.path)
+    return left
 
 
 def weight_files(directory: Path) -> list[Path]:

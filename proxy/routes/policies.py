@@ -35,6 +35,7 @@ from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
 from turnwise.store import named_policies, pages, policies
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.version_directory import num_bytes_on_disk
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
 CHECK_SECONDS = 30.0
@@ -155,7 +156,7 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
     held, versions = await services.database.fetch(read)
 
     def measure() -> dict[int, int | None]:
-        return {number: policies.num_bytes_on_disk(found) for number, found in versions.items()}
+        return {number: num_bytes_on_disk(found) for number, found in versions.items()}
 
     sizes: dict[int, int | None] = {}
     with contextlib.suppress(FilesNotRead):
@@ -247,12 +248,8 @@ async def activate_policy(
         found = policies.get_policy(connection, version)
         return found, policies.policy_of_tenant(connection, principal.tenant, found)
 
-    def read_newest() -> list[PolicyVersion]:
-        with services.database.read() as connection:
-            return policies.list_policies(connection, limit=1000, policy_ids=[policy.policy_id])[0]
-
     policy, owned = await services.database.fetch(read)
-    check = functools.partial(policies.check_files_exist, policy, read_newest)
+    check = functools.partial(policies.check_files_exist, services.database, policy)
     key = ("activate", str(version), policy.status.value, policy.path)
     await services.files.read(key, policy.path, check, seconds=CHECK_SECONDS)
     chosen = await services.writer.do(policies.choose_policy, version, pin=pin)

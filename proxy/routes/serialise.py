@@ -16,13 +16,14 @@ from proxy.auth import ACTION_OF_ROUTE, DEFAULT_TENANT, Principal, session_delet
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
-from turnwise.store import keys, named_policies, policies, queries
+from turnwise.store import keys, named_policies, queries
 from turnwise.store.database import Connection
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
 from turnwise.store.tables import NO_TENANT
 from turnwise.store.trained import UpdateView
 from turnwise.types import Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
+from turnwise.version_directory import on_disk
 
 HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"policy_id"}),
@@ -154,7 +155,7 @@ async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles
     """
 
     def read() -> dict[int, bool | None]:
-        return {policy.version: policies.on_disk(policy) for policy in found}
+        return {policy.version: on_disk(policy) for policy in found}
 
     exist: dict[int, bool | None] = {}
     with contextlib.suppress(FilesNotRead):

@@ -140,6 +140,8 @@ def _named_policies(conn: sa.Connection) -> None:
         policies.create_policy(conn, "t", "too-many", max_policies=1)
     policies.create_policy(conn, "t", "brought", adapter="/adapter")
     policies.create_policy(conn, "t", "brought", adapter="/adapter")
+    with contextlib.suppress(Conflict):
+        policies.check_files_exist(opened(conn), PolicyVersion(version=1, path="/no/model"))
     retention.finish(opened(conn), retention.Deleted(policy_versions=(0,)))
     named_policies.delete_policies(conn, "t")
 

@@ -16,6 +16,7 @@ from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.remote import proxy_options, refuse_tenant, remote
 from turnwise.errors import NotFound, SettingsError
 from turnwise.types import DEFAULT_POLICY_NAME, Json, PolicyKind
+from turnwise.version_directory import num_bytes_on_disk, on_disk
 
 if TYPE_CHECKING:
     from turnwise.store.database import Database
@@ -66,7 +67,7 @@ def policies(
                 "policy": named[policy.policy_id].name,
                 "tenant": named[policy.policy_id].tenant,
                 "pinned": policy.version in pinned,
-                "on_disk": stored.on_disk(policy),
+                "on_disk": on_disk(policy),
             }
             for policy in stored.list_policies(conn, limit=limit, policy_ids=named)[0]
         ]
@@ -98,7 +99,7 @@ def _summaries(database: str | None) -> list[Json]:
             versions = {
                 number: stored.list_policies(conn, limit=stored.MAX_MEASURED, policy_ids=[number])[0] for number in held
             }
-        sizes = {number: stored.num_bytes_on_disk(found) for number, found in versions.items()}
+        sizes = {number: num_bytes_on_disk(found) for number, found in versions.items()}
     return [
         values_of(each) | {"summary": values_of(held[each.policy_id]) | {"num_bytes": sizes[each.policy_id]}}
         for each in named
@@ -267,17 +268,11 @@ def _pin(database: str | None, version: int) -> Json:
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies as stored
-    from turnwise.types import PolicyVersion
 
     with opened(database_url(database)) as store:
-
-        def newest_versions() -> list[PolicyVersion]:
-            with store.read() as conn:
-                return stored.list_policies(conn, limit=1000)[0]
-
         with store.read() as conn:
             policy = stored.get_policy(conn, version)
-        stored.check_files_exist(policy, newest_versions)
+        stored.check_files_exist(store, policy)
         with store.write() as conn:
             pinned: Json = values_of(stored.choose_policy(conn, version, pin=True))
     return pinned

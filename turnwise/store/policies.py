@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound, SettingsError
 from turnwise.store import named_policies, pages, rows
+from turnwise.store.database import Database
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import NO_TENANT, policies
 from turnwise.store.tables import policy_versions as table
@@ -32,6 +31,7 @@ from turnwise.types import (
     PolicyVersion,
     utc_now,
 )
+from turnwise.version_directory import on_disk
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
@@ -42,6 +42,8 @@ UNDONE = "undone: its weights come from a version in whose place an older one wa
 
 MAX_DIGITS = 10
 """Digits that no version's number has."""
+MAX_NAMED = 1000
+"""Newest versions of a policy among which an error names those with files."""
 MAX_MEASURED = 1000
 """Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
 
@@ -414,71 +416,17 @@ def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVers
     return chosen
 
 
-def on_disk(policy: PolicyVersion) -> bool | None:
-    """Return whether the version's files exist.
-
-    None if that is unknown, the version is the name of a public model, or its trainer still writes them.
-    It reads the file system, which may not answer: call it outside of a transaction, and never on an event loop.
-    """
-    path = Path(policy.path)
-    try:
-        return path.is_dir() if path.is_absolute() and policy.is_written else None
-    except OSError:
-        return None
-
-
-def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
-    """Return the size of the files of some versions, and of the trainer's states beside them; None if it is unknown.
-
-    A state beside a version that was published by hand is not of its policy: the directory may be another policy's.
-    As `on_disk`, it reads the file system.
-    """
-    places = []
-    for policy in found:
-        if policy.version > 0 and on_disk(policy):
-            path = Path(policy.path)
-            places += [path] if policy.update_id is None else [path, path.with_name(f"{path.name}.trainer")]
-    try:
-        return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
-    except OSError:
-        return None
-
-
-def remove_files(deleted: Iterable[PolicyVersion], in_use: Collection[str] = ()) -> list[str]:
-    """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
-
-    A trainer's directory of a policy has its number as its name. What was published from elsewhere, or is on another
-    machine, is left. As `on_disk`, it reads the file system.
-
-    Args:
-        deleted: the deleted versions.
-        in_use: directories that other policies' versions have too: nobody is to remove them, so they are not returned.
-    """
-    left = []
-    for policy in deleted:
-        directory = Path(policy.path)
-        is_trained = policy.update_id is not None and directory.parent.name == str(policy.policy_id)
-        if is_trained and directory.is_absolute() and directory.parent.is_dir():
-            shutil.rmtree(directory.parent, ignore_errors=True)
-        is_gone = is_trained and directory.parent.parent.is_dir() and not directory.exists()
-        if not is_gone and policy.path not in in_use:
-            left.append(policy.path)
-    return left
-
-
-def check_files_exist(policy: PolicyVersion, read_newest: Callable[[], Sequence[PolicyVersion]]) -> None:
+def check_files_exist(db: Database, policy: PolicyVersion) -> None:
     """Check that the files of a version exist, before it is chosen; as `on_disk`, it reads the file system.
 
-    Args:
-        policy: the version.
-        read_newest: returns the versions to name if it cannot be chosen, newest first; called in that case only.
-
     Raises:
-        Conflict: they no longer exist.
+        Conflict: they no longer exist; the message names the policy's versions that can be chosen.
     """
     if policy.status is PolicyStatus.ACTIVE or on_disk(policy) is not False:
         return
-    able = ", ".join(str(each.version) for each in reversed(read_newest()) if on_disk(each) is not False)
+    with db.read() as conn:
+        newest, _ = list_policies(conn, limit=MAX_NAMED, policy_ids=[policy.policy_id])
+    able = ", ".join(str(each.version) for each in reversed(newest) if on_disk(each) is not False)
     raise Conflict(
         f"Version {policy.version}'s files no longer exist ({policy.path!r}): the trainer keeps as many versions as "
         f"`keep_versions` says. Choose one of: {able or 'none'}.",

@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import lineage, named_policies, policies, queries
+from turnwise.store import lineage, named_policies, queries
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
 from turnwise.store.idempotency import forget_sessions
@@ -38,6 +38,7 @@ from turnwise.store.tables import (
     turns,
 )
 from turnwise.types import GroupStatus, Json, PolicyVersion, SessionKey, SessionStatus, Split
+from turnwise.version_directory import remove_files
 
 SESSIONS_AT_ONCE = 100
 """Maximum number of sessions that one transaction moves out of their tenant."""
@@ -152,7 +153,7 @@ def finish(database: Database, deleted: Deleted) -> Json:
         "cloned_versions": cloned,
         "num_policies": deleted.num_policies,
         "deleted_versions": [policy.version for policy in deleted.deleted_versions],
-        "directories_left": policies.remove_files(deleted.deleted_versions, in_use),
+        "directories_left": remove_files(deleted.deleted_versions, in_use),
     }
 
 

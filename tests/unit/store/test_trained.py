@@ -11,7 +11,7 @@ from turnwise.errors import Conflict
 from turnwise.store import claims, experiences, ledger, policies, queries, trained
 from turnwise.store.database import Database
 from turnwise.store.trained import TrainedSession, UpdateGroup
-from turnwise.types import GroupStatus, PolicyVersion, Reward, TrainedIn
+from turnwise.types import GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
 
 KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-1-t1": -0.5}}
 
@@ -89,24 +89,31 @@ def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(databa
         assert policies.serving_state(connection).pinned_version is None
 
 
-def test_a_version_whose_files_are_gone_cannot_be_chosen(database: Database, tmp_path: Path) -> None:
+def test_a_version_whose_files_are_gone_cannot_be_chosen(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with database.write() as connection:
         policies.publish_policy(connection, PolicyVersion(version=0, path="org/model"))
-        policies.publish_policy(connection, PolicyVersion(version=1, path=str(tmp_path / "gone")))
-        policies.publish_policy(connection, PolicyVersion(version=2, path=str(tmp_path)))
-        newest, _ = policies.list_policies(connection)
+        for version, path in ((1, tmp_path / "gone"), (2, tmp_path)):
+            policies.publish_policy(connection, PolicyVersion(version=version, path=str(path), kind=PolicyKind.LORA))
+        other, _ = policies.create_policy(connection, "acme", "other")
+        fields = {"path": str(tmp_path), "kind": PolicyKind.LORA, "policy_id": other.policy_id}
+        policies.publish_policy(connection, PolicyVersion(version=3, **fields))
+        newest, _ = policies.list_policies(connection, policy_ids=[0])
     asked: list[int] = []
+    list_policies = policies.list_policies
 
-    def read_newest() -> list[PolicyVersion]:
+    def read_newest(*arguments, **options):
         asked.append(policy.version)
-        return newest
+        return list_policies(*arguments, **options)
 
+    monkeypatch.setattr(policies, "list_policies", read_newest)
     for policy in newest:
         if policy.version == 1:
             with pytest.raises(Conflict, match=r"Version 1's files no longer exist .* Choose one of: 0, 2\."):
-                policies.check_files_exist(policy, read_newest)
+                policies.check_files_exist(database, policy)
         else:
-            policies.check_files_exist(policy, read_newest)
+            policies.check_files_exist(database, policy)
     assert asked == [1]
 
 
