@@ -34,7 +34,7 @@ from turnwise.processes import guard
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin, packages_problem
 from turnwise.processes.stack import command, free_port
 from turnwise.processes.supervisor import is_ready, tail_of
-from turnwise.store import policies, trainer_status
+from turnwise.store import trainer_status, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -195,7 +195,7 @@ def publish(database: Database, version: int) -> tuple[float, float]:
     """Publish a version from memory; return when it was published and when it became active."""
     started = time.monotonic()
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=version, path=f"/in-memory-only/{version}"))
+        versions.publish_version(connection, PolicyVersion(version=version, path=f"/in-memory-only/{version}"))
     while time.monotonic() < started + ACTIVE_SECONDS:
         found = next(policy for policy in listed(database) if policy.version == version)
         if found.status is PolicyStatus.ACTIVE:
@@ -209,7 +209,7 @@ def publish(database: Database, version: int) -> tuple[float, float]:
 def listed(database: Database) -> list[PolicyVersion]:
     """Return all versions."""
     with database.read() as connection:
-        return policies.list_policies(connection, limit=1000)[0]
+        return versions.list_versions(connection, limit=1000)[0]
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from trainer.learning.selection import SelectionRule
 from trainer.pacing import Position, Rewind, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
 from turnwise.processes.stack import command, free_port
-from turnwise.store import policies
+from turnwise.store import serving
 from turnwise.store.arms import held_out_arms, lift
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, UpdateRecord
@@ -279,7 +279,7 @@ def _day(month: Month, day: int, num_sessions: int) -> None:
 def _measured(db: Database) -> tuple[str, str | None, int]:
     """Return the lift over the hold-out, what the sentinels say, and the served version."""
     with db.read() as conn:
-        state = policies.serving_state(conn)
+        state = serving.serving_state(conn)
         active, holdout = state.active, state.holdout
         found = {} if holdout is None else lift(*held_out_arms(conn, holdout))
         alarm = sentinels.check(conn, sentinels.BOUNDS)

@@ -29,7 +29,7 @@ from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, FinishedBatch, LedgerSource
 from trainer.state import MOST_RECENT_VERSIONS, State, copied
 from turnwise.experience import Experience
-from turnwise.store.policies import REFUSED_BY_GATE
+from turnwise.store.versions import REFUSED_BY_GATE
 from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest
 

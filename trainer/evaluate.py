@@ -21,7 +21,7 @@ from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import child_environment, variable_name
-from turnwise.store import evaluations, experiences, keys, policies, queries
+from turnwise.store import evaluations, experiences, keys, queries, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import (
     DEFAULT_POLICY,
@@ -124,7 +124,7 @@ class LedgerEvaluator:
             return gauges | {"is_partial": True}
         if newest is not None and oldest == newest:
             with contextlib.suppress(NotFound), self._db.write() as conn:  # a version that was never published
-                policies.add_metrics(conn, newest, {"eval": gauges})
+                versions.add_metrics(conn, newest, {"eval": gauges})
         return gauges
 
     def _over(self) -> list[Session]:
@@ -139,8 +139,8 @@ class LedgerEvaluator:
         deadline = time.monotonic() + SERVED_SECONDS
         while time.monotonic() < deadline and not self._stopped.is_set():
             with self._db.read() as conn:
-                policy = policies.get_policy(conn, version)
-                pinned = policies.serving_state(conn, self._policy_id).pinned_version
+                policy = versions.get_version(conn, version)
+                pinned = serving.serving_state(conn, self._policy_id).pinned_version
             if policy.status not in COMING or pinned not in (None, version):
                 return
             self._stopped.wait(POLL_SECONDS)

@@ -27,7 +27,7 @@ from trainer.source import UpdateIds
 from trainer.state import State
 from trainer.train import RLWorkflow
 from turnwise.errors import SettingsError
-from turnwise.store import named_policies, trainer_status
+from turnwise.store import policies, trainer_status
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind
 from turnwise.types import Policy as NamedPolicy
@@ -190,7 +190,7 @@ class Policies:
 
         def read() -> list[NamedPolicy]:
             with self._shared.db.read() as conn:
-                return named_policies.list_named_policies(conn)
+                return policies.list_policies(conn)
 
         listed = outlast(read, self._stopped)
         found = {one.policy_id: one for one in listed if one.archived_at is None}

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from turnwise.store import played, policies
+from turnwise.store import played, serving
 from turnwise.store.database import Connection
 from turnwise.store.played import Played
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
@@ -80,7 +80,7 @@ class Alarm:
 
 def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = DEFAULT_POLICY) -> str | None:
     """Return why no further version of a policy may be made, None if no sentinel is beyond its bound."""
-    state = policies.serving_state(conn, policy_id)
+    state = serving.serving_state(conn, policy_id)
     active, holdout = state.active, state.holdout
     if not bounds or active is None:
         return None

@@ -41,10 +41,12 @@ from turnwise.store import (
     evaluations,
     experiences,
     groups,
-    named_policies,
     policies,
+    policy_summaries,
+    serving,
     trained,
     trainer_status,
+    versions,
 )
 from turnwise.store.database import Connection, Database, clock
 from turnwise.store.evaluations import SessionLabels
@@ -267,7 +269,7 @@ class LedgerSource:
 
     def _read_pin(self, conn: Connection) -> int | None:
         """Return the pinned version; None for one that is served until the next version."""
-        state = policies.serving_state(conn, self.policy_id)
+        state = serving.serving_state(conn, self.policy_id)
         return None if state.undone else state.pinned_version
 
     def _found(self, query: Callable[[Connection], Found]) -> Found:
@@ -287,9 +289,9 @@ class LedgerSource:
 
         def write() -> None:
             with self._db.write() as conn:
-                undone = policies.serving_state(conn, self.policy_id).undone
-                error = policies.UNDONE if any(version in undone for version in came_from) else None
-                policies.publish_policy(conn, dataclasses.replace(policy, error=policy.error or error))
+                undone = serving.serving_state(conn, self.policy_id).undone
+                error = versions.UNDONE if any(version in undone for version in came_from) else None
+                versions.publish_version(conn, dataclasses.replace(policy, error=policy.error or error))
 
         outlast(write, self._closed)
 
@@ -324,16 +326,16 @@ class LedgerSource:
         if freed:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, self._rule.trainer_id)
         with self._db.write() as conn:
-            policies.adopt_base(conn, base)
+            versions.adopt_base(conn, base)
             last = trained.last_update(conn, policy_id=self.policy_id)
-            lost = policies.fail_unwritten(conn, last.policy_version if last else 0, self.policy_id)
+            lost = versions.fail_unwritten(conn, last.policy_version if last else 0, self.policy_id)
         for version in lost:
             log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
 
     def first_version(self) -> PolicyVersion | None:
         """Return the adapter that the policy's training starts from; None for the base model."""
         version = None if self._policy is None else self._policy.base_version
-        return None if version is None else self._found(lambda conn: policies.get_policy(conn, version))
+        return None if version is None else self._found(lambda conn: versions.get_version(conn, version))
 
     def last_update(self) -> UpdateRecord | None:
         """Return the policy's update that was committed last."""
@@ -350,7 +352,7 @@ class LedgerSource:
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published, of any policy, failed ones included."""
-        newest, _ = self._found(lambda conn: policies.list_policies(conn, limit=1))
+        newest, _ = self._found(lambda conn: versions.list_versions(conn, limit=1))
         return newest[0].version if newest else 0
 
     def versions_in_use(self) -> set[int]:
@@ -360,9 +362,9 @@ class LedgerSource:
         """
 
         def read(conn: Connection) -> set[int | None]:
-            state = policies.serving_state(conn, self.policy_id)
+            state = serving.serving_state(conn, self.policy_id)
             found = state.active, state.canary, state.pinned, state.newest, state.holdout
-            bases = [policy.base_version for policy in named_policies.list_named_policies(conn)]
+            bases = [policy.base_version for policy in policies.list_policies(conn)]
             return {*bases, *(one.version for one in found if one is not None)}
 
         return {version for version in self._found(read) if version is not None}
@@ -506,7 +508,7 @@ class LedgerSource:
 
     def _read_look(self, conn: Connection, at: Position, now: datetime) -> Look:
         """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
-        of, state = self.policy_id, policies.serving_state(conn, self.policy_id)
+        of, state = self.policy_id, serving.serving_state(conn, self.policy_id)
         num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
         since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
         look = Look(
@@ -514,9 +516,9 @@ class LedgerSource:
             num_singles=num_singles,
             pinned=state.pinned_version if at.is_paced else None,
             oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if at.is_paced else None,
-            failed=policies.failed_versions(conn, at.recent_versions),
+            failed=versions.failed_versions(conn, at.recent_versions),
             undone=state.undone,
-            refused=policies.refused_in_a_row(conn, MOST_REFUSED, of),
+            refused=versions.refused_in_a_row(conn, MOST_REFUSED, of),
         )
         if look.num_filled(self._rule) < self._rule.smallest_batch:
             return dataclasses.replace(look, num_open=claims.num_open_with_reward(conn, of))
@@ -534,22 +536,22 @@ class LedgerSource:
             changes.append(groups.stalled(now - timedelta(seconds=rule.stalled_seconds), rule.stalled_policy, now))
         if rule.unrewarded_seconds is not None:
             changes.append(groups.unrewarded(now - timedelta(seconds=rule.unrewarded_seconds), now))
-        undone = {policies.serving_state(conn, self.policy_id).undone, policies.alarmed_versions(conn, self.policy_id)}
-        return changes + [claims.undone(conn, versions, self.policy_id) for versions in undone if versions]
+        undone = {serving.serving_state(conn, self.policy_id).undone, serving.alarmed_versions(conn, self.policy_id)}
+        return changes + [claims.undone(conn, each, self.policy_id) for each in undone if each]
 
     def _watch(self, look: Look) -> Look:
         """Return the look with the alarm of the sentinels, which are read and stored now and then."""
         if time.monotonic() - self._checked_at < SENTINEL_SECONDS:
             return look
         with self._db.read() as conn:
-            active = policies.serving_state(conn, self.policy_id).active
+            active = serving.serving_state(conn, self.policy_id).active
             alarm = sentinels.check(conn, self._rule.sentinels, self.policy_id)
         if active is None:
             return look
         self._checked_at = time.monotonic()
         if alarm != active.alarm:
             with self._db.write() as conn:
-                policies.note_alarm(conn, active.version, alarm)
+                versions.note_alarm(conn, active.version, alarm)
         return dataclasses.replace(look, alarm=alarm)
 
     def _read_quota(self, conn: Connection, now: datetime) -> str | None:
@@ -560,15 +562,15 @@ class LedgerSource:
         whose = f"the policies of tenant {policy.tenant!r}"
         today = now.replace(hour=0, minute=0, second=0, microsecond=0)
         if (most_tokens := rule.tenant_trained_tokens_per_day) is not None:
-            num_tokens = named_policies.trained_tokens_since(conn, policy.tenant, today)
+            num_tokens = policy_summaries.trained_tokens_since(conn, policy.tenant, today)
             if num_tokens >= most_tokens:
                 return (
                     f"{whose} have trained {num_tokens} tokens today, of {most_tokens} a day "
                     "(tenant_trained_tokens_per_day): training waits until 00:00 UTC"
                 )
         if (most_bytes := rule.tenant_policy_bytes) is not None:
-            own = [one.policy_id for one in named_policies.list_named_policies(conn) if one.tenant == policy.tenant]
-            found, _ = policies.list_policies(conn, limit=policies.MAX_MEASURED, policy_ids=own)
+            own = [one.policy_id for one in policies.list_policies(conn) if one.tenant == policy.tenant]
+            found, _ = versions.list_versions(conn, limit=versions.MAX_MEASURED, policy_ids=own)
             num_bytes = num_bytes_on_disk(found)
             if num_bytes is not None and num_bytes >= most_bytes:
                 return (

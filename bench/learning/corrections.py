@@ -36,7 +36,8 @@ from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.exchange.imports import chat_sets
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportRule, import_files
-from turnwise.store import claims, feedback, policies, queries
+from turnwise.store import claims, feedback, queries
+from turnwise.store.serving import serving_state
 from turnwise.types import Feedback, FeedbackKind, Json, Reward, Split
 
 NUM_EVAL = 256
@@ -104,7 +105,7 @@ class CorrectedRun(Run):
     def newest(self) -> Path:
         """Return the directory of the newest version."""
         with self.db.read() as conn:
-            newest = policies.serving_state(conn).newest
+            newest = serving_state(conn).newest
         assert newest is not None, "the trainer publishes version 0 at its start"
         return Path(newest.path)
 

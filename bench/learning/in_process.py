@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from proxy.continuation.outline import Continued
 from proxy.continuation.template import ChatTemplate
-from turnwise.store import ledger, policies
+from turnwise.store import ledger, serving
 from turnwise.store.database import Database
 from turnwise.types import Json, Session, Turn
 
@@ -160,12 +160,12 @@ class InProcessProxy:
     def follow(self) -> int:
         """Load the newest published version, as a reload does; return its number."""
         with self._db.read() as conn:
-            newest = policies.serving_state(conn).newest
+            newest = serving.serving_state(conn).newest
         if newest is not None and newest.version != self._version:
             self._sampler.load(Path(newest.path))
             self._version = newest.version
             with self._db.write() as conn:
-                policies.activate_policy(conn, newest.version)
+                serving.activate_version(conn, newest.version)
         return self._version
 
     def open(self, sessions: Sequence[Session]) -> list[Chain]:

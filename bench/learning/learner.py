@@ -27,7 +27,7 @@ from trainer.train import OnPolicyWorkflow
 from turnwise.demo import trail
 from turnwise.demo.plain_agent import load_agent
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.store import ledger, policies
+from turnwise.store import ledger, serving
 from turnwise.store.database import Database
 from turnwise.types import Json, Reward, Session, Split
 
@@ -127,7 +127,7 @@ class Run:
     def keep_policy(self, directory: Path) -> None:
         """Copy the newest version to a directory, for runs that it teaches."""
         with self.db.read() as conn:
-            newest = policies.serving_state(conn).newest
+            newest = serving.serving_state(conn).newest
         assert newest is not None, "the trainer publishes version 0 at its start"
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(newest.path, directory)

@@ -19,7 +19,7 @@ import transformers
 from learner import Run, warmed_model
 from recipes import RECIPES, ROOT, Recipe
 
-from turnwise.store import policies
+from turnwise.store import versions
 from turnwise.types import Json, PolicyStatus
 
 NUM_GATE_SESSIONS = 128
@@ -70,7 +70,7 @@ def poison_run(run: Run, poison: str) -> Json:
         run.update()
         seconds += time.perf_counter() - started
         with run.db.read() as conn:
-            (version,), _ = policies.list_policies(conn, limit=1)
+            (version,), _ = versions.list_versions(conn, limit=1)
         if version.status is PolicyStatus.FAILED:
             refused = version
         else:

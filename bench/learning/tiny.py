@@ -25,7 +25,7 @@ from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.chains import IMPORTED
-from turnwise.store import ledger, policies
+from turnwise.store import ledger, serving
 from turnwise.store.database import Database
 from turnwise.types import IMPORT, Credit, Json, Reward, Session, Turn
 from turnwise.types import Outcome as TurnOutcome
@@ -153,7 +153,7 @@ class TinyRun:
     def _follow(self) -> None:
         """Load the newest published version."""
         with self.db.read() as conn:
-            newest = policies.serving_state(conn).newest
+            newest = serving.serving_state(conn).newest
         assert newest is not None, "the trainer publishes version 0 at its start"
         self.version = newest.version
         self._model = AutoModelForCausalLM.from_pretrained(newest.path, dtype=torch.float32).eval()

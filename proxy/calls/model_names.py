@@ -13,7 +13,7 @@ from proxy.dialects.base import Call
 from proxy.engines.engine import adapter_version
 from proxy.engines.pool import OWN_MODEL, EnginePool
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import policies
+from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, Json, Policy, PolicyStatus, PolicyVersion
 
@@ -59,7 +59,7 @@ class ModelNames:
     async def _read_version(self, policy: Policy, version: int) -> PolicyVersion:
         found = None
         with contextlib.suppress(NotFound):
-            found = await self._database.fetch(policies.get_policy, version)
+            found = await self._database.fetch(versions.get_version, version)
         if found is None or found.policy_id != policy.policy_id:
             raise NotFound(f"policy {policy.name!r} has no version {version}", param="model", code="model_not_found")
         if found.status is PolicyStatus.FAILED:

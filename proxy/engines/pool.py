@@ -25,9 +25,9 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import Conflict, EngineUnavailable, Overloaded
-from turnwise.store import named_policies, policies
+from turnwise.store import policies, serving
 from turnwise.store.database import Connection, Database
-from turnwise.store.policies import NO_VERSIONS, ServingState
+from turnwise.store.serving import NO_VERSIONS, ServingState
 from turnwise.store.tables import NO_TENANT
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyVersion, Session
 
@@ -366,7 +366,7 @@ def _num_calls(engine: Engine) -> int:
 
 
 def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]]:
-    return policies.serving_states(connection), named_policies.list_named_policies(connection)
+    return serving.serving_states(connection), policies.list_policies(connection)
 
 
 def _versions_in_use(states: Iterable[ServingState]) -> set[int]:

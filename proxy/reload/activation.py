@@ -18,9 +18,9 @@ from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import Loader, serves
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, ReloadFailed, TurnwiseError
-from turnwise.store import policies
+from turnwise.store import serving
 from turnwise.store.database import Database
-from turnwise.store.policies import ServingState
+from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -101,11 +101,11 @@ class Activation:
 
     def without_held_out(self, holdout: PolicyVersion | None, target: PolicyVersion) -> list[Engine]:
         """Return the serving engines that the target may be loaded into: one keeps the hold-out's whole weights."""
-        serving = self.pool.serving
+        engines = self.pool.serving
         if target.kind is PolicyKind.LORA:
-            return serving
-        kept = [engine for engine in serving if holdout is not None and serves(engine, holdout)]
-        return [engine for engine in serving if engine is not kept[-1]] if kept and len(serving) > 1 else serving
+            return engines
+        kept = [engine for engine in engines if holdout is not None and serves(engine, holdout)]
+        return [engine for engine in engines if engine is not kept[-1]] if kept and len(engines) > 1 else engines
 
     def is_served(self, target: PolicyVersion) -> bool:
         """Return whether engines have the target, save one that keeps the hold-out; a call loads a missing adapter."""
@@ -170,7 +170,7 @@ class Activation:
         self.metrics.reloads.labels("failed").inc()
         log.error("%s; the last good version is served", self.problem)
         evidence = error.evidence if isinstance(error, ReloadFailed) else None
-        await self.lease.write(policies.fail_policy, target.version, self.problem, evidence)
+        await self.lease.write(serving.fail_version, target.version, self.problem, evidence)
 
     async def succeed(self, target: PolicyVersion, seconds: float) -> None:
         """Record that the target is served, and how long engines were paused for it, seconds."""
@@ -188,7 +188,7 @@ class Activation:
             seconds * 1000,
         )
         share = 0.0 if self._holdout_after(target) is None else self.settings.share_held_out(target.kind)
-        await self.lease.write(policies.activate_policy, target.version, seconds, share)
+        await self.lease.write(serving.activate_version, target.version, seconds, share)
         await self.pool.refresh()
 
     def stop_draining(self) -> None:

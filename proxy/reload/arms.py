@@ -27,7 +27,7 @@ from proxy.reload.activation import NUM_ENGINES, Activation
 from proxy.reload.loader import serves
 from proxy.reload.verdict import drift, judge
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
-from turnwise.store import policies
+from turnwise.store import serving, versions
 from turnwise.store.arms import Arm, arms_since, held_out_arms, lift
 from turnwise.types import Json, PolicyKind, PolicyVersion
 
@@ -87,7 +87,7 @@ class Arms(Activation):
     async def end_holdout(self, holdout: PolicyVersion) -> None:
         """Serve all new sessions with the served version; the next version that is served starts another hold-out."""
         log.info("the hold-out of version %d ends", holdout.version)
-        await self.lease.write(policies.end_holdout, holdout.version)
+        await self.lease.write(serving.end_holdout, holdout.version)
         await self.pool.refresh()
 
     async def _measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
@@ -142,7 +142,7 @@ class Arms(Activation):
             log.error("the trial of version %d ends: no engine came back", policy.version)
             await self._end(policy, active)
         elif policy.activated_at is not None:
-            await self.lease.write(policies.try_policy, policy.version, None)
+            await self.lease.write(serving.try_version, policy.version, None)
             await self.pool.refresh()
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
@@ -156,7 +156,7 @@ class Arms(Activation):
                 engine.change(EngineState.DRAINING)
         try:
             await self.loader.check(policy, self.pool.serving[0])
-            await self.lease.write(policies.try_policy, policy.version, None)
+            await self.lease.write(serving.try_version, policy.version, None)
             await self.pool.refresh()
             await self._place(policy, active)
             await self._check_drift(policy, active)
@@ -167,7 +167,7 @@ class Arms(Activation):
         self.forget_failures()
         if self._is_missing(policy):  # the engine was lost meanwhile
             return
-        await self.lease.write(policies.try_policy, policy.version, self.settings.canary_share)
+        await self.lease.write(serving.try_version, policy.version, self.settings.canary_share)
         self.stop_draining()
         log.info(
             "policy version %d is on trial with %.0f %% of the new sessions",
@@ -192,8 +192,8 @@ class Arms(Activation):
             if not self.schedule_retry(policy.version, error):
                 await self._end(policy, active, str(error))
             return
-        versions = policy.version, active.version
-        arms = await self.database.fetch(arms_since, policy.activated_at, versions, self.policy_id)
+        compared = policy.version, active.version
+        arms = await self.database.fetch(arms_since, policy.activated_at, compared, self.policy_id)
         await self._record(arms, policy, active)
         verdict = judge(*arms, self.settings)
         if verdict is None:
@@ -219,17 +219,17 @@ class Arms(Activation):
             "lift": lift(canary, control),
         }
         if compared != self._recorded:
-            await self.lease.write(policies.record_arms, policy.version, compared)
+            await self.lease.write(versions.record_arms, policy.version, compared)
             self._recorded = compared
 
     async def _place(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Load the version where it is missing: an adapter on each engine, whole weights on one."""
-        serving = self.pool.serving
+        engines = self.pool.serving
         if policy.kind is PolicyKind.LORA:
-            for engine in serving:
+            for engine in engines:
                 if policy.version not in engine.adapters:
                     await self.loader.load(engine, policy)
-        elif len(serving) > 1 and self._is_missing(policy):
+        elif len(engines) > 1 and self._is_missing(policy):
             free = self.without_held_out(self.state.holdout, policy)[-1]
             # No session of the control may sample with it: new calls go elsewhere, and running ones are waited for.
             await asyncio.gather(self.pool.drain(free, DRAIN_SECONDS), self.reserve(free))
@@ -272,10 +272,10 @@ class Arms(Activation):
                 except (BadCheckpoint, EngineError, FilesNotRead) as error:
                     engine.take_out(error)
         if reason is None:
-            await self.lease.write(policies.reconsider_policy, policy.version)
+            await self.lease.write(serving.reconsider_version, policy.version)
         else:
             log.error("policy version %d is rolled back: %s", policy.version, reason)
-            await self.lease.write(policies.fail_policy, policy.version, f"{policies.ROLLED_BACK}: {reason}")
+            await self.lease.write(serving.fail_version, policy.version, f"{versions.ROLLED_BACK}: {reason}")
         await self.pool.refresh()
         self.stop_draining()
         self.metrics.canaries.labels("called_off" if reason is None else "rolled_back").inc()

@@ -25,7 +25,7 @@ from proxy.reload.transfer import Offer, Transfers
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed, StoreError
-from turnwise.store import policies
+from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 from turnwise.version_directory import ENGINE_ANSWER, Probe, read_probe
@@ -273,7 +273,7 @@ class Loader:
         await engine.fetch_models()
         if version in engine.adapters:  # another process has loaded it
             return engine.adapters[version]
-        policy = await self._database.fetch(policies.get_policy, version)
+        policy = await self._database.fetch(versions.get_version, version)
         self._metrics.adapter_loads.inc()
         return await engine.load_adapter(version, policy.path, seconds=self._settings.reload_timeout_seconds)
 

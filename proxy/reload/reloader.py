@@ -38,7 +38,7 @@ from turnwise.errors import (
     SettingsError,
     TurnwiseError,
 )
-from turnwise.store import policies
+from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 from turnwise.version_directory import MANIFEST, base_version
@@ -270,7 +270,7 @@ class Reloader:
             is_published = (Path(base.path) / MANIFEST).exists()
             try:
                 if base.model_digest is not None and not is_published and self._settings.engine_check != "off":
-                    await self._writer.do(policies.adopt_base, base)
+                    await self._writer.do(versions.adopt_base, base)
             except SettingsError as error:
                 if self._settings.engine_check == "strict":
                     raise EngineUnsuitable(f"the engine at {engine.url}: {error}") from error
@@ -284,7 +284,7 @@ class Reloader:
             await self._loader.check(active, engine)
         except FilesNotRead:
             if self._is_lost(active):
-                await self.lease.write(policies.fail_policy, active.version, policies.LOST)
+                await self.lease.write(serving.fail_version, active.version, versions.LOST)
             raise
         await self._loader.load(engine, active, await self._loader.receive(engine, active))
         await engine.resume()

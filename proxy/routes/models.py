@@ -20,7 +20,7 @@ from turnwise.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
-from turnwise.store.named_policies import PolicySummary
+from turnwise.store.policy_summaries import PolicySummary
 from turnwise.store.queries import Counts
 from turnwise.store.summaries import Summary
 from turnwise.store.trained import TrainedSession, UpdateGroup, UpdateSummary

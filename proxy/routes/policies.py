@@ -32,7 +32,7 @@ from proxy.routes.serialise import (
 )
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
-from turnwise.store import named_policies, pages, policies
+from turnwise.store import pages, policies, policy_summaries, serving, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 from turnwise.version_directory import num_bytes_on_disk
@@ -60,7 +60,7 @@ class PolicyRoute(CheckedRoute):
         policy_id = DEFAULT_POLICY
         if re.fullmatch(r"[0-9]{1,9}", version):
             with contextlib.suppress(NotFound):
-                policy_id = (await services.database.fetch(policies.get_policy, int(version))).policy_id
+                policy_id = (await services.database.fetch(versions.get_version, int(version))).policy_id
         if policy_id == DEFAULT_POLICY:
             await _check_owner(services, principal)
 
@@ -122,13 +122,13 @@ async def list_policies(
     """
 
     def read(connection: Connection) -> tuple[list[Policy], list[PolicyVersion], bool, int | None]:
-        named = named_policies.list_named_policies(connection, principal.tenant)
-        chosen = named_policies.policy_named(connection, principal.tenant, policy or DEFAULT_POLICY_NAME)
+        named = policies.list_policies(connection, principal.tenant)
+        chosen = policies.find_policy(connection, principal.tenant, policy or DEFAULT_POLICY_NAME)
         wanted = {each.policy_id for each in named} if policy is None else {chosen.policy_id}
-        found, more = policies.list_policies(
+        found, more = versions.list_versions(
             connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
         )
-        pinned = [policies.serving_state(connection, each.policy_id).pinned_version for each in named]
+        pinned = [serving.serving_state(connection, each.policy_id).pinned_version for each in named]
         listed = [dataclasses.replace(each, pinned_version=pin) for each, pin in zip(named, pinned, strict=True)]
         return listed, found, more, pinned[named.index(chosen)]
 
@@ -148,15 +148,15 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
 
     def read(
         connection: Connection,
-    ) -> tuple[dict[int, named_policies.PolicySummary], dict[int, list[PolicyVersion]]]:
-        held = named_policies.policy_summaries(connection, principal.tenant)
-        limit = policies.MAX_MEASURED
-        return held, {each: policies.list_policies(connection, limit=limit, policy_ids=[each])[0] for each in held}
+    ) -> tuple[dict[int, policy_summaries.PolicySummary], dict[int, list[PolicyVersion]]]:
+        held = policy_summaries.summarise_policies(connection, principal.tenant)
+        limit = versions.MAX_MEASURED
+        return held, {each: versions.list_versions(connection, limit=limit, policy_ids=[each])[0] for each in held}
 
-    held, versions = await services.database.fetch(read)
+    held, of_policies = await services.database.fetch(read)
 
     def measure() -> dict[int, int | None]:
-        return {number: num_bytes_on_disk(found) for number, found in versions.items()}
+        return {number: num_bytes_on_disk(found) for number, found in of_policies.items()}
 
     sizes: dict[int, int | None] = {}
     with contextlib.suppress(FilesNotRead):
@@ -177,7 +177,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     name = wanted.name
     if name is not None and wanted.path is None:
         return await _create_policy(services, principal, name, wanted)
-    policy = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
+    policy = await services.database.fetch(policies.find_policy, principal.tenant, wanted.policy)
     if policy.policy_id == DEFAULT_POLICY and name is None:
         await _check_owner(services, principal)
     if not await is_operator(services, principal):
@@ -192,7 +192,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     if name is not None:
         return await _create_policy(services, principal, name, wanted)
     published = await services.writer.do(
-        policies.publish_next,
+        versions.publish_next,
         path,
         kind,
         metrics=wanted.metrics,
@@ -245,14 +245,14 @@ async def activate_policy(
     pin = (how or Activation()).pin
 
     def read(connection: Connection) -> tuple[PolicyVersion, Policy]:
-        found = policies.get_policy(connection, version)
+        found = versions.get_version(connection, version)
         return found, policies.policy_of_tenant(connection, principal.tenant, found)
 
     policy, owned = await services.database.fetch(read)
-    check = functools.partial(policies.check_files_exist, services.database, policy)
+    check = functools.partial(serving.check_files_exist, services.database, policy)
     key = ("activate", str(version), policy.status.value, policy.path)
     await services.files.read(key, policy.path, check, seconds=CHECK_SECONDS)
-    chosen = await services.writer.do(policies.choose_policy, version, pin=pin)
+    chosen = await services.writer.do(serving.choose_version, version, pin=pin)
     (document,) = await policies_json([chosen], services.files, {owned.policy_id: owned.name})
     return answer(
         {
@@ -273,7 +273,7 @@ async def archive_policy(
     versions, sessions and files stay.
     """
     archived = await services.writer.do(
-        named_policies.archive_policy,
+        policies.archive_policy,
         principal.tenant,
         policy,
         is_archived=(how or Archival()).archived,

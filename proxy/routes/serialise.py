@@ -16,7 +16,7 @@ from proxy.auth import ACTION_OF_ROUTE, DEFAULT_TENANT, Principal, session_delet
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
-from turnwise.store import keys, named_policies, queries
+from turnwise.store import keys, policies, queries
 from turnwise.store.database import Connection
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
@@ -92,7 +92,7 @@ async def is_operator(services: Services, principal: Principal) -> bool:
         return owner == principal.tenant
 
     def tenants(connection: Connection) -> set[str]:
-        named = {each.tenant for each in named_policies.list_named_policies(connection)}
+        named = {each.tenant for each in policies.list_policies(connection)}
         return (keys.tenants_with_keys(connection) | named) - {NO_TENANT}
 
     return principal.tenant == DEFAULT_TENANT or await services.database.fetch(tenants) <= {principal.tenant}

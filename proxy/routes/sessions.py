@@ -33,8 +33,8 @@ from turnwise.store import (
     groups,
     ledger,
     lineage,
-    named_policies,
     pages,
+    policies,
     queries,
     retention,
     search,
@@ -138,7 +138,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
     policy_id = principal.policy_id
     if wanted.policy is not None:
-        named = await services.database.fetch(named_policies.policy_named, principal.tenant, wanted.policy)
+        named = await services.database.fetch(policies.find_policy, principal.tenant, wanted.policy)
         policy_id = named.policy_id
     services.pool.check_in_use(policy_id)
     session = Session(session_id=session_id, tenant=principal.tenant, policy_id=policy_id, opened_by="api", **fields)

@@ -22,7 +22,7 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
 
-from turnwise.store import keys, named_policies, policies, rows, tables, trainer_status
+from turnwise.store import keys, policies, rows, tables, trainer_status, versions
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import PolicyKind, utc_now
@@ -63,8 +63,8 @@ class World:
         """Publish an adapter and wait until it is served, or on trial."""
         path = write_adapter(self.directory / f"adapter-{len(list(self.directory.iterdir()))}")
         with self.database.write() as conn:
-            number = named_policies.policy_named(conn, tenant, policy).policy_id
-            version = policies.publish_next(conn, str(path), PolicyKind.LORA, metrics={}, policy_id=number).version
+            number = policies.find_policy(conn, tenant, policy).policy_id
+            version = versions.publish_next(conn, str(path), PolicyKind.LORA, metrics={}, policy_id=number).version
         wait_until(lambda: self.status(tenant, version) == status, f"it is {status}")
         return version
 
@@ -273,9 +273,7 @@ def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world:
     world.add_policy("a", "support")
     world.add_policy("b", "own")
     with world.database.write() as conn:
-        number, other = (
-            named_policies.policy_named(conn, *each).policy_id for each in (("a", "support"), ("b", "own"))
-        )
+        number, other = (policies.find_policy(conn, *each).policy_id for each in (("a", "support"), ("b", "own")))
         said = {"trainer": "2 of 8", f"trainer/{number}": "policy 'support': 3 of 8", f"trainer/{other}": "own"}
         for name, text in said.items():
             trainer_status.report_status(conn, TrainerStatus(trainer_id=name, text=text, reported_at=utc_now()))
@@ -299,12 +297,12 @@ def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:
     world.add_policy("b", "support")
     served = {"support-a": world.publish("a", "support"), "support-b": world.publish("b", "support")}
     with world.database.write() as conn:
-        broken = policies.publish_next(
+        broken = versions.publish_next(
             conn,
             str(world.directory / "missing"),
             PolicyKind.LORA,
             metrics={},
-            policy_id=named_policies.policy_named(conn, "a", "support").policy_id,
+            policy_id=policies.find_policy(conn, "a", "support").policy_id,
         ).version
     wait_until(lambda: world.status("a", broken) == "failed", "it has failed")
     assert {key: world.sampled(key) for key in served} == served

@@ -15,7 +15,7 @@ from support.documented_commands import ROOT, Block, blocks
 from support.proxies import running_proxy
 from turnwise_fake_engine import running_fake_engine
 
-from turnwise.store import keys, policies
+from turnwise.store import keys, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind
 
@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with database.write() as conn:
         for version in range(4):
             (directory / f"v{version}").mkdir()
-            policies.publish_next(conn, str(directory / f"v{version}"), PolicyKind.FULL, metrics={})
+            versions.publish_next(conn, str(directory / f"v{version}"), PolicyKind.FULL, metrics={})
         key_id, _ = keys.create_key(conn, "default", keys.KeyRole.AGENT, "to be revoked")
     database.close()
     with (

@@ -13,7 +13,7 @@ from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.evaluate import LedgerEvaluator
-from turnwise.store import keys, policies, queries
+from turnwise.store import keys, queries, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -87,13 +87,13 @@ def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
 def test_an_evaluation_does_not_wait_for_a_version_that_engines_refuse(proxy, database, tmp_path, caplog):
     """The served version is played instead, the gauges name it, and the refused version gets no results."""
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=7, path=str(tmp_path / "nothing")))
+        versions.publish_version(connection, PolicyVersion(version=7, path=str(tmp_path / "nothing")))
     found = evaluator(database, proxy, ("eval", 1.0, 1)).evaluate(7)
     assert (found["policy_version"], found["num_sessions"]) == (0, 1)
     assert "not served yet" not in caplog.text
     with database.read() as connection:
-        assert policies.get_policy(connection, 7).status is PolicyStatus.FAILED
-        assert "eval" not in policies.get_policy(connection, 7).metrics
+        assert versions.get_version(connection, 7).status is PolicyStatus.FAILED
+        assert "eval" not in versions.get_version(connection, 7).metrics
 
 
 def test_a_command_that_fails_is_reported_and_gives_no_evaluation(proxy, database, tmp_path, caplog):
@@ -117,8 +117,8 @@ def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path
     command = [sys.executable, "-c", BRINGS_A_CHILD, str(pid_file)]
     evaluation = LedgerEvaluator(database, command, timeout_seconds=600.0)
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=1, path="v1"))
-        policies.fail_policy(connection, 1, "so that nobody waits for it")
+        versions.publish_version(connection, PolicyVersion(version=1, path="v1"))
+        serving.fail_version(connection, 1, "so that nobody waits for it")
     playing = threading.Thread(target=evaluation.evaluate, args=(1,))
     playing.start()
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the command has started its child")

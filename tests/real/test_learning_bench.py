@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.store import policies, queries
+from turnwise.store import queries, versions
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import Credit
 
@@ -78,7 +78,7 @@ def test_the_stored_logprobs_are_those_of_the_published_weights(start):
     run.play_groups()
     checked = set()
     with run.db.read() as conn:
-        published, _ = policies.list_policies(conn, limit=10)
+        published, _ = versions.list_versions(conn, limit=10)
     models = {policy.version: AutoModelForCausalLM.from_pretrained(policy.path).eval() for policy in published}
     for turns in turns_by_session(run).values():
         tokens = []

@@ -30,7 +30,7 @@ from support.waiting import wait_until
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.store import policies
+from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
 from turnwise.types import PolicyKind, PolicyVersion
@@ -302,7 +302,7 @@ def publish_in_store(proxy: RunningProxy, version: int, path: Path, kind: Policy
     """Publish as a trainer does, past the checks of the route."""
     database = Database(proxy.database_url)
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=version, path=str(path), kind=kind))
+        versions.publish_version(connection, PolicyVersion(version=version, path=str(path), kind=kind))
     database.close()
 
 

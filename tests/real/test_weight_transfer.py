@@ -12,7 +12,7 @@ from support.proxies import RunningProxy
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.engine_plugin.channel import Channel, TransferFailed
-from turnwise.store import policies
+from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion
 
@@ -34,7 +34,7 @@ def publish_unwritten(proxy: RunningProxy, version: int) -> None:
     """Publish a version whose directory does not exist."""
     database = Database(proxy.database_url)
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=version, path="/nowhere/at/all"))
+        versions.publish_version(connection, PolicyVersion(version=version, path="/nowhere/at/all"))
     database.close()
 
 

@@ -16,7 +16,7 @@ from support.proxies import RunningProxy
 from turnwise_fake_engine import RunningFakeEngine
 from turnwise_fake_engine.script import Reply, Rule
 
-from turnwise.store import claims, engine_activity, policies, queries, tables
+from turnwise.store import claims, engine_activity, queries, serving, tables, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord, utc_now
 
@@ -130,10 +130,10 @@ def _train(database: Database, number: int, num_updates: int) -> None:
         minute = int(STARTED_AT.timestamp()) // 60 + number - 1
         busy = (1 << (20 + 4 * number)) - 1
         engine_activity.add_activity(connection, {(minute, "made-up"): engine_activity.Activity((1 << 60) - 1, busy)})
-        policies.publish_policy(connection, version)
+        versions.publish_version(connection, version)
         # Nobody makes the files of these versions, so engines stay on version 0.
-        policies.publish_policy(connection, PolicyVersion(version=0, path="fake"))
-        policies.pin_policy(connection, 0)
+        versions.publish_version(connection, PolicyVersion(version=0, path="fake"))
+        serving.pin_policy(connection, 0)
         connection.execute(
             sa.update(tables.policy_versions)
             .where(tables.policy_versions.c.version == number)

@@ -21,7 +21,7 @@ from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable
-from turnwise.store import policies
+from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, Session
 
@@ -113,7 +113,7 @@ class Stage:
         save_file({tensor: np.full((1, 1), 0.0 if whole else np.nan, np.float32)}, place / f"{file}.safetensors")
         (place / config).write_text('{"peft_type": "LORA", "r": 1}' if kind is PolicyKind.LORA else "{}")
         with self.database.write() as connection:
-            policies.publish_policy(connection, PolicyVersion(version=version, path=str(place), kind=kind))
+            versions.publish_version(connection, PolicyVersion(version=version, path=str(place), kind=kind))
         return str(place)
 
     @contextlib.contextmanager
@@ -130,12 +130,12 @@ class Stage:
 
     def pin(self, version: int | None) -> None:
         with self.database.write() as connection:
-            policies.pin_policy(connection, version)
+            serving.pin_policy(connection, version)
 
     def statuses(self) -> list[str]:
         """Return the stored status of each version, oldest first."""
         with self.database.read() as connection:
-            found, _ = policies.list_policies(connection)
+            found, _ = versions.list_versions(connection)
         return [policy.status.value for policy in found[::-1]]
 
     @property

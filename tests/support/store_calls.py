@@ -34,14 +34,15 @@ from turnwise.store import (
     leases,
     ledger,
     lineage,
-    named_policies,
     new_turns,
     played,
     policies,
+    policy_summaries,
     queries,
     retention,
     rows,
     search,
+    serving,
     session_changes,
     session_records,
     summaries,
@@ -49,6 +50,7 @@ from turnwise.store import (
     trained,
     trainer_status,
     usage,
+    versions,
 )
 from turnwise.store.engine_activity import Activity
 from turnwise.store.expected_advantages import with_advantages
@@ -111,8 +113,8 @@ def _base(conn: sa.Connection) -> None:
     """Bind an empty store to a model, and one that another release has bound."""
     conn.execute(sa.delete(tables.policy_versions).where(tables.policy_versions.c.version >= 0))
     base = PolicyVersion(version=0, path="/no/model")
-    policies.adopt_base(conn, base)
-    policies.adopt_base(conn, dataclasses.replace(base, model_digest="d"))
+    versions.adopt_base(conn, base)
+    versions.adopt_base(conn, dataclasses.replace(base, model_digest="d"))
 
 
 def _named_policies(conn: sa.Connection) -> None:
@@ -120,67 +122,67 @@ def _named_policies(conn: sa.Connection) -> None:
     conn.execute(sa.update(tables.policy_versions).values(kind=PolicyKind.LORA.value))
     support, _ = policies.create_policy(conn, "t", "support")
     policies.create_policy(conn, "t", "support")
-    adapter = policies.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
+    adapter = versions.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
     for base in ("default", f"support@{adapter.version}"):
         policies.create_policy(conn, "t", f"of-{base[:3]}", base)
     policies.find_version(conn, "t", f"support@{adapter.version}")
-    policies.activate_policy(conn, adapter.version)
-    policies.alarmed_versions(conn, support.policy_id)
+    serving.activate_version(conn, adapter.version)
+    serving.alarmed_versions(conn, support.policy_id)
     policies.find_version(conn, "t", "support")
     policies.policy_of_tenant(conn, "t", adapter)
-    policies.list_policies(conn, policy_ids=[support.policy_id])
+    versions.list_versions(conn, policy_ids=[support.policy_id])
     keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key", policy="support")
-    named_policies.policy_named(conn, "t", "support")
-    named_policies.list_named_policies(conn, "t")
-    named_policies.names_of_policies(conn)
+    policies.find_policy(conn, "t", "support")
+    policies.list_policies(conn, "t")
+    policies.names_of_policies(conn)
     for is_archived in (True, False):
-        named_policies.archive_policy(conn, "t", "support", is_archived=is_archived, max_policies=9)
-    named_policies.trained_tokens_since(conn, "t", NOW)
+        policies.archive_policy(conn, "t", "support", is_archived=is_archived, max_policies=9)
+    policy_summaries.trained_tokens_since(conn, "t", NOW)
     with contextlib.suppress(Conflict):
         policies.create_policy(conn, "t", "too-many", max_policies=1)
     policies.create_policy(conn, "t", "brought", adapter="/adapter")
     policies.create_policy(conn, "t", "brought", adapter="/adapter")
     with contextlib.suppress(Conflict):
-        policies.check_files_exist(opened(conn), PolicyVersion(version=1, path="/no/model"))
+        serving.check_files_exist(opened(conn), PolicyVersion(version=1, path="/no/model"))
     retention.finish(opened(conn), retention.Deleted(policy_versions=(0,)))
-    named_policies.delete_policies(conn, "t")
+    policies.delete_policies(conn, "t")
 
 
 def _lease(conn: sa.Connection) -> None:
     token = leases.acquire_lease(conn, "reload", "one", 60)
     assert leases.acquire_lease(conn, "reload", "two", 60) is None
     assert token is not None
-    leases.under_lease(conn, "reload", token, 60, policies.activate_policy, 1)
+    leases.under_lease(conn, "reload", token, 60, serving.activate_version, 1)
     leases.renew_lease(conn, "reload", token, 0)
 
 
 def _pins(conn: sa.Connection) -> None:
-    policies.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
-    policies.choose_policy(conn, 1, pin=False)
-    policies.serving_state(conn)
-    policies.note_alarm(conn, 1, "an alarm")
-    policies.choose_policy(conn, 1, pin=True)
-    policies.choose_policy(conn, 2, pin=False)
-    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model", update_id=3))
-    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
-    policies.fail_unwritten(conn, after=2)
-    policies.choose_policy(conn, 3, pin=True)
+    versions.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
+    serving.choose_version(conn, 1, pin=False)
+    serving.serving_state(conn)
+    versions.note_alarm(conn, 1, "an alarm")
+    serving.choose_version(conn, 1, pin=True)
+    serving.choose_version(conn, 2, pin=False)
+    versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3))
+    versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
+    versions.fail_unwritten(conn, after=2)
+    serving.choose_version(conn, 3, pin=True)
 
 
 def _versions(conn: sa.Connection) -> None:
-    policies.try_policy(conn, 1, None)
-    policies.try_policy(conn, 1, 0.5)
-    policies.record_arms(conn, 1, {})
-    policies.reconsider_policy(conn, 1)
-    policies.fail_policy(conn, 1, "an error", {"engine_answer": {}})
-    policies.add_metrics(conn, 1, {"eval": {"reward_mean": 1.0}})
+    serving.try_version(conn, 1, None)
+    serving.try_version(conn, 1, 0.5)
+    versions.record_arms(conn, 1, {})
+    serving.reconsider_version(conn, 1)
+    serving.fail_version(conn, 1, "an error", {"engine_answer": {}})
+    versions.add_metrics(conn, 1, {"eval": {"reward_mean": 1.0}})
 
 
 def _holdout(conn: sa.Connection) -> None:
     """Serve a version, then a newer one beside the first as its hold-out, then the first one again."""
-    policies.publish_policy(conn, PolicyVersion(version=9, path="newer"))
+    versions.publish_version(conn, PolicyVersion(version=9, path="newer"))
     for version in (1, 9, 1):
-        policies.activate_policy(conn, version, None, 0.5)
+        serving.activate_version(conn, version, None, 0.5)
 
 
 def _keys(conn: sa.Connection) -> None:
@@ -356,9 +358,9 @@ OF_ALL: dict[str, Ask] = {
     "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
     "a hold-out's arms": lambda c: arms.held_out_arms(c, PolicyVersion(version=0, path="v0")),
-    "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1, max_bytes=1)),
-    "served policies": policies.serving_states,
-    "failed policies": lambda c: (policies.failed_versions(c, [1]), policies.refused_in_a_row(c, 3)),
+    "policies": lambda c: (versions.list_versions(c), versions.list_versions(c, after=1, max_bytes=1)),
+    "served policies": serving.serving_states,
+    "failed policies": lambda c: (versions.failed_versions(c, [1]), versions.refused_in_a_row(c, 3)),
     "pins": _pins,
     "named policies": _named_policies,
     "the base model": _base,
@@ -404,7 +406,7 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "the number of all sessions": lambda c: session_records.count_sessions(c, SessionFilter()),
     "counts of the store": queries.counts,
     "all updates": trained.all_updates,
-    "summaries of policies": named_policies.policy_summaries,
+    "summaries of policies": policy_summaries.summarise_policies,
     "evaluated versions": evaluations.evaluated_versions,
 }
 """Calls of commands that read everything, by their purpose."""

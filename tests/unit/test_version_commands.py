@@ -13,7 +13,7 @@ from support.migrated import migrated
 from support.tiny_checkpoints import write_adapter
 
 from turnwise.commands.cli import main
-from turnwise.store import named_policies, policies
+from turnwise.store import policies, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 
@@ -29,8 +29,8 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             path = tmp_path / f"v{version}"
             if version != 1:
                 path.mkdir()
-            policies.publish_next(conn, str(path), PolicyKind.FULL, metrics={"reward_mean": version / 4})
-        policies.activate_policy(conn, 2)
+            versions.publish_next(conn, str(path), PolicyKind.FULL, metrics={"reward_mean": version / 4})
+        serving.activate_version(conn, 2)
     database.close()
     return url
 
@@ -91,10 +91,10 @@ def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
     assert _run(*follow).output == "No version is published yet.\n"
     database = Database(url)
     with database.write() as conn:
-        policy_id = named_policies.policy_named(conn, "default", "support").policy_id
+        policy_id = policies.find_policy(conn, "default", "support").policy_id
         for version in (1, 2):
             adapter = PolicyVersion(version=version, policy_id=policy_id, path=str(tmp_path), kind=PolicyKind.LORA)
-            policies.publish_policy(conn, adapter)
+            versions.publish_version(conn, adapter)
     database.close()
     assert json.loads(_run("keys", "create", "--policy", "support", *at, "--json").output)["policy"] == "support"
     _run("policies", "activate", "1", *at)
@@ -113,8 +113,8 @@ def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_l
     adapter = write_adapter(tmp_path / "v000001")
     database = Database(url)
     with database.write() as conn:
-        policy_id = named_policies.policy_named(conn, "default", "support").policy_id
-        policies.publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
+        policy_id = policies.find_policy(conn, "default", "support").policy_id
+        versions.publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
     database.close()
     listed = json.loads(_run("policies", "list", *at, "--json").output)
     summaries = {each["name"]: each["summary"] for each in listed}

@@ -142,7 +142,7 @@ def _import(
     """
     from turnwise.commands.store import opened
     from turnwise.exchange.imports import writer as imports
-    from turnwise.store import named_policies
+    from turnwise.store import policies
 
     reader = _reader(format_name)
     with opened(url) as database:
@@ -152,7 +152,7 @@ def _import(
 
             use_engines_template(served, engine)
         with database.read() as conn:
-            policy = named_policies.policy_named(conn, tenant, policy_name)
+            policy = policies.find_policy(conn, tenant, policy_name)
         rule = imports.ImportRule(
             format_name=format_name,
             tenant=tenant,
@@ -168,13 +168,13 @@ def _import(
 def _tokeniser(database: Database, tokenizer: str | None, arguments: Json) -> Tokeniser:
     """Load the tokenizer that is named, or that of version 0 of the policies."""
     from turnwise.exchange.imports.tokenise import Tokeniser
-    from turnwise.store import policies
+    from turnwise.store import versions
 
     path = tokenizer
     if path is None:
         with database.read() as conn:
             try:
-                path = policies.get_policy(conn, 0).path
+                path = versions.get_version(conn, 0).path
             except NotFound as error:
                 raise SettingsError("no policy is published yet; name the served model by --tokenizer") from error
     try:

@@ -48,19 +48,19 @@ def policies(
         return
     with remote(url, api_key, database) as client:
         if client is not None:
-            versions = itertools.islice(client.policies(), limit)
-            found = [_with_lift(_with_metrics(each, "reward_mean")) for each in versions]
+            newest = itertools.islice(client.policies(), limit)
+            found = [_with_lift(_with_metrics(each, "reward_mean")) for each in newest]
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import named_policies
     from turnwise.store import policies as stored
+    from turnwise.store import serving, versions
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        named = {policy.policy_id: policy for policy in named_policies.list_named_policies(conn)}
-        pinned = {stored.serving_state(conn, policy_id).pinned_version for policy_id in named}
+        named = {policy.policy_id: policy for policy in stored.list_policies(conn)}
+        pinned = {serving.serving_state(conn, policy_id).pinned_version for policy_id in named}
         listed = [
             _with_lift(_with_metrics(values_of(policy), "reward_mean"))
             | {
@@ -69,7 +69,7 @@ def policies(
                 "pinned": policy.version in pinned,
                 "on_disk": on_disk(policy),
             }
-            for policy in stored.list_policies(conn, limit=limit, policy_ids=named)[0]
+            for policy in versions.list_versions(conn, limit=limit, policy_ids=named)[0]
         ]
     print_stored(listed, "policy versions", place, as_json=as_json, columns=("tenant", *_COLUMNS))
 
@@ -89,17 +89,18 @@ def list_named(database: str | None, url: str | None, api_key: str | None, *, as
 def _summaries(database: str | None) -> list[Json]:
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import named_policies
     from turnwise.store import policies as stored
+    from turnwise.store import policy_summaries, versions
 
     with opened(database_url(database)) as store:
         with store.read() as conn:
-            named = named_policies.list_named_policies(conn)
-            held = named_policies.policy_summaries(conn)
-            versions = {
-                number: stored.list_policies(conn, limit=stored.MAX_MEASURED, policy_ids=[number])[0] for number in held
+            named = stored.list_policies(conn)
+            held = policy_summaries.summarise_policies(conn)
+            newest = {
+                number: versions.list_versions(conn, limit=versions.MAX_MEASURED, policy_ids=[number])[0]
+                for number in held
             }
-        sizes = {number: num_bytes_on_disk(found) for number, found in versions.items()}
+        sizes = {number: num_bytes_on_disk(found) for number, found in newest.items()}
     return [
         values_of(each) | {"summary": values_of(held[each.policy_id]) | {"num_bytes": sizes[each.policy_id]}}
         for each in named
@@ -204,11 +205,11 @@ def _check_adapter(store: Database, adapter: Path) -> None:
         BadCheckpoint: it does not.
     """
     from proxy.reload.checkpoint import check_policy
-    from turnwise.store import policies as stored
+    from turnwise.store import versions
 
     model = None
     with store.read() as conn, contextlib.suppress(NotFound):
-        model = stored.get_policy(conn, 0).path
+        model = versions.get_version(conn, 0).path
     check_policy(str(adapter.resolve()), PolicyKind.LORA, model)
 
 
@@ -243,10 +244,10 @@ def _archive(
             client.archive_policy(name, archived=is_archived)
             return
     from turnwise.commands.store import opened
-    from turnwise.store import named_policies
+    from turnwise.store import policies as stored
 
     with opened(database_url(database)) as store, store.write() as conn:
-        named_policies.archive_policy(conn, tenant or "default", name, is_archived=is_archived)
+        stored.archive_policy(conn, tenant or "default", name, is_archived=is_archived)
 
 
 @policies.command("activate")
@@ -267,14 +268,14 @@ def activate(version: int, database: str | None, url: str | None, api_key: str |
 def _pin(database: str | None, version: int) -> Json:
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import policies as stored
+    from turnwise.store import serving, versions
 
     with opened(database_url(database)) as store:
         with store.read() as conn:
-            policy = stored.get_policy(conn, version)
-        stored.check_files_exist(store, policy)
+            policy = versions.get_version(conn, version)
+        serving.check_files_exist(store, policy)
         with store.write() as conn:
-            pinned: Json = values_of(stored.choose_policy(conn, version, pin=True))
+            pinned: Json = values_of(serving.choose_version(conn, version, pin=True))
     return pinned
 
 
@@ -305,13 +306,13 @@ def follow(
 def _unpin(database: str | None, tenant: str, policy: str) -> int | None:
     """Serve a policy's newest version; return it, None before the first."""
     from turnwise.commands.store import opened
-    from turnwise.store import named_policies
     from turnwise.store import policies as stored
+    from turnwise.store import serving
 
     with opened(database_url(database)) as store, store.write() as conn:
-        policy_id = named_policies.policy_named(conn, tenant, policy).policy_id
-        stored.pin_policy(conn, None, policy_id=policy_id)
-        newest = stored.serving_state(conn, policy_id).newest
+        policy_id = stored.find_policy(conn, tenant, policy).policy_id
+        serving.pin_policy(conn, None, policy_id=policy_id)
+        newest = serving.serving_state(conn, policy_id).newest
     return None if newest is None else newest.version
 
 

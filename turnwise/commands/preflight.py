@@ -13,7 +13,7 @@ from turnwise.processes import engine_command
 from turnwise.processes.ports import check_port_is_free, free_port
 from turnwise.processes.stack import TrainerNeeds
 from turnwise.settings import load_settings
-from turnwise.store.policies import adopt_base
+from turnwise.store.versions import adopt_base
 from turnwise.types import PolicyKind
 from turnwise.version_directory import base_version
 

@@ -53,11 +53,11 @@ def sessions(
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import named_policies, queries
+    from turnwise.store import policies, queries
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        names = named_policies.names_of_policies(conn)
+        names = policies.names_of_policies(conn)
         listed = queries.sessions(conn, filter_of(chosen), limit=limit)[0]
         found = [values_of(session) | {"policy": names[session.policy_id]} for session in listed]
     _print_sessions(found, limit, place, as_json=as_json)

@@ -30,7 +30,8 @@ from turnwise.processes.printer import Say
 from turnwise.rollouts.results import RunResult
 from turnwise.store import keys
 from turnwise.store.database import Database
-from turnwise.store.policies import create_policy, serving_state
+from turnwise.store.policies import create_policy
+from turnwise.store.serving import serving_state
 from turnwise.types import Json
 
 if TYPE_CHECKING:

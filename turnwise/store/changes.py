@@ -10,7 +10,7 @@ import functools
 
 import sqlalchemy as sa
 
-from turnwise.store import named_policies, tables
+from turnwise.store import policies, tables
 from turnwise.types import Json
 
 NUM_SESSIONS = 200
@@ -31,7 +31,7 @@ def read_state(conn: sa.Connection, tenant: str) -> State:
     newest = conn.execute(
         sa.select(*columns).where(s.tenant == tenant).order_by(s.session_pk.desc()).limit(NUM_SESSIONS)
     ).all()
-    shown = functools.partial(named_policies.is_shown_to, tenant)
+    shown = functools.partial(policies.is_shown_to, tenant)
     versions = sa.select(p.version, p.status).where(shown(p.policy_id)).order_by(p.version.desc()).limit(NUM_POLICIES)
     last = sa.select(u.update_id, u.policy_version).where(shown(u.policy_id)).order_by(u.update_id.desc()).limit(1)
     state: State = {}

@@ -20,11 +20,11 @@ from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
-from turnwise.store.policies import publish_policy
 from turnwise.store.rows import from_micros, to_micros
 from turnwise.store.statements import unindexed
 from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.store.trained import Advantages, record_trained
+from turnwise.store.versions import publish_version
 from turnwise.types import (
     DEFAULT_POLICY,
     FORKED,
@@ -285,7 +285,7 @@ def ack(
     digest = record_trained(conn, update, trained or {})
     conn.execute(sa.insert(updates).values(**rows.UPDATES.row(dataclasses.replace(update, batch_digest=digest))))
     if policy is not None:
-        publish_policy(conn, policy)
+        publish_version(conn, policy)
     return True
 
 

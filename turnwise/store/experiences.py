@@ -23,7 +23,7 @@ from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_sessio
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.errors import InvalidRequest
 from turnwise.experience import EID, HINTS, Experience
-from turnwise.store import lineage, named_policies, rows, trained
+from turnwise.store import lineage, policies, rows, trained
 from turnwise.store.pages import num_within
 from turnwise.store.statements import is_among
 from turnwise.store.tables import DELETED, feedback, session_labels, sessions
@@ -76,7 +76,7 @@ class SessionFilter:
         if self.tenant is None and self.status is None:
             wanted.append(sessions.c.status != DELETED)
         if self.policy is not None:
-            wanted.append(named_policies.is_named(sessions.c.policy_id, self.tenant, self.policy))
+            wanted.append(policies.is_named(sessions.c.policy_id, self.tenant, self.policy))
         if self.metadata is not None:
             wanted.append(_has_metadata(self.metadata))
         if self.label is not None:

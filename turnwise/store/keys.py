@@ -18,7 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import named_policies
+from turnwise.store.policies import find_policy
 from turnwise.store.rows import RowFormat, StoredRow, to_micros
 from turnwise.store.statements import insert_ignoring, insert_rows
 from turnwise.store.tables import NO_TENANT, api_keys, policies
@@ -114,7 +114,7 @@ def create_key(
         tenant=tenant,
         role=KeyRole(role),
         name=name,
-        policy_id=named_policies.policy_named(conn, tenant, policy).policy_id,
+        policy_id=find_policy(conn, tenant, policy).policy_id,
         created_at=utc_now(),
         expires_at=expires_at,
         token_budget=token_budget,

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import NotFound
-from turnwise.store import lineage, named_policies, pages, rows, tables, trained
+from turnwise.store import lineage, pages, policies, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TurnView
 from turnwise.store.rows import to_micros
@@ -242,7 +242,7 @@ def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
     """Count the rows of the store, or of one tenant, with the updates of its policies and of the default one."""
     held, failed = tables.sessions.c, tables.turns.c
     of_tenant = [] if tenant is None else [held.tenant == tenant]
-    is_shown = [] if tenant is None else [named_policies.is_shown_to(tenant, tables.updates.c.policy_id)]
+    is_shown = [] if tenant is None else [policies.is_shown_to(tenant, tables.updates.c.policy_id)]
     sums = sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in (held.num_turns, held.num_rewards)))
     num_turns, num_rewards = conn.execute(sums.where(*of_tenant)).one()
     num_failed = sa.select(sa.func.count()).join_from(tables.turns, tables.sessions).where(*of_tenant)

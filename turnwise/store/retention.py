@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import lineage, named_policies, queries
+from turnwise.store import lineage, policies, queries
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
 from turnwise.store.idempotency import forget_sessions
@@ -108,7 +108,7 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
     for table in (groups, token_usage, idempotency, api_keys):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
-    num_policies, deleted_versions = named_policies.delete_policies(conn, tenant)
+    num_policies, deleted_versions = policies.delete_policies(conn, tenant)
     return Deleted(num_policies=num_policies, deleted_versions=tuple(deleted_versions))
 
 
@@ -142,7 +142,7 @@ def delete_all(database: Database, delete_some: Callable[[sa.Connection], Delete
 def finish(database: Database, deleted: Deleted) -> Json:
     """Remove the files of deleted policies; return what a deletion removed and what of it is left, as JSON."""
     with database.read() as conn:
-        cloned = named_policies.bases_since(conn, deleted.policy_versions)
+        cloned = policies.bases_since(conn, deleted.policy_versions)
         path = policy_versions.c.path
         is_deleted = path.in_({policy.path for policy in deleted.deleted_versions})
         in_use = set(conn.execute(sa.select(path).where(is_deleted)).scalars())

@@ -193,8 +193,8 @@ REWARDS = RowFormat(Reward, tables.rewards, joined=("session_id", "tenant"))
 """A row also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
 FEEDBACK = RowFormat(Feedback, tables.feedback, joined=("session_id", "tenant"), free_text=("source",))
 """A row also has its session's `session_id` and `tenant`, besides the columns of `feedback`."""
-NAMED_POLICIES = RowFormat(Policy, tables.policies)
-POLICIES = RowFormat(PolicyVersion, tables.policy_versions)
+POLICIES = RowFormat(Policy, tables.policies)
+VERSIONS = RowFormat(PolicyVersion, tables.policy_versions)
 UPDATES = RowFormat(UpdateRecord, tables.updates)
 
 

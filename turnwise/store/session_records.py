@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.store import lineage, named_policies, rows
+from turnwise.store import lineage, policies, rows
 from turnwise.store.experiences import SessionFilter, rows_in_batches
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Credit, Reward, Session, Turn
@@ -48,7 +48,7 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
         conn: A transaction that stays open while the iterator is read.
         wanted: Which sessions.
     """
-    names = named_policies.names_of_policies(conn)
+    names = policies.names_of_policies(conn)
     for found in rows_in_batches(conn, *wanted.clauses()):
         pks = [row.session_pk for row in found]
         stored, lines, labels = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks), lineage.labels_of(conn, pks)

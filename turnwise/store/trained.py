@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.store import digests, lineage, named_policies, pages, rows
+from turnwise.store import digests, lineage, pages, policies, rows
 from turnwise.store.engine_activity import Period, idle_shares
 from turnwise.store.statements import insert_rows, is_among
 from turnwise.store.tables import groups, sessions, trained_sessions, turns
@@ -110,7 +110,7 @@ def updates(
     if after is not None:
         found = found.where(held.update_id < after)
     if tenant is not None:
-        found = found.where(named_policies.is_shown_to(tenant, held.policy_id))
+        found = found.where(policies.is_shown_to(tenant, held.policy_id))
     if policy_id is not None:
         found = found.where(held.policy_id == policy_id)
     page, has_more = pages.read(conn, found, limit, size=_size(conn.dialect.name), max_bytes=max_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from turnwise.chains import is_trainable
-from turnwise.store import policies
+from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TurnView
@@ -87,6 +87,6 @@ def all_policies(database: Database) -> Iterator[PolicyVersion]:
     after, has_more = None, True
     while has_more:
         with database.read() as conn:
-            page, has_more = policies.list_policies(conn, after=after)
+            page, has_more = versions.list_versions(conn, after=after)
         yield from page
         after = page[-1].version if page else None

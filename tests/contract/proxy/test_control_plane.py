@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
-from turnwise.store import claims, policies, search
+from turnwise.store import claims, search, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion
 
@@ -180,7 +180,7 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
     stalled, released, is_dir, stopped = tmp_path / "stalled", threading.Event(), Path.is_dir, set()
     with database.write() as connection:
         for version, path in ((6, tmp_path), (7, stalled), (8, stalled)):
-            policies.publish_policy(connection, PolicyVersion(version=version, path=str(path)))
+            versions.publish_version(connection, PolicyVersion(version=version, path=str(path)))
 
     def stalling(self: Path, **kwargs: bool) -> bool:
         if self == stalled:

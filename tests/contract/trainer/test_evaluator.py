@@ -15,7 +15,7 @@ from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.evaluate import LedgerEvaluator
 from turnwise.errors import StoreUnavailable
-from turnwise.store import evaluations, policies
+from turnwise.store import evaluations, serving, versions
 from turnwise.store import ledger as ledger_rows
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, Split
@@ -41,12 +41,12 @@ class InterruptedDatabase(Database):
             yield connection
 
 
-def publish(database: Database, *versions: int) -> None:
+def publish(database: Database, *numbers: int) -> None:
     """Publish versions that no engine serves, so that an evaluation does not wait for them."""
     with database.write() as connection:
-        for version in versions:
-            policies.publish_policy(connection, PolicyVersion(version=version, path=f"v{version}"))
-            policies.fail_policy(connection, version, "there is no engine")
+        for version in numbers:
+            versions.publish_version(connection, PolicyVersion(version=version, path=f"v{version}"))
+            serving.fail_version(connection, version, "there is no engine")
 
 
 def play(database: Database, session_id: str, version: int) -> None:

@@ -23,7 +23,7 @@ from trainer.train import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.store import groups as groups_of
 from turnwise.store import ledger as ledger_of
-from turnwise.store import policies, queries
+from turnwise.store import queries, serving, versions
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import PolicyVersion, Reward, Role, Split, utc_now
@@ -175,7 +175,7 @@ def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
             stopped.set()
         with ledger.write() as connection:
             connection.exec_driver_sql("PRAGMA query_only = 1")
-            policies.publish_policy(connection, PolicyVersion(version=1, path="v1"))
+            versions.publish_version(connection, PolicyVersion(version=1, path="v1"))
 
     with pytest.raises(StoreUnavailable, match="readonly"):
         outlast(write, stopped)
@@ -243,13 +243,13 @@ def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_o
     """The trainer would go back and make the same version again, for ever."""
     with database.write() as connection:
         for version in range(4):
-            policies.publish_policy(connection, PolicyVersion(version=version, path=f"/v{version}"))
-        policies.activate_policy(connection, 0)
+            versions.publish_version(connection, PolicyVersion(version=version, path=f"/v{version}"))
+        serving.activate_version(connection, 0)
         for version in (1, 2):
-            policies.fail_policy(connection, version, "the engine differs")
-        policies.fail_policy(connection, 3, "rolled back as a canary: worse")
-        assert policies.refused_in_a_row(connection, 3) == []
-        policies.fail_policy(connection, 3, "the engine differs")
+            serving.fail_version(connection, version, "the engine differs")
+        serving.fail_version(connection, 3, "rolled back as a canary: worse")
+        assert versions.refused_in_a_row(connection, 3) == []
+        serving.fail_version(connection, 3, "the engine differs")
     add_session(database, "s")
     finish(database, "s")
     source = source_for(database, groups_per_batch=1)
@@ -262,7 +262,7 @@ def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_o
         assert (reported.state.value, found) == ("blocked", [])
         assert "turnwise policies activate 3" in reported.text
         with database.write() as connection:
-            policies.reconsider_policy(connection, 3)
+            serving.reconsider_version(connection, 3)
         wait_until(lambda: found, "the batch is claimed")
         assert statuses(database)[0].state.value == "running"
     finally:

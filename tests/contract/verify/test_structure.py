@@ -17,8 +17,8 @@ from turnwise_fake_engine import running_fake_engine
 
 from turnwise.commands.cli import main
 from turnwise.store.database import Database
-from turnwise.store.policies import publish_policy
 from turnwise.store.tables import sessions, turns
+from turnwise.store.versions import publish_version
 from turnwise.types import PolicyVersion
 
 
@@ -34,7 +34,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
     digest = hashlib.sha256(b"weights").hexdigest()
     (directory / "turnwise.json").write_text(json.dumps({"version": 1, "sha256": {"model.safetensors": digest}}))
     with database.write() as connection:
-        publish_policy(connection, PolicyVersion(version=1, path=str(directory)))
+        publish_version(connection, PolicyVersion(version=1, path=str(directory)))
     yield database
     database.close()
 
@@ -105,7 +105,7 @@ def test_a_changed_weights_file_is_named(database: Database, tmp_path: Path) -> 
 
 def test_a_pruned_version_is_reported_as_not_checked(database: Database, tmp_path: Path) -> None:
     with database.write() as connection:
-        publish_policy(connection, PolicyVersion(version=2, path=str(tmp_path / "v000002")))
+        publish_version(connection, PolicyVersion(version=2, path=str(tmp_path / "v000002")))
     status, report = verify(tmp_path)
     assert status == 0
     assert report["not_checked"] == {"policy versions whose files are gone": 1}

@@ -22,7 +22,7 @@ from support.killed_trainer import (
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, new_policy, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from turnwise.store import policies, queries, trained
+from turnwise.store import queries, serving, trained, versions
 from turnwise.types import DEFAULT_POLICY, PolicyStatus
 
 
@@ -88,7 +88,7 @@ def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
     db = new_ledger(directory / "ledger.db")
     with db.read() as conn:
         for record in reversed(trained.updates(conn)[0]):
-            made[record.policy_id].append(Path(policies.get_policy(conn, record.policy_version).path))
+            made[record.policy_id].append(Path(versions.get_version(conn, record.policy_version).path))
     db.close()
     return made
 
@@ -126,7 +126,7 @@ def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
     with db.read() as conn:
         assert queries.counts(conn).groups == {"trained": 6 * num_policies}
         views, _ = trained.list_updates(conn, "default")
-        published = policies.list_policies(conn)[0]
+        published = versions.list_versions(conn)[0]
     db.close()
     assert [view.update.update_id for view in views] == list(range(2 * num_policies, 0, -1))
     sessions = [session.session_id for view in views for session in view.sessions]
@@ -164,7 +164,7 @@ def test_a_trainer_that_publishes_ahead_of_its_state_trains_each_group_once_unde
     assert train(trainers, killed, model, total=4, every=2) == 0
     db = new_ledger(killed / "ledger.db")
     with db.read() as conn:
-        newest = Path(policies.serving_state(conn).newest.path)
+        newest = Path(serving.serving_state(conn).newest.path)
         assert queries.counts(conn).groups == {"trained": 12}
         views, _ = trained.list_updates(conn, "default")
     db.close()

@@ -13,7 +13,7 @@ import pytest
 from support.reload_stage import Process, Stage
 
 from proxy.engines.state import EngineState
-from turnwise.store import policies
+from turnwise.store import serving
 from turnwise.store.arms import Arm
 from turnwise.types import PolicyKind, Session
 
@@ -78,9 +78,9 @@ async def test_no_worker_serves_a_trial_that_another_has_ended(stage: Stage, is_
         assert await versions_of(other, taken) == {2}
         with stage.database.write() as connection:
             if is_good:
-                policies.activate_policy(connection, 2)
+                serving.activate_version(connection, 2)
             else:
-                policies.fail_policy(connection, 2, "rolled back as a canary")
+                serving.fail_version(connection, 2, "rolled back as a canary")
         for process in (driver, other):
             assert await versions_of(process, taken + control) == {2 if is_good else 1}
 
@@ -144,7 +144,7 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
         write, seen = driver.reloader.lease.write, []
 
         async def written(change: object, *arguments: object) -> object:
-            if change is policies.activate_policy:
+            if change is serving.activate_version:
                 seen.append(await versions_of(driver, control))
             return await write(change, *arguments)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ import pytest
 from support.ledger_samples import make_turn
 from support.reload_stage import Process, Stage
 
-from turnwise.store import ledger, policies, queries
+from turnwise.store import ledger, queries, versions
 from turnwise.store.arms import Arm, lift
 from turnwise.types import PolicyKind, Reward, Session, Split, Turn
 
@@ -102,7 +102,7 @@ async def test_an_engine_that_takes_no_adapters_any_more_is_not_admitted_for_a_h
     async with stage.process(holdout_share=SHARE) as process:
         with stage.database.write() as connection:
             base = dataclasses.replace(process.pool.engines[1].own_model, model_digest="0" * 64)
-            policies.publish_policy(connection, base)
+            versions.publish_version(connection, base)
         await process.follow()
         stage.publish(1, PolicyKind.LORA)
         await process.follow()
@@ -146,7 +146,7 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
                     ledger.end_session(conn, "default", session.session_id)
         await process.follow()
         with stage.database.read() as conn:
-            arms = policies.get_policy(conn, 2).arms
+            arms = versions.get_version(conn, 2).arms
             assert queries.session(conn, "default", held[0].session_id).reward is not None
     assert arms is not None
     assert (arms["canary"]["version"], arms["control"]["version"]) == (2, 1)

@@ -20,7 +20,7 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
-from turnwise.store import leases, policies, trainer_status
+from turnwise.store import leases, serving, trainer_status, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyStatus, Session
 from turnwise.version_directory import MANIFEST
@@ -174,7 +174,7 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
     async with stage.process() as process:
         stage.publish(1)
         with stage.database.read() as connection:
-            target = policies.get_policy(connection, 1)
+            target = versions.get_version(connection, 1)
 
         async def drive() -> None:
             async with process.reloader.lease.held():
@@ -191,11 +191,11 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
 async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(stage: Stage):
     async with stage.process() as process:
         stage.publish(1)
-        await process.writer.do(policies.serving_states)  # the writing process has started
+        await process.writer.do(serving.serving_states)  # the writing process has started
         async with process.reloader.lease.held():
             steal_lease(stage, process.reloader.lease.token)
             with pytest.raises(LeaseLost):
-                await process.reloader.lease.write(policies.fail_policy, 1, "from the deposed driver")
+                await process.reloader.lease.write(serving.fail_version, 1, "from the deposed driver")
         assert stage.statuses() == ["published"]
 
 

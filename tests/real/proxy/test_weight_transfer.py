@@ -21,7 +21,7 @@ from proxy.engines.state import EngineState
 from proxy.reload import transfer
 from trainer.publish.weight_server import HeldVersions, WeightRule, WeightServer
 from turnwise.engine_plugin import channel
-from turnwise.store import policies, trainer_status
+from turnwise.store import trainer_status, versions
 from turnwise.types import PolicyVersion
 
 NO_PROBE = {"token_ids": [1], "logprobs": []}
@@ -55,7 +55,7 @@ def publish_unwritten(stage: Stage, version: int, *, digest: str | None = None) 
         version=version, path=str(stage.directory / f"v{version}"), update_id=version, weights_digest=digest
     )
     with stage.database.write() as connection:
-        policies.publish_policy(connection, made)
+        versions.publish_version(connection, made)
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage
         await process.follow()
         assert process.versions == [2, 2]
         with stage.database.write() as connection:
-            assert policies.fail_unwritten(connection, after=1) == [2]
+            assert versions.fail_unwritten(connection, after=1) == [2]
         await process.follow()
         assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
         assert stage.loads == [["v1", "memory:2", "v1"]] * 2

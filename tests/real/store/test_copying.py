@@ -12,7 +12,7 @@ from support.ledger_samples import add_session, finish
 
 from turnwise.commands.cli import main
 from turnwise.errors import StoreError
-from turnwise.store import copying, keys, policies, queries
+from turnwise.store import copying, keys, queries, versions
 from turnwise.store.database import Database
 from turnwise.store.tables import sessions
 from turnwise.types import PolicyVersion
@@ -28,7 +28,7 @@ def test_a_copy_has_every_row_is_resumed_and_numbers_its_next_rows_after_them(
     finish(source, "s1", value=0.5)
     with source.write() as conn:
         keys.create_key(conn, "default", keys.KeyRole.ADMIN, "me")
-        policies.publish_policy(conn, PolicyVersion(version=0, path="/model"))
+        versions.publish_version(conn, PolicyVersion(version=0, path="/model"))
     url = source._engine.url.render_as_string(hide_password=False)
     command = ["db", "copy", "--from", url, "--to", empty_database_url]
     target = Database(empty_database_url)

@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.errors import StoreUnavailable
 from turnwise.store import database as store
-from turnwise.store import policies
+from turnwise.store import serving
 from turnwise.store.database import Database
 
 pytestmark = pytest.mark.postgres
@@ -38,19 +38,19 @@ def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recove
     def read_from_stopped() -> None:
         with database.read() as connection:
             stop_backend(connection)
-            policies.serving_state(connection)
+            serving.serving_state(connection)
 
     started = time.monotonic()
     try:
         with pytest.raises(StoreUnavailable, match="has not answered"):
             read_from_stopped()
         with database.read() as connection:
-            policies.serving_state(connection)
+            serving.serving_state(connection)
             idle = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
         os.kill(idle, signal.SIGSTOP)  # while the connection is idle in the pool
         stopped.append(idle)
         with database.read() as connection:
-            policies.serving_state(connection)
+            serving.serving_state(connection)
     finally:
         for backend in stopped:
             os.kill(backend, signal.SIGCONT)

@@ -17,7 +17,7 @@ from trainer import policies as trained_policies
 from trainer.update import Updates
 from turnwise.commands.cli import main
 from turnwise.errors import Conflict, EngineDisagrees
-from turnwise.store import named_policies, policies, queries, trained
+from turnwise.store import policies, queries, serving, trained, versions
 from turnwise.store.trainer_status import TrainerState, trainer_statuses
 from turnwise.version_directory import read_manifest
 
@@ -41,7 +41,7 @@ def updates(db):
 
 def adapter(db, version):
     with db.read() as conn:
-        return load_file(Path(policies.get_policy(conn, version).path, "adapter_model.safetensors"))
+        return load_file(Path(versions.get_version(conn, version).path, "adapter_model.safetensors"))
 
 
 def are_equal(one, other):
@@ -61,13 +61,13 @@ def test_two_policies_get_the_weights_of_two_trainers_of_their_own_and_take_turn
     states = train_policies(settings_for(tmp_path, model))
     assert states[0].policy is states[other].policy
     assert updates(ledger) == [(0, 1), (other, 2), (0, 3), (other, 4)]
-    for policy_id, versions in ((0, (1, 3)), (other, (2, 4))):
+    for policy_id, numbers in ((0, (1, 3)), (other, (2, 4))):
         directory = tmp_path / f"alone {policy_id}"
         directory.mkdir()
         alone = new_ledger(directory / "ledger.db")
         Rollouts(alone, load_model(model)).play(f"of {policy_id}", num_groups=6, seed=policy_id)
         train(settings_for(directory, model))
-        for number, version in enumerate(versions, 1):
+        for number, version in enumerate(numbers, 1):
             assert are_equal(adapter(alone, number), adapter(ledger, version))
         alone.close()
     assert not are_equal(adapter(ledger, 3), adapter(ledger, 4))
@@ -100,7 +100,7 @@ def test_an_exported_version_loads_in_peft_alone_and_merged_in_transformers_alon
     settings = settings_for(tmp_path, model, total_batches=1)
     states = train_policies(settings)
     with ledger.write() as conn:
-        policies.activate_policy(conn, states[own].progress.policy_version)
+        serving.activate_version(conn, states[own].progress.policy_version)
     exported, merged = tmp_path / "exported", tmp_path / "merged"
     place = ["--database", settings.database.get_secret_value()]
     for arguments in (
@@ -118,7 +118,7 @@ def test_an_exported_version_loads_in_peft_alone_and_merged_in_transformers_alon
         assert not torch.allclose(adapted, untrained, atol=1e-5)
         assert torch.allclose(whole(ids).logits, adapted, atol=1e-4)
     with ledger.read() as conn:
-        brought = named_policies.policy_named(conn, "default", "brought")
+        brought = policies.find_policy(conn, "default", "brought")
     Rollouts(ledger, load_model(model), policy_id=brought.policy_id, version=brought.base_version).play(
         "more", num_groups=3
     )
@@ -139,7 +139,7 @@ def test_a_policy_that_is_deleted_during_a_run_leaves_no_file_and_the_others_go_
         def write(self, scalars, step):
             if "num_groups" in scalars and step == 1:
                 with ledger.write() as conn:
-                    named_policies.delete_policies(conn, "default")
+                    policies.delete_policies(conn, "default")
 
         def close(self):
             pass
@@ -212,7 +212,7 @@ def test_a_policy_starts_from_the_version_that_it_was_cloned_from_also_after_a_r
     states = train_policies(settings_for(tmp_path, model, total_batches=2, keep_versions=1, max_logprob_gap=10.0))
     assert states[clone].progress.recent_versions == (1, states[clone].progress.policy_version)
     with ledger.read() as conn:
-        made = Path(policies.get_policy(conn, states[clone].progress.policy_version).path)
+        made = Path(versions.get_version(conn, states[clone].progress.policy_version).path)
     assert made.parent == tmp_path / "policies" / str(clone)
     assert read_manifest(made)["parent"] == 1
 

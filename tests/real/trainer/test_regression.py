@@ -14,7 +14,7 @@ from support.trainer_ledger import Rollouts, load_model, train
 from trainer.gate import GateRule, Shift, judge, shifts_of
 from trainer.learning.batch import build
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
-from turnwise.store import evaluations, policies, queries, session_changes
+from turnwise.store import evaluations, queries, serving, session_changes, versions
 from turnwise.store import ledger as ledger_of
 from turnwise.types import Label, PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
@@ -100,7 +100,7 @@ def play(ledger, model):
 
 def published(ledger):
     with ledger.read() as conn:
-        return {policy.version: policy for policy in policies.list_policies(conn)[0]}
+        return {policy.version: policy for policy in versions.list_versions(conn)[0]}
 
 
 @pytest.mark.parametrize("workflow", ["on_policy", pytest.param("off_policy", marks=pytest.mark.slow)])
@@ -114,7 +114,7 @@ def test_a_poisoned_update_is_kept_and_not_served_and_the_next_one_starts_before
     assert first[1].error.startswith("refused by the publishing gate: good replies of ")
     assert first[1].metrics["gate_good_shift"] < -0.5
     with ledger.read() as conn:
-        assert policies.serving_state(conn).newest.version == 0
+        assert serving.serving_state(conn).newest.version == 0
     good = settings.model_copy(update={"total_batches": 2, "learning_rate": 1e-4})
     state = train(good)
     assert state.progress.recent_versions == (0, 2)

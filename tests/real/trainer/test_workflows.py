@@ -33,7 +33,7 @@ from trainer.policy import agent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.store import policies, queries, trained
+from turnwise.store import queries, serving, trained, versions
 from turnwise.store.trainer_status import trainer_statuses
 from turnwise.version_directory import read_manifest, weights_digest
 
@@ -71,7 +71,7 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     assert (state.progress.num_batches, state.progress.num_optimizer_steps, state.progress.policy_version) == (2, 4, 2)
     assert groups_by_status(ledger) == {"trained": 6}
     with ledger.read() as conn:
-        published, _ = policies.list_policies(conn)
+        published, _ = versions.list_versions(conn)
         record = trained.last_update(conn)
         (newest, _), _ = trained.list_updates(conn, "default")
     assert [policy.version for policy in published] == [2, 1, 0]
@@ -92,7 +92,7 @@ def test_a_version_is_published_from_memory_then_written_then_acknowledged(tmp_p
 
     def look():
         with ledger.read() as conn:
-            newest = policies.list_policies(conn)[0][0]
+            newest = versions.list_versions(conn)[0][0]
             seen.append((newest.version, newest.is_written, trained.last_update(conn) is not None))
 
     def noted(write):
@@ -120,10 +120,10 @@ def test_a_version_that_was_not_written_fails_at_the_restart_and_its_number_is_n
         train(settings_for(tmp_path, model))
     train(settings_for(tmp_path, model))
     with ledger.read() as conn:
-        found = {policy.version: policy for policy in policies.list_policies(conn)[0]}
+        found = {policy.version: policy for policy in versions.list_versions(conn)[0]}
         made = [record.policy_version for record in trained.updates(conn)[0]]
     assert (list(found), made) == ([3, 2, 1, 0], [3, 1])
-    assert (found[2].status, found[2].error) == ("failed", policies.LOST)
+    assert (found[2].status, found[2].error) == ("failed", versions.LOST)
 
 
 def test_a_batch_is_not_acknowledged_where_its_version_could_not_be_written(tmp_path, model, ledger, monkeypatch):
@@ -191,7 +191,7 @@ def trained_weights(db):
     made = defaultdict(list)
     with db.read() as conn:
         for record in reversed(trained.updates(conn)[0]):
-            made[record.policy_id].append(policies.get_policy(conn, record.policy_version).path)
+            made[record.policy_id].append(versions.get_version(conn, record.policy_version).path)
     return {
         policy_id: [load_file(next(Path(path).glob("*model.safetensors"))) for path in paths]
         for policy_id, paths in made.items()
@@ -353,10 +353,10 @@ def test_every_second_and_the_best_version_stay_on_disk(tmp_path, model, ledger)
     changes = {"groups_per_batch": 1, "keep_versions": 1, "keep_every": 2, "keep_best": 1}
     train(settings_for(tmp_path, model, total_batches=1, **changes))
     with ledger.write() as conn:
-        policies.add_metrics(conn, 1, {"eval": {"reward_mean": 0.75}})
+        versions.add_metrics(conn, 1, {"eval": {"reward_mean": 0.75}})
     train(settings_for(tmp_path, model, total_batches=2, **changes))
     with ledger.write() as conn:
-        policies.add_metrics(conn, 2, {"eval": {"reward_mean": 0.5}})
+        versions.add_metrics(conn, 2, {"eval": {"reward_mean": 0.5}})
     train(settings_for(tmp_path, model, total_batches=6, **changes))
     left = {path.name for path in (tmp_path / "policies").glob("v*[0-9]")}
     assert left == {f"v00000{version}" for version in (1, 2, 4, 5, 6)}
@@ -430,7 +430,7 @@ def test_training_returns_to_a_pinned_version_with_when_pinned_set(tmp_path, mod
     changes = {"max_versions_in_flight": 1, "max_staleness": None, "when_pinned": "train_pinned", "keep_versions": 9}
     train(settings_for(tmp_path, model, **changes))
     with ledger.write() as conn:
-        policies.pin_policy(conn, 1)
+        serving.pin_policy(conn, 1)
     Rollouts(ledger, policy).play("b", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=3, **changes))
     assert (state.progress.policy_version, state.progress.recent_versions) == (3, (0, 1, 3))
@@ -453,7 +453,7 @@ def test_training_goes_on_from_a_version_that_was_rolled_back_to_without_a_pin(t
     for batch in range(5):
         if batch == 3:
             with ledger.write() as conn:
-                policies.choose_policy(conn, 1, pin=False)
+                serving.choose_version(conn, 1, pin=False)
             Rollouts(ledger, policy).play("b", num_groups=6)
         if batch >= 3 and is_restarted:
             workflow.commits.flush(state)

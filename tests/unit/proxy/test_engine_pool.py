@@ -15,7 +15,7 @@ from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
 from turnwise.errors import EngineUnavailable, Overloaded
 from turnwise.store.database import Database
-from turnwise.store.policies import ServingState
+from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
 
 URLS = ["http://a", "http://b", "http://c"]

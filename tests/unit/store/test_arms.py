@@ -9,7 +9,7 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
-from turnwise.store import ledger, policies
+from turnwise.store import ledger, serving, versions
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyStatus, PolicyVersion, utc_now
@@ -75,24 +75,24 @@ def test_sessions_from_before_the_trial_are_not_compared(database: Database) -> 
 def test_a_trial_is_started_cancelled_and_permitted_again(database: Database) -> None:
     """published → canary → published; failed → published; an active one is not touched."""
     with database.write() as connection:
-        assert policies.serving_state(connection) == policies.NO_VERSIONS
+        assert serving.serving_state(connection) == serving.NO_VERSIONS
         for version in (0, 1):
-            policies.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
-        policies.activate_policy(connection, 0)
-        prepared = policies.try_policy(connection, 1, None)
+            versions.publish_version(connection, PolicyVersion(version=version, path=f"/{version}"))
+        serving.activate_version(connection, 0)
+        prepared = serving.try_version(connection, 1, None)
         assert (prepared.status, prepared.activated_at) == (PolicyStatus.CANARY, None)
-        tried = policies.try_policy(connection, 1, 0.25)
+        tried = serving.try_version(connection, 1, 0.25)
         assert (tried.status, tried.arm_share) == (PolicyStatus.CANARY, 0.25)
         assert tried.activated_at is not None
-        state = policies.serving_state(connection)
-        assert (state.active, state.canary) == (policies.get_policy(connection, 0), tried)
-        again = policies.reconsider_policy(connection, 1)
+        state = serving.serving_state(connection)
+        assert (state.active, state.canary) == (versions.get_version(connection, 0), tried)
+        again = serving.reconsider_version(connection, 1)
         assert (again.status, again.activated_at) == (PolicyStatus.PUBLISHED, None)
-        policies.fail_policy(connection, 1, "worse")
-        again = policies.reconsider_policy(connection, 1)
+        serving.fail_version(connection, 1, "worse")
+        again = serving.reconsider_version(connection, 1)
         assert (again.status, again.error) == (PolicyStatus.PUBLISHED, None)
-        assert policies.reconsider_policy(connection, 0).status is PolicyStatus.ACTIVE
+        assert serving.reconsider_version(connection, 0).status is PolicyStatus.ACTIVE
         with pytest.raises(NotFound, match="version 9"):
-            policies.try_policy(connection, 9, None)
+            serving.try_version(connection, 9, None)
         with pytest.raises(NotFound, match="version 9"):
-            policies.reconsider_policy(connection, 9)
+            serving.reconsider_version(connection, 9)

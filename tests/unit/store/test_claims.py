@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, ledger, policies, tables, trained
+from turnwise.store import claims, ledger, tables, trained, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
@@ -128,7 +128,7 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
     with database.read() as connection:
         assert trained.last_update(connection, policy_id=0) == trained.last_update(connection)
         recorded, has_more = trained.updates(connection)
-        assert policies.get_policy(connection, 1).update_id == 1
+        assert versions.get_version(connection, 1).update_id == 1
         assert trained.updates(connection, after=1) == ([], False)
     assert ([one.update_id for one in recorded], has_more) == ([1], False)
     assert recorded[0].num_tokens == 2
@@ -147,7 +147,7 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
     with database.read() as connection:
         assert trained.last_update(connection) is None
         with pytest.raises(NotFound):
-            policies.get_policy(connection, 1)
+            versions.get_version(connection, 1)
 
 
 def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(database: Database) -> None:
@@ -198,10 +198,10 @@ def test_a_trainer_reclaims_only_the_groups_of_its_own_dead_process(database: Da
 
 
 def test_groups_with_a_trainable_turn_that_is_too_old_are_dropped_as_stale(database: Database) -> None:
-    for session_id, versions in (("old", (3, 1)), ("new", (2, 3)), ("old_error", (2,)), ("no_turns", ())):
+    for session_id, sampled_by in (("old", (3, 1)), ("new", (2, 3)), ("old_error", (2,)), ("no_turns", ())):
         with database.write() as connection:
             ledger.create_session(connection, Session(session_id=session_id))
-            for n, version in enumerate(versions, 1):
+            for n, version in enumerate(sampled_by, 1):
                 turn = make_turn(f"t{n}", session_id=session_id, policy_version_first=version)
                 ledger.append_turns(connection, [_named(turn, f"{session_id}-{n}")])
             failed = make_turn("t9", session_id=session_id, policy_version_first=0, outcome=Outcome.ERROR)

@@ -12,7 +12,19 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import digests, groups, history, idempotency, ledger, new_turns, policies, queries, retention, rows
+from turnwise.store import (
+    digests,
+    groups,
+    history,
+    idempotency,
+    ledger,
+    new_turns,
+    queries,
+    retention,
+    rows,
+    serving,
+    versions,
+)
 from turnwise.store.database import Connection, Database
 from turnwise.types import (
     Credit,
@@ -393,58 +405,58 @@ def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> No
 
 def test_policies_are_published_once_activated_retired_and_pinned(database: Database) -> None:
     with database.write() as connection:
-        assert policies.serving_state(connection).active is None
-        assert policies.serving_state(connection).newest is None
-        assert policies.serving_state(connection).pinned_version is None
+        assert serving.serving_state(connection).active is None
+        assert serving.serving_state(connection).newest is None
+        assert serving.serving_state(connection).pinned_version is None
         for version in (0, 1, 2):
-            assert policies.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
-        assert not policies.publish_policy(connection, PolicyVersion(version=1, path="/1"))
-        policies.activate_policy(connection, 0)
-        active = policies.activate_policy(connection, 1, reload_seconds=0.5)
+            assert versions.publish_version(connection, PolicyVersion(version=version, path=f"/{version}"))
+        assert not versions.publish_version(connection, PolicyVersion(version=1, path="/1"))
+        serving.activate_version(connection, 0)
+        active = serving.activate_version(connection, 1, reload_seconds=0.5)
         assert (active.status, active.reload_seconds) == (PolicyStatus.ACTIVE, 0.5)
-        assert policies.get_policy(connection, 0).status is PolicyStatus.RETIRED
-        failed = policies.fail_policy(connection, 2, "not finite", {"engine_answer": 1})
+        assert versions.get_version(connection, 0).status is PolicyStatus.RETIRED
+        failed = serving.fail_version(connection, 2, "not finite", {"engine_answer": 1})
         assert (failed.status, failed.error) == (PolicyStatus.FAILED, "not finite")
         assert failed.metrics == {"engine_answer": 1}
-        newest = policies.serving_state(connection).newest
+        newest = serving.serving_state(connection).newest
         assert newest is not None
         assert newest.version == 1
-        policies.pin_policy(connection, 0)
-        assert policies.serving_state(connection).pinned_version == 0
-        policies.pin_policy(connection, None)
-        assert policies.serving_state(connection).pinned_version is None
-        page, has_more = policies.list_policies(connection, limit=2)
+        serving.pin_policy(connection, 0)
+        assert serving.serving_state(connection).pinned_version == 0
+        serving.pin_policy(connection, None)
+        assert serving.serving_state(connection).pinned_version is None
+        page, has_more = versions.list_versions(connection, limit=2)
         assert ([policy.version for policy in page], has_more) == ([2, 1], True)
-        rest, has_more = policies.list_policies(connection, after=1)
+        rest, has_more = versions.list_versions(connection, after=1)
         assert ([policy.version for policy in rest], has_more) == ([0], False)
     for change in (
-        lambda connection: policies.activate_policy(connection, 9),
-        lambda connection: policies.fail_policy(connection, 9, ""),
-        lambda connection: policies.pin_policy(connection, 9),
+        lambda connection: serving.activate_version(connection, 9),
+        lambda connection: serving.fail_version(connection, 9, ""),
+        lambda connection: serving.pin_policy(connection, 9),
     ):
         with pytest.raises(NotFound, match="version 9"), database.write() as connection:
             change(connection)
     with database.read() as connection:
-        active_now = policies.serving_state(connection).active
+        active_now = serving.serving_state(connection).active
     assert active_now is not None
     assert active_now.version == 1  # a failed activation left it in place
     with pytest.raises(Conflict, match="'/1', not '/other'"), database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=1, path="/other"))
+        versions.publish_version(connection, PolicyVersion(version=1, path="/other"))
 
 
 def test_a_version_is_published_before_it_is_written_and_fails_if_it_never_is(database: Database) -> None:
     base = PolicyVersion(version=0, path="/0")
-    versions = [PolicyVersion(version=number, path=f"/{number}", update_id=number) for number in (1, 2, 3)]
+    three = [PolicyVersion(version=number, path=f"/{number}", update_id=number) for number in (1, 2, 3)]
     with database.write() as connection:
-        for policy in (base, *versions):
-            assert policies.publish_policy(connection, policy)
-        assert not policies.publish_policy(connection, dataclasses.replace(versions[1], weights_digest="two"))
-        assert not policies.publish_policy(connection, versions[1])
-        assert policies.get_policy(connection, 2).weights_digest == "two"
-        assert policies.fail_unwritten(connection, after=1) == [3]
-        assert policies.fail_unwritten(connection, after=1) == []
-        assert policies.get_policy(connection, 3).error == policies.LOST
-        assert [policies.get_policy(connection, number).is_written for number in (0, 1, 2, 3)] == [
+        for policy in (base, *three):
+            assert versions.publish_version(connection, policy)
+        assert not versions.publish_version(connection, dataclasses.replace(three[1], weights_digest="two"))
+        assert not versions.publish_version(connection, three[1])
+        assert versions.get_version(connection, 2).weights_digest == "two"
+        assert versions.fail_unwritten(connection, after=1) == [3]
+        assert versions.fail_unwritten(connection, after=1) == []
+        assert versions.get_version(connection, 3).error == versions.LOST
+        assert [versions.get_version(connection, number).is_written for number in (0, 1, 2, 3)] == [
             True,
             False,
             True,

@@ -21,14 +21,16 @@ from turnwise.store import (
     groups,
     keys,
     ledger,
-    named_policies,
     played,
     policies,
+    policy_summaries,
     queries,
     retention,
     rows,
+    serving,
     tables,
     trained,
+    versions,
 )
 from turnwise.store.database import Database
 from turnwise.types import (
@@ -46,7 +48,7 @@ from turnwise.types import (
 def two(database: Database) -> tuple[int, int]:
     """Return two policies, of two tenants, of a ledger with version 0."""
     with database.write() as conn:
-        policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
+        versions.publish_version(conn, PolicyVersion(version=0, path="base"))
         created = [policies.create_policy(conn, tenant, "support") for tenant in ("a", "b")]
     (first, second), are_new = zip(*created, strict=True)
     assert all(are_new)
@@ -58,40 +60,40 @@ def adapter(version: int, policy_id: int, **fields: Any) -> PolicyVersion:
     return PolicyVersion(version=version, policy_id=policy_id, path=f"/{version}", kind=PolicyKind.LORA, **fields)
 
 
-def publish(database: Database, *versions: PolicyVersion, is_served: bool = True) -> None:
+def publish(database: Database, *published: PolicyVersion, is_served: bool = True) -> None:
     with database.write() as conn:
-        for version in versions:
-            policies.publish_policy(conn, version)
+        for version in published:
+            versions.publish_version(conn, version)
             if is_served:
-                policies.activate_policy(conn, version.version)
+                serving.activate_version(conn, version.version)
 
 
 def test_a_policy_is_created_once_and_found_by_its_tenant_only(database: Database, two: tuple[int, int]) -> None:
     with database.write() as conn:
         assert policies.create_policy(conn, "a", "support") == (
-            named_policies.policy_named(conn, "a", "support"),
+            policies.find_policy(conn, "a", "support"),
             False,
         )
         assert two[0] > DEFAULT_POLICY
-        assert named_policies.policy_named(conn, "b", "support").policy_id == two[1]
-        assert named_policies.policy_named(conn, "c", "default").policy_id == DEFAULT_POLICY
-        assert [each.policy_id for each in named_policies.list_named_policies(conn, "a")] == [DEFAULT_POLICY, two[0]]
-        assert named_policies.names_of_policies(conn) == {0: "default", two[0]: "support", two[1]: "support"}
+        assert policies.find_policy(conn, "b", "support").policy_id == two[1]
+        assert policies.find_policy(conn, "c", "default").policy_id == DEFAULT_POLICY
+        assert [each.policy_id for each in policies.list_policies(conn, "a")] == [DEFAULT_POLICY, two[0]]
+        assert policies.names_of_policies(conn) == {0: "default", two[0]: "support", two[1]: "support"}
         with pytest.raises(NotFound, match="no policy 'support'"):
-            named_policies.policy_named(conn, "c", "support")
+            policies.find_policy(conn, "c", "support")
 
 
 def test_the_default_policy_is_there_in_an_empty_ledger(database: Database) -> None:
     with database.read() as conn:
-        assert [each.name for each in named_policies.list_named_policies(conn)] == ["default"]
-        assert policies.serving_states(conn) == {}
+        assert [each.name for each in policies.list_policies(conn)] == ["default"]
+        assert serving.serving_states(conn) == {}
 
 
 def test_the_default_policy_is_the_same_before_and_after_its_first_version(database: Database) -> None:
     with database.write() as conn:
-        before = named_policies.list_named_policies(conn)
-        policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
-        assert named_policies.list_named_policies(conn) == before
+        before = policies.list_policies(conn)
+        versions.publish_version(conn, PolicyVersion(version=0, path="base"))
+        assert policies.list_policies(conn) == before
 
 
 @pytest.mark.parametrize("name", ["", "default", "a/b", "a b", "support@7", "ü", "x" * 101, ".", "-_"])
@@ -107,8 +109,8 @@ def test_a_policy_starts_from_an_adapter_that_its_tenant_may_use(database: Datab
         assert clone.base_version == 1
         assert policies.create_policy(conn, "b", "of-default", "default@2")[0].base_version == 2
         assert policies.create_policy(conn, "b", "plain", "default@0")[0].base_version is None
-        states = policies.serving_states(conn)
-        assert states[clone.policy_id] == policies.ServingState(base=policies.get_policy(conn, 1))
+        states = serving.serving_states(conn)
+        assert states[clone.policy_id] == serving.ServingState(base=versions.get_version(conn, 1))
         refusals: list[tuple[type[TurnwiseError], Callable[[], object]]] = [
             (NotFound, lambda: policies.create_policy(conn, "b", "thief", "support@1")),
             (NotFound, lambda: policies.create_policy(conn, "a", "none", "support@9")),
@@ -123,25 +125,25 @@ def test_a_policy_starts_from_an_adapter_that_its_tenant_may_use(database: Datab
 def test_the_weights_below_adapters_do_not_change(database: Database, two: tuple[int, int]) -> None:
     with database.write() as conn:
         with pytest.raises(Conflict, match="below the adapters"):
-            policies.publish_policy(conn, PolicyVersion(version=1, path="/1"))
+            versions.publish_version(conn, PolicyVersion(version=1, path="/1"))
         with pytest.raises(Conflict, match="is an adapter"):
-            policies.publish_policy(conn, PolicyVersion(version=1, path="/1", policy_id=two[0]))
+            versions.publish_version(conn, PolicyVersion(version=1, path="/1", policy_id=two[0]))
         with pytest.raises(NotFound):
-            policies.publish_policy(conn, adapter(1, 99))
-        assert policies.publish_policy(conn, adapter(1, two[0]))
+            versions.publish_version(conn, adapter(1, 99))
+        assert versions.publish_version(conn, adapter(1, two[0]))
         with pytest.raises(Conflict, match="another policy"):
-            policies.publish_policy(conn, adapter(1, two[1]))
+            versions.publish_version(conn, adapter(1, two[1]))
 
 
 def test_no_policy_is_created_on_weights_that_were_trained(database: Database) -> None:
     with database.write() as conn:
         for version in (0, 1):
-            policies.publish_policy(conn, PolicyVersion(version=version, path=f"/{version}"))
+            versions.publish_version(conn, PolicyVersion(version=version, path=f"/{version}"))
         with pytest.raises(Conflict, match="replaces all weights"):
             policies.create_policy(conn, "a", "support")
         with pytest.raises(InvalidRequest, match="whole weights"):
             policies.create_policy(conn, "a", "support", "default@1")
-        policies.fail_policy(conn, 1, "not finite")
+        serving.fail_version(conn, 1, "not finite")
         assert policies.create_policy(conn, "a", "support")[1]
 
 
@@ -150,16 +152,16 @@ def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
     with database.write() as conn:
-        policies.activate_policy(conn, 0)
-        policies.publish_policy(conn, adapter(3, a))
-        policies.activate_policy(conn, 3, holdout_share=0.5)
-        policies.publish_policy(conn, adapter(4, b, update_id=2))
-        policies.fail_policy(conn, 4, "refused")
-        policies.pin_policy(conn, 1, policy_id=a)
+        serving.activate_version(conn, 0)
+        versions.publish_version(conn, adapter(3, a))
+        serving.activate_version(conn, 3, holdout_share=0.5)
+        versions.publish_version(conn, adapter(4, b, update_id=2))
+        serving.fail_version(conn, 4, "refused")
+        serving.pin_policy(conn, 1, policy_id=a)
         with pytest.raises(NotFound):
-            policies.pin_policy(conn, 1, policy_id=b)
+            serving.pin_policy(conn, 1, policy_id=b)
     with database.read() as conn:
-        states = policies.serving_states(conn)
+        states = serving.serving_states(conn)
         numbers = {
             policy_id: [None if each is None else each.version for each in state[:6]]
             for policy_id, state in states.items()
@@ -171,19 +173,19 @@ def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two
             b: [2, None, None, 2, None, None],
         }
         for policy_id, state in states.items():
-            assert policies.serving_state(conn, policy_id) == state
-        assert [policies.serving_state(conn, each).pinned_version for each in (DEFAULT_POLICY, a, b)] == [None, 1, None]
-        assert [each.version for each in policies.list_policies(conn, policy_ids=[a])[0]] == [3, 1]
-        assert [each.version for each in policies.refused_in_a_row(conn, 1, b)] == [4]
-        assert policies.refused_in_a_row(conn, 1, a) == []
+            assert serving.serving_state(conn, policy_id) == state
+        assert [serving.serving_state(conn, each).pinned_version for each in (DEFAULT_POLICY, a, b)] == [None, 1, None]
+        assert [each.version for each in versions.list_versions(conn, policy_ids=[a])[0]] == [3, 1]
+        assert [each.version for each in versions.refused_in_a_row(conn, 1, b)] == [4]
+        assert versions.refused_in_a_row(conn, 1, a) == []
     with database.write() as conn:
-        assert policies.choose_policy(conn, 3, pin=False).policy_id == a
-        assert policies.serving_state(conn, a).pinned_version is None
-        assert policies.publish_next(conn, "/5", PolicyKind.LORA, metrics={}, policy_id=a).version == 5
-        policies.publish_policy(conn, adapter(6, b, update_id=3))
-        assert policies.fail_unwritten(conn, 0, a) == []
-        assert policies.fail_unwritten(conn, 0, b) == [6]
-        policies.add_metrics(conn, 3, {"eval": {"reward_mean": 0.5}})
+        assert serving.choose_version(conn, 3, pin=False).policy_id == a
+        assert serving.serving_state(conn, a).pinned_version is None
+        assert versions.publish_next(conn, "/5", PolicyKind.LORA, metrics={}, policy_id=a).version == 5
+        versions.publish_version(conn, adapter(6, b, update_id=3))
+        assert versions.fail_unwritten(conn, 0, a) == []
+        assert versions.fail_unwritten(conn, 0, b) == [6]
+        versions.add_metrics(conn, 3, {"eval": {"reward_mean": 0.5}})
         assert evaluations.evaluated_versions(conn, a) == {3: 0.5}
         assert evaluations.evaluated_versions(conn, b) == {}
 
@@ -192,7 +194,7 @@ def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tup
     a, b = two
     publish(database, adapter(1, a), adapter(2, a), is_served=False)
     with database.write() as conn:
-        policies.try_policy(conn, 2, 1.0)
+        serving.try_version(conn, 2, 1.0)
         wanted = [Session(session_id=f"s{number}", tenant="a", policy_id=number) for number in (DEFAULT_POLICY, a, b)]
         assert [each.arm for each in arms.assign(conn, wanted)] == [None, 2, None]
         opened = ledger.create_sessions(conn, wanted)
@@ -252,7 +254,7 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
             trained.last_update(conn, policy_id=a) == trained.last_update(conn) == trained.updates_after(conn, 0, a)[0]
         )
         assert trained.updates_after(conn, 0, b) == []
-        assert policies.get_policy(conn, 3).policy_id == a
+        assert versions.get_version(conn, 3).policy_id == a
     assert claimed_groups(database, DEFAULT_POLICY) == ["d"]
 
 
@@ -324,8 +326,8 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
         adapter(3, two[1]),
     )
     with database.write() as conn:
-        policies.pin_policy(conn, 1, policy_id=two[0])
-        policies.publish_policy(conn, adapter(4, DEFAULT_POLICY))
+        serving.pin_policy(conn, 1, policy_id=two[0])
+        versions.publish_version(conn, adapter(4, DEFAULT_POLICY))
         policies.create_policy(conn, "b", "of-default", "default@4")
     deleted = retention.delete_all(database, lambda conn: retention.delete_tenant(conn, "a"))
     said = retention.finish(database, dataclasses.replace(deleted, policy_versions=(2,)))
@@ -333,15 +335,15 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
     assert said["directories_left"] == [str(by_hand)]
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["by-hand"]
     with database.write() as conn:
-        assert [each.name for each in named_policies.list_named_policies(conn)] == ["default", "support", "of-default"]
-        assert two[0] not in policies.serving_states(conn)
-        assert (policies.get_policy(conn, 1).path, policies.get_policy(conn, 1).status) == ("", "failed")
+        assert [each.name for each in policies.list_policies(conn)] == ["default", "support", "of-default"]
+        assert two[0] not in serving.serving_states(conn)
+        assert (versions.get_version(conn, 1).path, versions.get_version(conn, 1).status) == ("", "failed")
         with pytest.raises(NotFound):
-            named_policies.named_policy(conn, two[0])
+            policies.get_policy(conn, two[0])
         with pytest.raises(NotFound):
             policies.create_policy(conn, "b", "stolen", "support@1")
         with pytest.raises(NotFound):
-            policies.publish_policy(conn, adapter(9, two[0]))
+            versions.publish_version(conn, adapter(9, two[0]))
         again, is_new = policies.create_policy(conn, "a", "support")
         assert is_new
         assert again.policy_id not in two
@@ -354,19 +356,19 @@ def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_po
         brought, _ = policies.create_policy(conn, "a", "brought", adapter="/adapter", max_policies=2)
         assert policies.create_policy(conn, "a", "brought", adapter="/adapter", max_policies=2) == (brought, False)
         assert brought.base_version is not None
-        version = policies.get_policy(conn, brought.base_version)
+        version = versions.get_version(conn, brought.base_version)
         assert (version.policy_id, version.path, version.kind) == (brought.policy_id, "/adapter", PolicyKind.LORA)
-        assert policies.serving_states(conn)[brought.policy_id].base == version
+        assert serving.serving_states(conn)[brought.policy_id].base == version
         with pytest.raises(Conflict, match="another base"):
             policies.create_policy(conn, "a", "brought", adapter="/other")
     with pytest.raises(Conflict, match="which is the limit"), database.write() as conn:
         policies.create_policy(conn, "a", "third", "default", max_policies=2)
     with database.write() as conn:
-        named_policies.archive_policy(conn, "a", "support")
-        assert two[0] not in policies.serving_states(conn)
+        policies.archive_policy(conn, "a", "support")
+        assert two[0] not in serving.serving_states(conn)
         assert policies.create_policy(conn, "a", "third", "default", max_policies=2)[1]
         with pytest.raises(Conflict, match="which is the limit"):
-            named_policies.archive_policy(conn, "a", "support", is_archived=False, max_policies=2)
+            policies.archive_policy(conn, "a", "support", is_archived=False, max_policies=2)
 
 
 def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Database, two: tuple[int, int]) -> None:
@@ -384,5 +386,5 @@ def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Data
                 created_at=now,
             )
             conn.execute(tables.updates.insert().values(**rows.UPDATES.row(record)))
-        assert named_policies.trained_tokens_since(conn, "a", now) == 100
-        assert named_policies.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0
+        assert policy_summaries.trained_tokens_since(conn, "a", now) == 100
+        assert policy_summaries.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.ledger_samples import add_session, finish, update_record
 
-from turnwise.store import claims, policies, queries, search, trained
+from turnwise.store import claims, queries, search, trained, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import PolicyVersion
@@ -49,7 +49,7 @@ def _updates(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], A
 
 
 def _policies(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
-    found, has_more = policies.list_policies(conn, limit=9, after=after, max_bytes=max_bytes)
+    found, has_more = versions.list_versions(conn, limit=9, after=after, max_bytes=max_bytes)
     return [each.version for each in found], found[-1].version if has_more else None
 
 
@@ -74,7 +74,7 @@ def filled(database: Database) -> Database:
         record = update_record(number, metrics={"text": TEXT})
         with database.write() as connection:
             claims.ack(connection, claimed, record, trained={})
-            policies.publish_policy(
+            versions.publish_version(
                 connection, PolicyVersion(version=9 + number, path=f"/{number}", metrics={"t": TEXT})
             )
     return database

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
-from turnwise.store import experiences, history, ledger, policies, queries, session_changes, session_records
+from turnwise.store import experiences, history, ledger, queries, session_changes, session_records, versions
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus, Split, utc_now
@@ -80,7 +80,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
         (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
         (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),
         (lambda: history.full_tokens(connection, "t9"), "no turn 't9'"),
-        (lambda: policies.get_policy(connection, 7), "policy version 7"),
+        (lambda: versions.get_version(connection, 7), "policy version 7"),
     ):
         with pytest.raises(NotFound, match=says):
             ask()

@@ -8,7 +8,7 @@ import pytest
 from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import Conflict
-from turnwise.store import claims, experiences, ledger, policies, queries, trained
+from turnwise.store import claims, experiences, ledger, policies, queries, serving, trained, versions
 from turnwise.store.database import Database
 from turnwise.store.trained import TrainedSession, UpdateGroup
 from turnwise.types import GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
@@ -75,45 +75,45 @@ def test_a_late_reward_is_trained_again_only_with_retrain_revised(ledger_of_two:
 def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(database: Database, tmp_path: Path) -> None:
     with database.write() as connection:
         for version in range(3):
-            policies.publish_policy(connection, PolicyVersion(version=version, path=str(tmp_path)))
-        policies.choose_policy(connection, 0, pin=False)
-        assert policies.serving_state(connection).pinned_version == 0
-        policies.publish_policy(connection, PolicyVersion(version=3, path=str(tmp_path)))
-        assert policies.serving_state(connection).pinned_version is None
-        assert policies.serving_state(connection).undone == range(1, 3), "also after a newer one was published"
-        policies.choose_policy(connection, 1, pin=True)
-        assert not policies.serving_state(connection).undone
-        policies.publish_policy(connection, PolicyVersion(version=4, path=str(tmp_path)))
-        assert policies.serving_state(connection).pinned_version == 1
-        policies.choose_policy(connection, 4, pin=False)  # the newest: follow it
-        assert policies.serving_state(connection).pinned_version is None
+            versions.publish_version(connection, PolicyVersion(version=version, path=str(tmp_path)))
+        serving.choose_version(connection, 0, pin=False)
+        assert serving.serving_state(connection).pinned_version == 0
+        versions.publish_version(connection, PolicyVersion(version=3, path=str(tmp_path)))
+        assert serving.serving_state(connection).pinned_version is None
+        assert serving.serving_state(connection).undone == range(1, 3), "also after a newer one was published"
+        serving.choose_version(connection, 1, pin=True)
+        assert not serving.serving_state(connection).undone
+        versions.publish_version(connection, PolicyVersion(version=4, path=str(tmp_path)))
+        assert serving.serving_state(connection).pinned_version == 1
+        serving.choose_version(connection, 4, pin=False)  # the newest: follow it
+        assert serving.serving_state(connection).pinned_version is None
 
 
 def test_a_version_whose_files_are_gone_cannot_be_chosen(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=0, path="org/model"))
+        versions.publish_version(connection, PolicyVersion(version=0, path="org/model"))
         for version, path in ((1, tmp_path / "gone"), (2, tmp_path)):
-            policies.publish_policy(connection, PolicyVersion(version=version, path=str(path), kind=PolicyKind.LORA))
+            versions.publish_version(connection, PolicyVersion(version=version, path=str(path), kind=PolicyKind.LORA))
         other, _ = policies.create_policy(connection, "acme", "other")
         fields = {"path": str(tmp_path), "kind": PolicyKind.LORA, "policy_id": other.policy_id}
-        policies.publish_policy(connection, PolicyVersion(version=3, **fields))
-        newest, _ = policies.list_policies(connection, policy_ids=[0])
+        versions.publish_version(connection, PolicyVersion(version=3, **fields))
+        newest, _ = versions.list_versions(connection, policy_ids=[0])
     asked: list[int] = []
-    list_policies = policies.list_policies
+    list_versions = versions.list_versions
 
     def read_newest(*arguments, **options):
         asked.append(policy.version)
-        return list_policies(*arguments, **options)
+        return list_versions(*arguments, **options)
 
-    monkeypatch.setattr(policies, "list_policies", read_newest)
+    monkeypatch.setattr(serving, "list_versions", read_newest)
     for policy in newest:
         if policy.version == 1:
             with pytest.raises(Conflict, match=r"Version 1's files no longer exist .* Choose one of: 0, 2\."):
-                policies.check_files_exist(database, policy)
+                serving.check_files_exist(database, policy)
         else:
-            policies.check_files_exist(database, policy)
+            serving.check_files_exist(database, policy)
     assert asked == [1]
 
 

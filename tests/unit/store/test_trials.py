@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from turnwise.errors import TurnwiseError
-from turnwise.store import arms, ledger, policies, queries
+from turnwise.store import arms, ledger, queries, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import IMPORT, PolicyVersion, Session, Split
 
@@ -47,16 +47,16 @@ def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: D
     """A trial that is only prepared takes none; what a session was assigned to stays."""
     found = {}
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=1, path="/1"))
+        versions.publish_version(connection, PolicyVersion(version=1, path="/1"))
         found["before"] = create(connection, Session(session_id="before"))
-        policies.try_policy(connection, 1, None)
+        serving.try_version(connection, 1, None)
         found["prepared"] = create(connection, Session(session_id="prepared"))
-        policies.try_policy(connection, 1, 1.0)
+        serving.try_version(connection, 1, 1.0)
         found["during"] = create(connection, Session(session_id="during"))
         found["judged"] = create(connection, Session(session_id="judged", split=Split.EVAL))
         found["imported"] = create(connection, Session(session_id="imported", opened_by=IMPORT))
         found["before again"] = create(connection, Session(session_id="before"))
-        policies.fail_policy(connection, 1, "worse")
+        serving.fail_version(connection, 1, "worse")
         found["after"] = create(connection, Session(session_id="after"))
         found["during again"] = create(connection, Session(session_id="during"))
         for session in found.values():

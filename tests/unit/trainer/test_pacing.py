@@ -14,7 +14,7 @@ from trainer import pacing
 from trainer import source as trainer_source
 from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, WaitingLog, describe_wait, why_held
 from trainer.source import LedgerSource
-from turnwise.store import claims, policies, queries, rows, tables
+from turnwise.store import claims, policies, queries, rows, serving, tables, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, UpdateRecord
 
@@ -69,16 +69,16 @@ def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served
     for version, parents in ((0, ()), (1, (0,)), (2, (0, 1))):
         source.publish(PolicyVersion(version=version, path=f"v{version}"), parents)
     with database.write() as connection:
-        policies.choose_policy(connection, 0, pin=False)
+        serving.choose_version(connection, 0, pin=False)
     source.publish(PolicyVersion(version=3, path="v3"), (0, 1, 2))
     with database.read() as connection:
-        assert (policies.get_policy(connection, 3).error, policies.serving_state(connection).pinned_version) == (
-            policies.UNDONE,
+        assert (versions.get_version(connection, 3).error, serving.serving_state(connection).pinned_version) == (
+            versions.UNDONE,
             0,
         )
     source.publish(PolicyVersion(version=4, path="v4"), (0,))
     with database.read() as connection:
-        assert (policies.get_policy(connection, 4).error, policies.serving_state(connection).pinned_version) == (
+        assert (versions.get_version(connection, 4).error, serving.serving_state(connection).pinned_version) == (
             None,
             None,
         )
@@ -148,8 +148,8 @@ def next_batch_within(source, at, seconds=0.5):
 def pin(database, version):
     with database.write() as connection:
         for number in range(version + 1):
-            policies.publish_policy(connection, PolicyVersion(version=number, path=f"v{number}"))
-        policies.pin_policy(connection, version)
+            versions.publish_version(connection, PolicyVersion(version=number, path=f"v{number}"))
+        serving.pin_policy(connection, version)
 
 
 def statuses(database):
@@ -187,9 +187,9 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
     version.mkdir()
     (version / "adapter").write_text("bytes")
     with database.write() as conn:
-        policies.publish_policy(conn, PolicyVersion(version=0, path="base"))
+        versions.publish_version(conn, PolicyVersion(version=0, path="base"))
         own, other = (policies.create_policy(conn, tenant, "p")[0] for tenant in ("default", "b"))
-        policies.publish_next(conn, str(version), PolicyKind.LORA, metrics={}, policy_id=own.policy_id)
+        versions.publish_next(conn, str(version), PolicyKind.LORA, metrics={}, policy_id=own.policy_id)
         for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
             fields = {"policy_version": 0, "num_groups": 1, "num_sessions": 1, "num_tokens": 100}
             record = UpdateRecord(update_id=update_id, policy_id=policy_id, trainer_id="t", **fields)

@@ -15,7 +15,7 @@ from trainer import sentinels
 from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
 from trainer.sentinels import alarms
 from trainer.source import ClaimedBatch, LedgerSource, UpdateIds
-from turnwise.store import claims, ledger, played, policies
+from turnwise.store import claims, ledger, played, serving, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.played import Played
 from turnwise.store.trainer_status import trainer_statuses
@@ -88,8 +88,8 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
     with database.write() as conn:
         for version in (0, 1):
             metrics = {"kl": 0.5 * version}
-            policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}", metrics=metrics))
-        policies.activate_policy(conn, 1)
+            versions.publish_version(conn, PolicyVersion(version=version, path=f"v{version}", metrics=metrics))
+        serving.activate_version(conn, 1)
     for number in range(40):
         version, text = (0, "Done.") if number < 20 else (1, "Shall I?")
         add_session(database, f"s{number}", turns=0)
@@ -124,8 +124,8 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
     add_session(database)
     finish(database)
     with database.write() as conn:
-        policies.publish_policy(conn, PolicyVersion(version=0, path="v0"))
-        policies.activate_policy(conn, 0)
+        versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
+        serving.activate_version(conn, 0)
     monkeypatch.setattr(sentinels, "check", lambda *_: "sentinel 'questions' is beyond its bound")
     source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
     with ThreadPoolExecutor(1) as threads:
@@ -142,8 +142,8 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     """The version is undone while no trainer runs; the next one reads in the ledger what was undone."""
     with database.write() as conn:
         for version in (0, 1):
-            policies.publish_policy(conn, PolicyVersion(version=version, path=f"v{version}"))
-        policies.activate_policy(conn, 1)
+            versions.publish_version(conn, PolicyVersion(version=version, path=f"v{version}"))
+        serving.activate_version(conn, 1)
     for version in (0, 1):
         add_session(database, f"s{version}", turns=0)
         sampled = turn(policy_version_first=version, policy_version_last=version)
@@ -158,9 +158,9 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     assert stopped.next_batch(Position(), seconds=0) is None
     stopped.close()
     with database.write() as conn:
-        policies.choose_policy(conn, 0, pin=pin)
-        policies.activate_policy(conn, 0)
-        assert policies.get_policy(conn, 1).alarm == alarm
+        serving.choose_version(conn, 0, pin=pin)
+        serving.activate_version(conn, 0)
+        assert versions.get_version(conn, 1).alarm == alarm
     source = LedgerSource(database, rule)
     batch = source.next_batch(Position())
     assert isinstance(batch, ClaimedBatch)
@@ -170,8 +170,8 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
         assert source._look(Position()).num_singles == 0, "a poll without anything to drop only reads"
     with database.write() as conn:
         assert sum(claims.num_claimable(conn)) == 0
-        policies.activate_policy(conn, 1)
-        assert not policies.alarmed_versions(conn), "it is served again"
+        serving.activate_version(conn, 1)
+        assert not serving.alarmed_versions(conn), "it is served again"
     source.close()
 
 
@@ -179,18 +179,18 @@ def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
     add_session(database)
     finish(database)
     with database.write() as conn:
-        policies.publish_policy(conn, PolicyVersion(version=0, path="v0"))
-        policies.activate_policy(conn, 0)
-        policies.note_alarm(conn, 0, "sentinel 'questions' is beyond its bound")
+        versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
+        serving.activate_version(conn, 0)
+        versions.note_alarm(conn, 0, "sentinel 'questions' is beyond its bound")
     source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={}))
     assert isinstance(source.next_batch(Position()), ClaimedBatch)
     with database.read() as conn:
-        assert policies.get_policy(conn, 0).alarm is None
+        assert versions.get_version(conn, 0).alarm is None
     source.close()
 
 
 def active_in(conn: Connection) -> int | None:
-    active = policies.serving_state(conn).active
+    active = serving.serving_state(conn).active
     return None if active is None else active.version
 
 

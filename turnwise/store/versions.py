@@ -1,0 +1,233 @@
+"""Versions of policies, as trainers and people publish them: their numbers, places, metrics and errors.
+
+Version numbers are unique over all policies, and a version's weights never change. `turnwise.store.serving` decides
+which versions engines serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import sqlalchemy as sa
+
+from turnwise.errors import Conflict, NotFound, SettingsError
+from turnwise.store import pages, rows
+from turnwise.store.statements import insert_ignoring
+from turnwise.store.tables import NO_TENANT, policies
+from turnwise.store.tables import policy_versions as table
+from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
+
+REFUSED_BY_GATE = "refused by the publishing gate"
+ROLLED_BACK = "rolled back as a canary"
+LOST = "lost: its trainer ended before its files were written"
+UNDONE = "undone: its weights come from a version in whose place an older one was activated"
+"""Beginnings of the errors of versions that engines never got, or have loaded."""
+MAX_MEASURED = 1000
+"""Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
+
+
+def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
+    """Publish a version; return whether it is new. Publishing the same version and path again changes nothing.
+
+    A version that is published before its files are written is published again after that, with their digest.
+    A version with an error was refused by its publisher: it is stored as failed, and never served unless a person
+    chooses it.
+
+    Raises:
+        NotFound: the version's policy does not exist.
+        Conflict: the version exists with another path or of another policy, or it has whole weights beside named
+            policies.
+    """
+    status = PolicyStatus.PUBLISHED if version.error is None else PolicyStatus.FAILED
+    row = conn.execute(sa.select(table).where(table.c.version == version.version)).one_or_none()
+    if row is None:
+        _check_publishable(conn, version)
+        if insert_ignoring(conn, table, rows.VERSIONS.row(version, status=status.value)):
+            return True
+    known = get_version(conn, version.version)
+    if known.policy_id != version.policy_id:
+        raise Conflict(f"version {version.version} is of another policy; publish the next number", param="version")
+    if known.path != version.path:
+        raise Conflict(
+            f"policy version {version.version} is published from {known.path!r}, not {version.path!r}; versions never "
+            "change, publish the next one",
+            param="version",
+        )
+    if version.is_written and not known.is_written:
+        change_version(conn, version.version, weights_digest=version.weights_digest)
+    return False
+
+
+def _check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
+    """Check that a new version leaves the weights below all adapters as they are.
+
+    Raises:
+        NotFound: there is no such policy.
+        Conflict: it has whole weights, and is of a named policy or would serve below named ones.
+    """
+    named = sa.select(policies.c.policy_id).where(policies.c.tenant != NO_TENANT)  # the archived ones too
+    if version.policy_id != DEFAULT_POLICY:
+        if conn.execute(named.where(policies.c.policy_id == version.policy_id)).first() is None:
+            raise NotFound(f"there is no policy with the number {version.policy_id!r}", param="policy")
+        if version.version == 0:
+            raise Conflict("version 0 is the engine's own model; number a policy's versions from 1", param="version")
+        if version.kind is PolicyKind.FULL:
+            raise Conflict("a version of a named policy is an adapter; publish one with `kind` `lora`", param="kind")
+        return
+    has_new_weights = version.kind is PolicyKind.FULL and version.version != 0
+    if has_new_weights and conn.execute(named.limit(1)).first() is not None:
+        raise Conflict(
+            f"version {version.version} has whole weights, which would change the model below the adapters of named "
+            "policies; publish an adapter (`kind` `lora`), or use another database",
+            code="base_not_frozen",
+            param="kind",
+        )
+
+
+def publish_next(
+    conn: sa.Connection,
+    path: str,
+    kind: PolicyKind,
+    *,
+    metrics: Json,
+    version: int | None = None,
+    policy_id: int = DEFAULT_POLICY,
+) -> PolicyVersion:
+    """Publish a version of a policy, by default with the number after the highest of all policies, and return it.
+
+    Raises:
+        Conflict: as `publish_version`.
+    """
+    if version is None:
+        newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
+        is_first = newest is None and policy_id == DEFAULT_POLICY
+        version = 0 if is_first else (newest or 0) + 1  # 0 is the engine's own model
+    publish_version(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
+    return get_version(conn, version)
+
+
+def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:
+    """Publish version 0 in an empty ledger; check that a ledger with versions belongs to this model.
+
+    Raises:
+        SettingsError: it belongs to another one, whose token ids and weights mean nothing to this one.
+    """
+    row = conn.execute(sa.select(table).where(table.c.version == base.version)).one_or_none()
+    if row is None:
+        is_usable = table.c.policy_id == DEFAULT_POLICY, table.c.status != PolicyStatus.FAILED.value
+        if conn.execute(sa.select(table.c.version).where(*is_usable).limit(1)).first() is None:
+            publish_version(conn, base)
+        return
+    known = rows.VERSIONS.record(row)
+    if known.model_digest is None and known.path == base.path:
+        change_version(conn, base.version, model_digest=base.model_digest)
+    elif None not in (known.model_digest, base.model_digest) and known.model_digest != base.model_digest:
+        raise SettingsError(
+            f"the database belongs to the model {known.path!r}, and {base.path!r} has another tokenizer or other "
+            "weights: its sessions and versions cannot be served or trained with this model. Give the new model "
+            "another database and another directory of versions (`turnwise up --database URL --runs-dir DIR`), or "
+            "restore the model"
+        )
+
+
+def fail_unwritten(conn: sa.Connection, after: int, policy_id: int = DEFAULT_POLICY) -> list[int]:
+    """Fail a policy's versions above this one that a trainer published and never wrote; return them.
+
+    Their turns keep their behaviour logprobs, and their numbers are not used again.
+    """
+    is_lost = sa.and_(
+        table.c.policy_id == policy_id,
+        table.c.version > after,
+        table.c.update_id.is_not(None),
+        table.c.weights_digest.is_(None),
+        table.c.status != PolicyStatus.FAILED.value,
+    )
+    failed = sa.update(table).where(is_lost).values(status=PolicyStatus.FAILED.value, error=LOST)
+    return list(conn.execute(failed.returning(table.c.version)).scalars())
+
+
+def change_version(
+    conn: sa.Connection, version: int, *conditions: sa.ColumnElement[bool], **fields: Any
+) -> PolicyVersion:
+    """Set fields of a version if it fulfils the conditions; return it.
+
+    Raises:
+        NotFound: no such version.
+    """
+    change = sa.update(table).where(table.c.version == version, *conditions)
+    conn.execute(change.values(**rows.VERSIONS.values(fields)))
+    return get_version(conn, version)
+
+
+def add_metrics(conn: sa.Connection, version: int, metrics: Json) -> None:
+    """Add metrics to those of a version, in place of those of the same names.
+
+    Raises:
+        NotFound: no such version.
+    """
+    change_version(conn, version, metrics=get_version(conn, version).metrics | metrics)
+
+
+def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
+    """Store the compared sessions of a version's canary in place of those of the last comparison."""
+    change_version(conn, version, arms=arms)
+
+
+def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
+    """Store which sentinel of this version is beyond its bound; None after the bound was changed."""
+    change_version(conn, version, alarm=alarm)
+
+
+def get_version(conn: sa.Connection, version: int) -> PolicyVersion:
+    """Return a version.
+
+    Raises:
+        NotFound: no such version.
+    """
+    row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
+    if row is None:
+        raise no_version(version)
+    return rows.VERSIONS.record(row)
+
+
+def no_version(version: int) -> NotFound:
+    """Return the error for a version that does not exist, or not for who asks."""
+    return NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="version")
+
+
+def list_versions(
+    conn: sa.Connection,
+    *,
+    limit: int = 100,
+    after: int | None = None,
+    max_bytes: int | None = None,
+    policy_ids: Collection[int] | None = None,
+) -> tuple[list[PolicyVersion], bool]:
+    """Return versions below `after`, newest first, and whether there are more.
+
+    With `max_bytes` only the first that fit into so many bytes; with `policy_ids` only those of these policies.
+    """
+    wanted = sa.true() if after is None else table.c.version < after
+    if policy_ids is not None:
+        wanted = sa.and_(wanted, table.c.policy_id.in_(policy_ids))
+    newest = sa.select(table).where(wanted).order_by(table.c.version.desc())
+    size = pages.size_of(conn.dialect.name, table.c.metrics, table.c.error, table.c.arms)
+    found, has_more = pages.read(conn, newest, limit, size=size, max_bytes=max_bytes)
+    return [rows.VERSIONS.record(row) for row in found], has_more
+
+
+def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[int]:
+    """Return the failed ones among these versions."""
+    failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(numbers))
+    return frozenset(conn.execute(sa.select(table.c.version).where(failed)).scalars())
+
+
+def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_POLICY) -> list[PolicyVersion]:
+    """Return so many of a policy's newest versions, newest first, if engines refused each of them; else none."""
+    found, _ = list_versions(conn, limit=count, policy_ids=[policy_id])
+    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE
+    is_refused = [
+        each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
+    ]
+    return found if len(found) == count and all(is_refused) else []
