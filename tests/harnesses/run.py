@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -143,6 +144,7 @@ class Stage:
         environment: Mapping[str, str] = {
             **agents.environment(agent, address, scratch_home=True),
             "NO_COLOR": "1",
+            "PATH": f"{self.directory / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}",
             **self.harness.environment,
         }
         command = agents.command_line(agent, self.harness.argv(self.directory), address)

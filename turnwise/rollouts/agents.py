@@ -116,6 +116,24 @@ def _selected_auth(kind: str) -> str:
     return _json({"security": {"auth": {"selectedType": kind}}, "privacy": {"usageStatisticsEnabled": False}})
 
 
+def _kimi_config(address: Address) -> str:
+    return f"""\
+default_model = "turnwise"
+default_permission_mode = "auto"
+telemetry = false
+
+[providers.turnwise]
+type = "openai"
+base_url = {json.dumps(address.base_url)}
+api_key = {json.dumps(address.api_key)}
+
+[models.turnwise]
+provider = "turnwise"
+model = {json.dumps(address.model)}
+max_context_size = {address.context_tokens}
+"""
+
+
 def _vibe_config(address: Address) -> str:
     return f"""\
 active_model = "turnwise"
@@ -224,6 +242,12 @@ AGENTS: Mapping[str, Agent] = {
         ),
         Agent("copilot", ("copilot",), variables=_copilot_variables),
         Agent("gptme", ("gptme",), variables=lambda address: {"MODEL": f"openai/{address.model}"}),
+        Agent(
+            "kimi-code",
+            ("kimi",),
+            variables=lambda address: {"KIMI_CODE_HOME": str(address.home / ".kimi-code")},
+            files=lambda address: {".kimi-code/config.toml": _kimi_config(address)},
+        ),
         Agent(
             "vibe",
             ("vibe",),

@@ -14,11 +14,19 @@ def _npm(program: str, *arguments: str) -> Callable[[Path], list[str]]:
     return lambda directory: [str(directory / "node_modules" / ".bin" / program), *arguments]
 
 
+def _of_platform(package: str) -> str:
+    """Return the name of the platform's variant of a package."""
+    machine = "arm64" if platform.machine() in {"aarch64", "arm64"} else "x64"
+    return f"{package}-{platform.system().lower()}-{machine}"
+
+
 def platform_binary(package: str, below: str, *arguments: str) -> Callable[[Path], list[str]]:
     """Return the command of a program in the platform's package: an install script would link it."""
-    machine = "arm64" if platform.machine() in {"aarch64", "arm64"} else "x64"
-    name = f"{package}-{platform.system().lower()}-{machine}"
-    return lambda directory: [str(directory / "node_modules" / name / below), *arguments]
+    return lambda directory: [str(directory / "node_modules" / _of_platform(package) / below), *arguments]
+
+
+NODE = _of_platform("node")
+"""Node as a package, for programs that do not run on the Node of every machine; npm links it beside them."""
 
 
 def _submit(text: str) -> Reply:
@@ -89,10 +97,31 @@ COMMAND_LINE = (
     ),
     npm(
         "pi",
-        "@mariozechner/pi-coding-agent",
+        "@earendil-works/pi-coding-agent",
         "`models.json`: a provider with `baseUrl` and `api: openai-completions`",
         _npm("pi", "-p", "--mode", "json", PROMPT),
+        beside=(NODE,),
         agent="pi",
+    ),
+    npm(
+        "Kimi Code",
+        "@moonshot-ai/kimi-code",
+        '`config.toml`: a provider with `type = "openai"` and `base_url`',
+        _npm("kimi", "-p", PROMPT, "--output-format", "stream-json"),
+        beside=(NODE,),
+        agent="kimi-code",
+        tool=Tool("Bash"),
+        delegate=Tool("Agent", "prompt", {"description": "a part", "subagent_type": "coder"}),
+        first_text="Auto permission mode",
+        first_sub_text="Auto permission mode",
+    ),
+    pypi(
+        "Mistral Vibe",
+        "mistral-vibe",
+        "`config.toml`: `[[providers]]` with `api_base`, and `[[models]]`",
+        lambda directory: [str(directory / "bin" / "vibe"), "-p", PROMPT, "--auto-approve", "--trust"],
+        python=">=3.12",
+        agent="vibe",
     ),
     pypi(
         "mini-swe-agent",
