@@ -144,7 +144,7 @@ class RLWorkflow(abc.ABC):
         state = self.states.of_version(last.policy_version if last else None, seed, reports_changes=True)
         if world.is_first:
             self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
-            self.env.open(base_version(self.config.model))
+            self.env.open(base_version(self.config.model), state.progress.policy_version)
             self._serve_weights()
         probe = read_manifest(self.states.policy_directory(state.progress.policy_version)).get("probe")
         self.commits.start(state.progress.policy_version, probe)
