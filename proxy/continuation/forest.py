@@ -36,6 +36,11 @@ NO_ROOT = Root(None, b"")
 """Of a turn that extends another."""
 
 
+def truncates_prompt(fields: Json) -> bool:
+    """Return whether request fields, or those stored with a turn, let the engine leave out the begin of a prompt."""
+    return fields.get("truncate_prompt_tokens") is not None
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class KnownTurn:
     """The part of a stored turn that is needed to extend it."""
@@ -60,6 +65,8 @@ class KnownTurn:
     """`digests.reply_digest` of its reply."""
     is_aborted: bool = False
     """Whether its reply was cut off."""
+    is_truncated: bool = False
+    """Whether the engine may have left out the begin of its prompt, as its call asked."""
     role: Role = Role.MAIN
     side_task: str | None = None
     """At the root of a chain: what it asks for, if that is not an agent's own work."""
@@ -101,6 +108,7 @@ class KnownTurn:
             arguments=argument_digests(turn.response),
             reply_digest=reply_digest(turn.response),
             is_aborted=turn.outcome is Outcome.ABORTED,
+            is_truncated=truncates_prompt(turn.sampling),
             role=role or turn.role or Role.MAIN,
             side_task=root.side_task,
             system_digest=root.system_digest,
