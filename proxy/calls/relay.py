@@ -152,12 +152,10 @@ class Relay:
             case StoreError():
                 self._metrics.turns.labels("error", NOT_STORED).inc()
                 return
-            case EngineRefused():
-                reason = f"engine_{error.status}"
             case EngineUnavailable() if is_cut_off and not isinstance(error, EngineReplyTooLong):
                 reason = "engine_broke_off"
             case TurnwiseError():
-                reason = getattr(error, "code", None) or problems.lookup(error)[2]
+                reason = problems.code_of(error)
             case _:  # a reply that cannot be understood
                 reason, is_cut_off = "internal_error", False
         if is_cut_off:

@@ -156,7 +156,8 @@ def end_user(call: Call) -> str | None:
     user = next((each for each in named if isinstance(each, str) and each), None)
     if user is None or user.startswith("{"):
         return None
-    return _CLAUDE_SESSION.sub("", user)[:MAX_USER_ID] or None
+    named_user = _CLAUDE_SESSION.sub("", user).replace("\0", "")  # PostgreSQL's texts have no NUL
+    return named_user[:MAX_USER_ID] or None
 
 
 def _native_session_id(name: str, native: str) -> str:

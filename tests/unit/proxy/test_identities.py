@@ -31,6 +31,8 @@ def named(
         ({"metadata": {"user_id": f"user_1_account_{THREAD}_session_{UUID}"}}, f"user_1_account_{THREAD}"),
         ({"metadata": {"user_id": f'{{"session_id": "{UUID}"}}'}}, None),
         ({"user": ["kim"]}, None),
+        ({"user": "k\0im"}, "kim"),
+        ({"user": "\0"}, None),
     ],
 )
 def test_the_end_user_of_a_request_is_read(body, user_id):
