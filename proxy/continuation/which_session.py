@@ -93,7 +93,7 @@ NATIVE_IDS = (
     NativeId("claude-code", _header(CLAUDE_SESSION), lambda headers: _text(headers, CLAUDE_AGENT)),
     NativeId("codex", _header(*CODEX_SESSION, THREAD), _codex_agent),
     NativeId("litellm", _header(LITELLM_SESSION)),
-    NativeId("session-affinity", _header(AFFINITY)),
+    NativeId("session-affinity", _header(*AFFINITY)),
     NativeId("claude-user", _claude_user),
     NativeId("conversation", _conversation),
     NativeId("prompt-cache-key", _unique_cache_key),

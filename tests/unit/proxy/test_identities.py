@@ -55,6 +55,7 @@ def test_the_end_user_of_a_request_is_read(body, user_id):
         ("codex", {"session_id": UUID}, {}, f"codex:{UUID}", None),
         ("litellm", {"x-litellm-session-id": "run 1"}, {}, "litellm:5ab0", None),
         ("session-affinity", {"x-session-affinity": "s1"}, {}, "session-affinity:s1", None),
+        ("session-affinity", {"x-affinity": UUID}, {}, f"session-affinity:{UUID}", None),
         (
             "claude-user",
             {},
