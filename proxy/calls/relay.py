@@ -297,7 +297,8 @@ class Relay:
         ]
         self._sessions.remember(placement.live, known, inferred_for=placement.inferred_by, continued=placement.parent)
         for first in known[:1]:
-            for correction in corrections(first, forest):  # what earlier turns have turned out to be
+            # What earlier turns have turned out to be.
+            for correction in corrections(first, forest, placement.conversation.history):
                 try:
                     await self._writer.do(set_roles, correction.turn_ids, *correction.found)
                 except StoreError as error:  # the call's own turn is stored
