@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.demo.plain_agent import load_module
 from turnwise.demo.pretrained import write_pretrained
-from turnwise.demo.recipe import RecipeTasks, find_recipe
+from turnwise.demo.recipe import RecipeTask, find_recipe, make_task, reward
 
 RECIPE = "reverse-text"
 GROUP_SIZE = 8
@@ -116,14 +115,18 @@ def play_trl(model: Path, out: Path, given: argparse.Namespace) -> Observed:
     recipe = find_recipe(RECIPE)
     settings = tomllib.loads((recipe / "small.toml").read_text(encoding="utf-8"))
     ours = TrainerSettings(model=str(model), **settings["trainer"] | changed_settings(given))
-    tasks = RecipeTasks(RECIPE, load_module(str(recipe / "recipe.py")), settings["demo"]["options"])
+    of_recipe = {"file": str(recipe / "recipe.py"), "options": settings["demo"]["options"]}
+
+    def task(split: Any, number: int) -> RecipeTask:
+        return make_task(split, number, given.seed, **of_recipe)
+
     observed = Observed(batch_size=GROUP_SIZE * given.groups)
     waiting = [0]
     """Tokens of the batch that was played last, as far as they will have a gradient."""
 
     def rewards(completions: Any, completion_ids: Any, index: list[int], split: Any, **_: Any) -> list[float]:
         found = [
-            tasks.reward(tasks.make_task(where, number, given.seed), completion[0]["content"])
+            reward(task(where, number), completion[0]["content"])
             for where, number, completion in zip(split, index, completions, strict=True)
         ]
         if split[0] == "train":
@@ -144,7 +147,7 @@ def play_trl(model: Path, out: Path, given: argparse.Namespace) -> Observed:
             control.should_training_stop = is_over or observed.count_to(given.target) is not None
 
     def dataset(split: Any, count: int) -> Any:
-        made = [tasks.make_task(split, number, given.seed).for_agent()["messages"] for number in range(count)]
+        made = [task(split, number).for_agent()["messages"] for number in range(count)]
         return Dataset.from_dict({"prompt": made, "index": list(range(count)), "split": [split] * count})
 
     adapter = LoraConfig(

@@ -72,15 +72,16 @@ def create_app(services: Services | None = None) -> FastAPI:
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TurnwiseError)
     status, body, headers = problems.answer(error)
-    services_of(request).metrics.refused.labels(problems.lookup(error)[2]).inc()
+    services_of(request).metrics.refused.labels(problems.code_of(error)).inc()
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    services_of(request).metrics.refused.labels("invalid_request").inc()
     first: dict[str, Any] = error.errors()[0]
-    if first["type"] == "json_invalid":
+    is_json = first["type"] != "json_invalid"
+    services_of(request).metrics.refused.labels("invalid_request" if is_json else "invalid_json").inc()
+    if not is_json:
         message = f"the request body is not JSON: {first['ctx']['error']}; NaN and Infinity are not JSON either"
         return _plain(422, problems.body(message, "invalid_request_error", "invalid_json"))
     place = [str(part) for part in first["loc"][1:]]

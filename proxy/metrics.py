@@ -102,7 +102,9 @@ class Metrics:
         """Add the metrics of what was refused, repeated, handed over or removed."""
         self.limited = self._counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"])
         self.refused = self._counter(
-            "turnwise_refused", "Requests that the proxy answered with its own error", ["code"]
+            "turnwise_refused",
+            "Requests that were answered with an error; `engine_STATUS` is the engine's own",
+            ["code"],
         )
         self.handed_over = self._counter(
             "turnwise_handed_over", "Connections handed to the worker of the session that they name"

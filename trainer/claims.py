@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 
 import numpy as np
 
 from trainer.algorithms.algorithm import Imitation, select
 from trainer.learning.advantages import UNIFORM, is_single
 from trainer.learning.batch import Batch, build
-from trainer.learning.selection import Selection, joined
+from trainer.learning.selection import Selection, SelectionRule, joined, num_turns_left_out
 from trainer.pacing import SMALLEST_PART, Position, Rewind
 from trainer.policy.engine import TrainingEngine
 from trainer.settings import TrainerSettings
@@ -184,3 +185,15 @@ def claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State, num_gro
         "waited_seconds": claimed.waited_seconds,
         "held_seconds": claimed.held_seconds,
     }
+
+
+def left_out_gauges(
+    claimed: ClaimedBatch, chosen: Selection, trained: Collection[str], rule: SelectionRule
+) -> dict[str, int]:
+    """Return how many turns of the trained groups carry no loss, and how many for each reason.
+
+    `trained` has the ids of the turns that do.
+    """
+    counts = num_turns_left_out(claimed.experiences, chosen.refused, trained, rule)
+    by_reason = {f"num_turns_left_out_{reason}": count for reason, count in sorted(counts.items())}
+    return {"num_turns_left_out": sum(counts.values()), **by_reason}

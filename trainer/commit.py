@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -29,8 +29,9 @@ from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, FinishedBatch, LedgerSource
 from trainer.state import MOST_RECENT_VERSIONS, State, copied
 from turnwise.experience import Experience
+from turnwise.store.trained import Advantages
 from turnwise.store.versions import REFUSED_BY_GATE
-from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
+from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
 from turnwise.version_directory import weights_digest
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class NewVersion:
     """Whether engines can receive it from memory."""
     trained_at: float
     """When its last optimizer step ended, on the monotonic clock."""
+    trained: Mapping[SessionKey, Advantages]
+    """The sessions that it was trained on, with the advantages of the turns that carried loss."""
     refusal: str | None = None
     """Why the publishing gate refused it."""
 
@@ -173,7 +176,7 @@ class Commits:
                 update=self._record_of(after, chosen),
                 policy=policy,
                 refused=self._dropped(claimed, chosen.refused),
-                trained=chosen.advantages_by_session(),
+                trained=made.trained,
             )
             self._pending.append(finished)
         self._num_versions += 1

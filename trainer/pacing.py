@@ -75,8 +75,7 @@ class SourceRule(PacingRule):
     """When a batch is complete, and how long it is held."""
 
     trainer_id: str = "trainer"
-    """Name under which groups are claimed. A process that restarts under it takes over the groups that it held. Each
-    running process needs its own."""
+    """Name under which groups are claimed. A process that restarts under it takes over the groups that it held."""
     groups_per_batch: int = Field(default=32, ge=1)
     """Groups of a whole batch, which is trained at once. A quarter of it is the smallest batch: fewer groups are no
     evidence for a new version, however long they wait."""

@@ -7,11 +7,13 @@ database does not end the trainer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 
@@ -34,7 +36,7 @@ from trainer.pacing import (
     outlast,
     why_held,
 )
-from turnwise.errors import LeaseLost, StoreUnavailable
+from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
 from turnwise.experience import Experience
 from turnwise.store import (
     claims,
@@ -155,6 +157,10 @@ class LedgerSource:
         self._update_ids = update_ids or UpdateIds()
         self._wait: Wait | None = None
         self._with_imported = with_imported
+        self._versions: set[int] = set()
+        """The version that the weights came from at the start, and those that were published or recorded since."""
+        self._unacknowledged: set[int] = set()
+        """Published versions whose groups are not acknowledged yet."""
         self._closed = StopFlag()
         self._leases: dict[claims.Claim, Lease] = {}
         self._clock = SteadyClock()
@@ -285,41 +291,84 @@ class LedgerSource:
         """Announce a version, or that its files are written; its groups stay claimed until `ack`.
 
         It is stored as failed if a person undid one of the versions that its weights came from while it was trained.
+
+        Raises:
+            Conflict: Another trainer trains the same policy.
         """
 
         def write() -> None:
             with self._db.write() as conn:
+                trained.check_lineage(conn, self._versions, self.policy_id)
                 undone = serving.serving_state(conn, self.policy_id).undone
                 error = versions.UNDONE if any(version in undone for version in came_from) else None
                 versions.publish_version(conn, dataclasses.replace(policy, error=policy.error or error))
 
-        outlast(write, self._closed)
+        with self._failing_versions():
+            outlast(write, self._closed)
+        self._versions.add(policy.version)
+        self._unacknowledged.add(policy.version)
 
     def ack(self, finished: Sequence[FinishedBatch]) -> None:
         """Record batches, their groups and their versions in one transaction; a batch recorded before is left out.
 
         Raises:
             LeaseLost: The lease of a batch ran out and another trainer has a group; nothing was recorded.
+            Conflict: Another trainer trains the same policy; nothing was recorded.
         """
+        recorded = {one.update.policy_version for one in finished}
 
         def write() -> None:
             with self._db.write() as conn:
+                if any(one.policy is not None for one in finished):
+                    trained.check_lineage(conn, self._versions | recorded, self.policy_id)
                 for one in finished:
                     claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained)
 
         for one in finished:
             self._end_lease(one.batch.claim)
-        outlast(write, self._closed)
+        try:
+            with self._failing_versions():
+                outlast(write, self._closed)
+        except (Conflict, LeaseLost):
+            for one in finished:
+                self._release(one.batch.claim, "another trainer trains their policy")
+            raise
+        self._versions |= recorded
+        self._unacknowledged -= recorded
 
-    def open(self, base: PolicyVersion) -> None:
+    @contextlib.contextmanager
+    def _failing_versions(self) -> Iterator[None]:
+        """Fail the versions without an acknowledgement if another trainer has their groups, or trains their policy.
+
+        Engines go back to a version whose groups are recorded. What these versions sampled keeps its logprobs.
+        """
+        try:
+            yield
+        except (Conflict, LeaseLost) as error:
+            outlast(functools.partial(self._fail_unacknowledged, f"{versions.OVERTAKEN}: {error}"), self._closed)
+            raise
+
+    def _fail_unacknowledged(self, reason: str) -> None:
+        with self._db.write() as conn:
+            for version in sorted(self._unacknowledged):
+                with contextlib.suppress(NotFound):  # deleted with its policy
+                    serving.fail_version(conn, version, reason)
+                    log.warning("version %d fails: %s", version, reason)
+
+    def open(self, base: PolicyVersion, version: int) -> None:
         """Take over what an earlier process held; in an empty ledger publish version 0.
 
         So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process. Versions that
         it held in memory and did not write fail: engines go back to one that is on disk.
 
+        Args:
+            base: Version 0.
+            version: The version that the weights are.
+
         Raises:
             SettingsError: The ledger belongs to another model.
         """
+        self._versions = {version}
         self._report_status("starting", None)
         self._signs = SignsOfLife(self._db, self._rule.trainer_id)
         freed = claims.take_back(self._db, self._rule.trainer_id, self.policy_id)
@@ -418,18 +467,22 @@ class LedgerSource:
         self._closed.set()
         for held in list(self._leases):
             self._end_lease(held)
-            try:
-                claims.release(self._db, held, "the trainer stopped")
-            except LeaseLost:
-                log.info("the groups of an unfinished batch were taken by another trainer already")
-            except StoreUnavailable as error:
-                log.warning("the groups of an unfinished batch are free when their lease ends: %s", error)
+            self._release(held, "the trainer stopped")
         if self._signs is not None:
             self._signs.stop()
             if not self._has_failed:
                 self._report_status("stopped", None, TrainerState.STOPPED)
         if self._owns_db:
             self._db.close()
+
+    def _release(self, held: claims.Claim, reason: str) -> None:
+        """Let others claim the groups of a batch that is not recorded."""
+        try:
+            claims.release(self._db, held, reason)
+        except LeaseLost:
+            log.info("the groups of an unfinished batch were taken by another trainer already")
+        except StoreUnavailable as error:
+            log.warning("the groups of an unfinished batch are free when their lease ends: %s", error)
 
     def _end_lease(self, held: claims.Claim) -> None:
         lease = self._leases.pop(held, None)

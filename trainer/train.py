@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from trainer.build import OptimizerLike, Shared, as_settings, make_agent, make_evaluator, make_source, optimizer_factory
-from trainer.claims import Claims, group_keys, num_minibatches
+from trainer.claims import Claims, group_keys, left_out_gauges, num_minibatches
 from trainer.commit import Commits, NewVersion, probe_of
 from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.gap_check import GapCheck
 from trainer.gate import Gate
 from trainer.learning.advantages import moved_on
+from trainer.learning.batch import trained_turns
 from trainer.learning.selection import TOO_LONG, Selection
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
@@ -143,7 +144,7 @@ class RLWorkflow(abc.ABC):
         state = self.states.of_version(last.policy_version if last else None, seed, reports_changes=True)
         if world.is_first:
             self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
-            self.env.open(base_version(self.config.model))
+            self.env.open(base_version(self.config.model), state.progress.policy_version)
             self._serve_weights()
         probe = read_manifest(self.states.policy_directory(state.progress.policy_version)).get("probe")
         self.commits.start(state.progress.policy_version, probe)
@@ -324,6 +325,8 @@ class OnPolicyWorkflow(RLWorkflow):
             return self._finish_untrained(state, claimed, metrics, chosen)
         self._fitting.observe(metrics["num_groups"] - len(chosen.refused), chosen.refused.values(), self._too_large)
         trained_at = time.monotonic()
+        turn_ids = trained_turns(credited.batch)
+        metrics |= left_out_gauges(claimed, chosen, turn_ids, self.config)
         metrics |= {"num_updates": done.num_steps, "seconds": trained_at - started}
         refusal = None
         if self.gate is not None:
@@ -338,6 +341,7 @@ class OnPolicyWorkflow(RLWorkflow):
             probe=probe,
             is_held=self._hold(version, weights, probe),
             trained_at=trained_at,
+            trained=chosen.advantages_by_session(turn_ids),
             refusal=refusal,
         )
         return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, made)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def lock(path: Path) -> TextIO:
@@ -93,6 +94,17 @@ def append_lines(path: Path, lines: Iterable[str], *, is_durable: bool = False) 
         if is_durable:
             file.flush()
             os.fsync(file.fileno())
+
+
+def read_objects(path: Path) -> Iterator[Any]:
+    """Yield the objects of JSON Lines, without a line that a kill cut; none where there is no file."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):  # `splitlines` would also cut texts at U+0085 and U+2028
+        with contextlib.suppress(ValueError):  # also a character that was cut
+            found = json.loads(line)
+            if isinstance(found, dict):
+                yield found
 
 
 def _is_cut(path: Path) -> bool:

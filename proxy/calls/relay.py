@@ -152,12 +152,10 @@ class Relay:
             case StoreError():
                 self._metrics.turns.labels("error", NOT_STORED).inc()
                 return
-            case EngineRefused():
-                reason = f"engine_{error.status}"
             case EngineUnavailable() if is_cut_off and not isinstance(error, EngineReplyTooLong):
                 reason = "engine_broke_off"
             case TurnwiseError():
-                reason = getattr(error, "code", None) or problems.lookup(error)[2]
+                reason = problems.code_of(error)
             case _:  # a reply that cannot be understood
                 reason, is_cut_off = "internal_error", False
         if is_cut_off:
@@ -299,7 +297,8 @@ class Relay:
         ]
         self._sessions.remember(placement.live, known, inferred_for=placement.inferred_by, continued=placement.parent)
         for first in known[:1]:
-            for correction in corrections(first, forest):  # what earlier turns have turned out to be
+            # What earlier turns have turned out to be.
+            for correction in corrections(first, forest, placement.conversation.history):
                 try:
                     await self._writer.do(set_roles, correction.turn_ids, *correction.found)
                 except StoreError as error:  # the call's own turn is stored

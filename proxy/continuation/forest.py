@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import argument_digests, reply_digest, tool_call_ids
+from proxy.continuation.digests import History, argument_digests, is_empty, reply_digest, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds
 from turnwise.types import Json, Outcome, Role, Turn
 
@@ -34,6 +34,11 @@ class Root(NamedTuple):
 
 NO_ROOT = Root(None, b"")
 """Of a turn that extends another."""
+
+
+def truncates_prompt(fields: Json) -> bool:
+    """Return whether request fields, or those stored with a turn, let the engine leave out the begin of a prompt."""
+    return fields.get("truncate_prompt_tokens") is not None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -60,6 +65,10 @@ class KnownTurn:
     """`digests.reply_digest` of its reply."""
     is_aborted: bool = False
     """Whether its reply was cut off."""
+    is_truncated: bool = False
+    """Whether the engine may have left out the begin of its prompt, as its call asked."""
+    is_empty: bool = False
+    """Whether its reply has neither text nor tool calls."""
     role: Role = Role.MAIN
     side_task: str | None = None
     """At the root of a chain: what it asks for, if that is not an agent's own work."""
@@ -101,6 +110,8 @@ class KnownTurn:
             arguments=argument_digests(turn.response),
             reply_digest=reply_digest(turn.response),
             is_aborted=turn.outcome is Outcome.ABORTED,
+            is_truncated=truncates_prompt(turn.sampling),
+            is_empty=is_empty(turn.response),
             role=role or turn.role or Role.MAIN,
             side_task=root.side_task,
             system_digest=root.system_digest,
@@ -170,6 +181,25 @@ class Forest:
         """Return the other turns that were sampled after the same prompt."""
         same = self.by_prompt[turn.prompt_digest]
         return [each for each in same if each.turn_id != turn.turn_id and each.parent_turn_id == turn.parent_turn_id]
+
+    def left_out(self, turn: KnownTurn, history: History) -> list[KnownTurn]:
+        """Return the turns beside a new one whose prompt its call repeats, and whose reply the call leaves out.
+
+        Args:
+            turn: the new turn.
+            history: the messages of its call.
+        """
+        parent = self.by_id.get(turn.parent_turn_id or "")
+        first = 0 if parent is None else parent.num_messages
+        replies = set(history.replies)
+        left = [digest for end, digest in enumerate(history.messages[first:], first + 1) if end not in replies]
+        return [
+            each
+            for digest in left
+            for each in self.by_prompt.get(digest, ())
+            if each is not turn and each.parent_turn_id == turn.parent_turn_id
+            if not each.has_child and each.ended_at <= turn.started_at
+        ]
 
     def deepest(self, conversation: Conversation) -> KnownTurn | None:
         """Return the turn that covers most of the conversation's messages up to the last reply.

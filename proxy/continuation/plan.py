@@ -16,7 +16,7 @@ import numpy as np
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import has_media
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
-from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.forest import Forest, KnownTurn, truncates_prompt
 from proxy.continuation.outline import Continued
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import Call, template_arguments
@@ -60,7 +60,7 @@ async def plan_call(
     """Plan a call that may extend `parent`, whose prompt and sampled ids are `parent_tokens`."""
     if parent is None or parent_tokens is None:
         return new_chain(conversation, break_reason(conversation, forest))
-    reason = _reason_not_to_extend(call, template)
+    reason = _reason_not_to_extend(call, parent, template)
     if reason is not None or template is None:
         return new_chain(conversation, reason)
     thinking = sampled_thinking(forest, parent)
@@ -106,8 +106,8 @@ def new_chain(conversation: Conversation, reason: str | None) -> Plan:
     return Plan(reason=reason, is_retokenised=reason is not None and conversation.num_replied > 0)
 
 
-def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | None:
-    """Return why this call cannot extend any turn, whatever its messages are; None if it can."""
+def _reason_not_to_extend(call: Call, parent: KnownTurn, template: ChatTemplate | None) -> str | None:
+    """Return why this call cannot extend the turn, whatever its messages are; None if it can."""
     if template is None:
         return "template_unknown"
     if has_media(call.messages):
@@ -116,7 +116,7 @@ def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | No
     # With these fields the prompt ends inside the last message, which the client wrote.
     if body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False:
         return "prefill"
-    if body.get("truncate_prompt_tokens") is not None:
+    if parent.is_truncated or truncates_prompt(body):
         return "truncated_prompt"
     return None
 

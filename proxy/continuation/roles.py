@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from proxy.continuation.digests import SYSTEM_ROLES, canonical_content, text_digest
+from proxy.continuation.digests import SYSTEM_ROLES, History, canonical_content, text_digest
 from proxy.continuation.forest import Forest, KnownTurn, Root
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
@@ -149,8 +149,14 @@ def _later_role(call: Call, plan: Plan, forest: Forest, root: Root) -> Found:
     )
 
 
-def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
-    """Return what a new turn shows about the turns before it."""
+def corrections(turn: KnownTurn, forest: Forest, history: History) -> list[Correction]:
+    """Return what a new turn shows about the turns before it.
+
+    Args:
+        turn: the new turn.
+        forest: the turns of its session.
+        history: the messages of its call.
+    """
     found = []
     if turn.parent_turn_id is None and turn.side_task is None:
         for root in forest.side_roots:
@@ -169,6 +175,12 @@ def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
     discarded = [other.turn_id for other in siblings if other.role is not Role.RETRY]
     if discarded:
         found.append(Correction(discarded, Found(Role.RETRY, "sampled_again")))
+    # The session's reward is not for a reply with nothing in it, after which the harness asks again.
+    empty = [
+        other.turn_id for other in forest.left_out(turn, history) if other.is_empty and other.role is not Role.RETRY
+    ]
+    if empty:
+        found.append(Correction(empty, Found(Role.RETRY, "empty_reply")))
     return found
 
 
@@ -188,7 +200,7 @@ def continued_role(turn: KnownTurn, forest: Forest) -> Role:
 
 def _is_asked_by_call(messages: Sequence[Json], forest: Forest) -> bool:
     """Return whether the last user message is an argument of a tool call that has no result yet: a sub-agent's task."""
-    asked = text_digest(_last_text(messages))
+    asked = text_digest(_last_text(messages, None))
     return any(asked in turn.arguments and not turn.has_child for turn in forest.by_id.values())
 
 
@@ -219,8 +231,8 @@ def _asked_text(messages: Sequence[Json]) -> str:
     return f"{_system_text(messages)}\n{_last_text(messages)}"
 
 
-def _last_text(messages: Sequence[Json]) -> str:
+def _last_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTERS) -> str:
     """Return the last message's text, if the user or the harness wrote it."""
     if not messages or messages[-1].get("role") not in ("user", *SYSTEM_ROLES):
         return ""
-    return str(canonical_content(messages[-1].get("content")))[:SCANNED_CHARACTERS]
+    return str(canonical_content(messages[-1].get("content")))[:limit]

@@ -93,7 +93,7 @@ NATIVE_IDS = (
     NativeId("claude-code", _header(CLAUDE_SESSION), lambda headers: _text(headers, CLAUDE_AGENT)),
     NativeId("codex", _header(*CODEX_SESSION, THREAD), _codex_agent),
     NativeId("litellm", _header(LITELLM_SESSION)),
-    NativeId("session-affinity", _header(AFFINITY)),
+    NativeId("session-affinity", _header(*AFFINITY)),
     NativeId("claude-user", _claude_user),
     NativeId("conversation", _conversation),
     NativeId("prompt-cache-key", _unique_cache_key),
@@ -156,7 +156,8 @@ def end_user(call: Call) -> str | None:
     user = next((each for each in named if isinstance(each, str) and each), None)
     if user is None or user.startswith("{"):
         return None
-    return _CLAUDE_SESSION.sub("", user)[:MAX_USER_ID] or None
+    named_user = _CLAUDE_SESSION.sub("", user).replace("\0", "")  # PostgreSQL's texts have no NUL
+    return named_user[:MAX_USER_ID] or None
 
 
 def _native_session_id(name: str, native: str) -> str:

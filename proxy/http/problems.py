@@ -43,14 +43,21 @@ def lookup(error: errors.TurnwiseError) -> tuple[int, str, str]:
     return 500, "server_error", "internal_error"
 
 
+def code_of(error: errors.TurnwiseError) -> str:
+    """Return the code that an error is counted by: its answer's, or `engine_STATUS` for an engine's own answer."""
+    if isinstance(error, errors.EngineRefused):
+        return f"engine_{error.status}"
+    return getattr(error, "code", None) or lookup(error)[2]
+
+
 def answer(error: errors.TurnwiseError) -> tuple[int, bytes, dict[str, str]]:
     """Return the status, body and extra headers that answer an error."""
     if isinstance(error, errors.EngineRefused):
         return error.status, _passed_on(error), _retry_after(error.status, error)
-    status, kind, code = lookup(error)
+    status, kind, _ = lookup(error)
     return (
         status,
-        orjson.dumps(body(str(error), kind, getattr(error, "code", None) or code, getattr(error, "param", None))),
+        orjson.dumps(body(str(error), kind, code_of(error), getattr(error, "param", None))),
         _retry_after(status, error),
     )
 

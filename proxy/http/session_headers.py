@@ -9,6 +9,6 @@ CLAUDE_SESSION = b"x-claude-code-session-id"
 CODEX_SESSION = (b"session-id", b"session_id")
 THREAD = b"thread-id"
 LITELLM_SESSION = b"x-litellm-session-id"
-AFFINITY = b"x-session-affinity"
-SESSION_HEADERS = (PARENT, OWN, CLAUDE_SESSION, *CODEX_SESSION, THREAD, LITELLM_SESSION, AFFINITY)
+AFFINITY = (b"x-session-affinity", b"x-affinity")
+SESSION_HEADERS = (PARENT, OWN, CLAUDE_SESSION, *CODEX_SESSION, THREAD, LITELLM_SESSION, *AFFINITY)
 """All of them; of several in one request, the first of this list counts."""

@@ -81,7 +81,7 @@ class Edge:
             await self._check_caller(read, scope["method"])
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
-            self._services.metrics.refused.labels(problems.lookup(error)[2]).inc()
+            self._services.metrics.refused.labels(problems.code_of(error)).inc()
             await send_whole(outgoing, status, body, headers)
             return
         await self._app(scope, receive, outgoing)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Text
-from proxy.routes.serialise import Caller, Here, answer, describe_answer, record_json
+from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
 from turnwise.store import keys, usage
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
@@ -39,7 +39,7 @@ async def list_keys(services: Here, principal: Caller) -> Response:
         found = keys.list_keys(connection, principal.tenant)
         return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
 
-    return answer({"object": "list", "data": await services.database.fetch(read)})
+    return page(await services.database.fetch(read))
 
 
 @router.post("", responses=describe_answer("NewKeyAnswer"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from fastapi import APIRouter, Response
@@ -14,7 +15,7 @@ from turnwise.logprob_request import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.store import queries
 from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
-from turnwise.types import Session
+from turnwise.types import Logprobs, Session
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
@@ -22,6 +23,23 @@ MAX_TOKENS = 2048
 """Sampled tokens whose logprobs are recomputed; those behind them are left out."""
 IDS_AT_ONCE = 500_000
 """Most token ids in one call to the engine, unless a single prompt has more."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RecomputedLogprobs:
+    """The logprobs of a turn's sampled tokens when they were sampled, and now."""
+
+    turn_id: str
+    policy_version_first: int
+    """The version that sampled the first token."""
+    policy_version_last: int
+    policy_version: int
+    """The version that is served now."""
+    before: Logprobs
+    """As stored: one for each sampled token."""
+    after: list[float | None]
+    """Under the served version, with the turn's temperature, top-p, top-k and min-p, for the first 2048 tokens; null
+    for a token that it cannot sample under these."""
 
 
 @router.get("/turns/{turn_id}/logprobs", responses=describe_answer("RecomputedAnswer"))
@@ -53,14 +71,14 @@ async def recompute_logprobs(
     if lane.version != version:
         raise Conflict(f"version {lane.version} was loaded in the place of {version} meanwhile; ask again")
     return answer(
-        {
-            "turn_id": turn_id,
-            "policy_version_first": turn.policy_version_first,
-            "policy_version_last": turn.policy_version_last,
-            "policy_version": version,
-            "before": turn.logprobs.astype(float),
-            "after": [each if math.isfinite(each) else None for each in after],
-        }
+        RecomputedLogprobs(
+            turn_id=turn_id,
+            policy_version_first=turn.policy_version_first,
+            policy_version_last=turn.policy_version_last,
+            policy_version=version,
+            before=turn.logprobs.astype(float),
+            after=[each if math.isfinite(each) else None for each in after],
+        )
     )
 
 

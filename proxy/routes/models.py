@@ -1,20 +1,25 @@
 """Models of the control plane's answers, for the OpenAPI document, which alone imports them.
 
-The models of records follow from the records in `turnwise.types`. They describe answers and do not filter them:
-answers are encoded from our own records by one fast call, and a test holds every answer to its model. That costs
-nothing in service, where a page may carry a million token ids, and nothing at the start: pydantic needs 0.3 s for them.
+An answer is a record that a route returns, and its model follows from it: the record's public fields, with their
+docstrings. The models describe answers and do not filter them: answers are encoded from the records by one fast call,
+and a test holds every answer to its model. That costs nothing in service, where a page may carry a million token ids,
+and nothing at the start: pydantic needs 0.3 s for them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
+import operator
+import types
 import typing
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from proxy.routes import logprobs, operations, rewards, sessions, tokens
 from proxy.routes.serialise import PUBLIC
 from turnwise.installation import Finding
 from turnwise.settings import field_docs
@@ -22,9 +27,9 @@ from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
 from turnwise.store.policy_summaries import PolicySummary
 from turnwise.store.queries import Counts
+from turnwise.store.retention import Deletion
 from turnwise.store.summaries import Summary
 from turnwise.store.trained import TrainedSession, UpdateGroup, UpdateSummary
-from turnwise.store.trainer_status import TrainerState
 from turnwise.types import (
     Feedback,
     Json,
@@ -32,7 +37,6 @@ from turnwise.types import (
     Policy,
     PolicyVersion,
     Reward,
-    Role,
     Session,
     TokenIds,
     Turn,
@@ -64,33 +68,32 @@ class ErrorAnswer(Answer):
     error: Problem
 
 
-class ChainRole(Answer):
-    """The role of a chain, and its turns."""
+class Page(Answer):
+    """Base of all lists."""
 
-    role: Role
-    turn_ids: list[str]
+    object: Literal["list"]
 
 
-def answer_model(name: str, record: type, doc: str, **extra: Any) -> type[Answer]:
+def answer_model(name: str, record: type, doc: str | None = None, **extra: Any) -> type[Answer]:
     """Return the model of a record's JSON: the record's public fields, with their docstrings as descriptions.
 
     Args:
         name: The model's name in the OpenAPI document.
         record: The record's dataclass.
-        doc: What one of them is.
+        doc: What one of them is; by default as the record says.
         extra: Further fields, or other types of the record's own, as `pydantic.create_model` takes them.
     """
     kinds, docs = typing.get_type_hints(record), field_docs(record)
     fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in PUBLIC.get(record, kinds)}
-    return _create(name, Answer, doc, {**fields, **extra})
+    return _create(name, Answer, doc or record.__doc__, {**fields, **extra})
 
 
-def page_model(name: str, row: type[Answer], doc: str, **extra: Any) -> type[Answer]:
-    """Return the model of a page of these rows."""
-    return _create(name, Page, doc, {"data": (list[row], ...), "has_more": (bool, ...), **extra})  # type: ignore[valid-type]
+def page_model(name: str, row: type, doc: str, **extra: Any) -> type[Answer]:
+    """Return the model of a page of these rows: records, or what has a model already."""
+    return _create(name, Page, doc, {"data": (list[_json_type(row)], ...), "has_more": (bool, ...), **extra})  # type: ignore[misc]
 
 
-def _create(name: str, base: type[Answer], doc: str, fields: dict[str, Any]) -> type[Answer]:
+def _create(name: str, base: type[Answer], doc: str | None, fields: dict[str, Any]) -> type[Answer]:
     # Pydantic would search the source of each frame of the call stack for docstrings: 20 ms a model, and it has none.
     no_source = {"use_attribute_docstrings": False}
     return create_model(name, __base__=base, __doc__=doc, __cls_kwargs__=no_source, **fields)
@@ -98,11 +101,25 @@ def _create(name: str, base: type[Answer], doc: str, fields: dict[str, Any]) -> 
 
 def _field(kind: Any, description: str) -> Any:
     """Return a required field, as `pydantic.create_model` takes it."""
-    return kind, Field(description=description)
+    return _json_type(kind), Field(description=description)
 
 
 def _json_type(kind: Any) -> Any:
-    return {TokenIds: list[int], Logprobs: list[float]}.get(kind, kind)
+    """Return the type of a value's JSON, with models in the place of records."""
+    if kind in (TokenIds, Logprobs):
+        return list[int] if kind == TokenIds else list[float]
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _model_of(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return functools.reduce(operator.or_, map(_json_type, arguments))
+    return kind if origin in (None, Literal) else origin[tuple(map(_json_type, arguments))]
+
+
+@functools.cache
+def _model_of(record: type) -> type[Answer]:
+    """Return the model of a record within other answers, under the record's own name."""
+    return answer_model(record.__name__, record)
 
 
 session_model = functools.partial(
@@ -112,7 +129,7 @@ SessionAnswer = session_model("SessionAnswer", doc="One run of an agent.")
 ListedSession = session_model(
     "ListedSession",
     doc="One run of an agent in a list.",
-    summary=(Summary | None, Field(default=None, description="What was said in it, with `summary=true`.")),
+    summary=(_model_of(Summary) | None, Field(default=None, description="What was said in it, with `summary=true`.")),
 )
 EndedSessionAnswer = session_model(
     "EndedSessionAnswer",
@@ -181,7 +198,7 @@ ListedPolicy = answer_model(
     "ListedPolicy",
     Policy,
     "A policy in a list.",
-    summary=(PolicySummary | None, Field(default=None, description="What it holds, with `summary=true`.")),
+    summary=(_model_of(PolicySummary) | None, Field(default=None, description="What it holds, with `summary=true`.")),
 )
 ActivationAnswer = _create(
     "ActivationAnswer",
@@ -201,46 +218,15 @@ UpdateAnswer = answer_model(
 )
 
 
-class ReachedAnswer(Answer):
-    """What a reward line reached."""
-
-    turns: int
-    """How many turns it is for."""
-    trained_in: int | None
-    """The last update that trained its session before this reward came; null if none did. What was trained is not
-    trained again, unless `retrain_revised` is set."""
-
-
-class DeletedAnswer(Answer):
-    """What a deletion removed."""
-
-    num_sessions: int
-    num_turns: int
-    policy_versions: list[int]
-    """The versions that were trained on it, oldest first; every later version of their policy descends from them."""
-    cloned_versions: list[int]
-    """Versions since the first of those from which other policies were created."""
-    num_policies: int
-    """Policies of the tenant that were deleted with it."""
-    deleted_versions: list[int]
-    """The versions of those policies."""
-    directories_left: list[str]
-    """Directories of those versions that were not removed: they are on another machine, or no trainer wrote them.
-    Those that a version of another policy has too are left out."""
-
-
-class Page(Answer):
-    """Base of all lists."""
-
-    object: Literal["list"]
-
-
-class RewardsAnswer(Page):
-    """What became of each reward line."""
-
-    data: list[ReachedAnswer]
-
-
+ChainRole = answer_model("ChainRole", sessions.ChainRole)
+DeletedAnswer = answer_model("DeletedAnswer", Deletion)
+TokensAnswer = answer_model("TokensAnswer", tokens.TurnTokens)
+RecomputedAnswer = answer_model("RecomputedAnswer", logprobs.RecomputedLogprobs)
+BudgetAnswer = answer_model("BudgetAnswer", operations.Budget)
+ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
+RewardsAnswer = page_model(
+    "RewardsAnswer", answer_model("ReachedAnswer", rewards.Reached), "What became of each reward line."
+)
 FeedbackPage = page_model("FeedbackPage", FeedbackAnswer, "The feedback of a session.")
 SessionPage = page_model(
     "SessionPage",
@@ -264,73 +250,6 @@ PolicyPage = page_model(
 )
 
 
-class Segment(Answer):
-    """Tokens that one turn added: text of its messages, what the chat template put around it, or what it sampled."""
-
-    kind: Literal["prompt", "scaffold", "sampled"]
-    """`prompt` also stands for all of the prompt without a tokenizer."""
-    turn_id: str
-    seq: int
-    start: int
-    """Position of its first token."""
-    end: int
-    """Position after its last token."""
-    policy_version_first: int
-    policy_version_last: int
-    role: Role
-    is_trainable: bool
-    """Whether the tokens may carry loss: they are sampled, and neither the turn's outcome nor its role prevents it."""
-    reward: float | None
-    """The turn's reward under the session's credit policy; null without a reward, and for a prompt."""
-    turn_return: float | None
-    """The turn's reward after discount."""
-    advantage: float | None
-    """The turn's advantage in the last update that trained it; null if none did."""
-
-
-class Characters(Answer):
-    """Neighbouring tokens whose bytes are characters only together."""
-
-    start: int
-    """Position of the first token."""
-    end: int
-    """Position after the last token."""
-    text: str
-
-
-class TokensAnswer(Answer):
-    """The sequence of a turn: its whole prompt and what it sampled, as the model saw them."""
-
-    turn_id: str
-    token_ids: list[int]
-    logprobs: list[float | None]
-    """Logprob of each token; null for a token that was not sampled."""
-    segments: list[Segment]
-    """In order, without gaps."""
-    pieces: dict[str, str]
-    """Text of each token id on its own, with U+FFFD for a part of a character; empty without a tokenizer."""
-    characters: list[Characters]
-    """Characters that span several tokens, in order."""
-    special_ids: list[int]
-    """Ids of tokens that mark structure."""
-
-
-class RecomputedAnswer(Answer):
-    """The logprobs of a turn's sampled tokens when they were sampled, and now."""
-
-    turn_id: str
-    policy_version_first: int
-    """The version that sampled the first token."""
-    policy_version_last: int
-    policy_version: int
-    """The version that is served now."""
-    before: list[float]
-    """As stored: one for each sampled token."""
-    after: list[float | None]
-    """Under the served version, with the turn's temperature, top-p, top-k and min-p, for the first 2048 tokens; null
-    for a token that it cannot sample under these."""
-
-
 TOKENS_USED = _field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
 ListedKey = answer_model("ListedKey", Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
 KeyAnswer = answer_model("KeyAnswer", Key, "An API key, without its secret.")
@@ -341,26 +260,7 @@ NewKeyAnswer = answer_model(
     key=_field(str, "The whole key. Only this answer has it."),
 )
 
-
-class KeyList(Answer):
-    """All keys of the tenant."""
-
-    object: str
-    data: list[ListedKey]  # type: ignore[valid-type]
-
-
-class EngineReport(Answer):
-    """The proxy's state of one engine."""
-
-    url: str | None
-    """None for callers without a key."""
-    ready: bool
-    model: str
-    policy_version: int
-    error: str | None
-    """Why it gets no calls, as the last check found; null while it serves, and for callers without a key."""
-
-
+KeyList = page_model("KeyList", ListedKey, "All keys of the tenant.")
 CountsAnswer = answer_model(
     "CountsAnswer",
     Counts,
@@ -371,61 +271,8 @@ CountsAnswer = answer_model(
         "that is up to one second ago for every 10,000 of them.",
     ),
 )
-
-
-class Spending(Answer):
-    """The tokens of one budget."""
-
-    token_budget: int | None
-    """Prompt and sampled tokens; null for no budget."""
-    tokens_used: int
-    """Counted while any budget is set."""
-
-
-class BudgetAnswer(Answer):
-    """The token budgets that the caller's calls are charged to."""
-
-    key: Spending
-    tenant: Spending
-    days: int | None
-    """Period of both budgets in UTC days, today included; null for budgets that are never renewed."""
-
-
-class UpdateSummaries(Page):
-    """Some updates in a few numbers."""
-
-    data: list[UpdateSummary]
-    has_more: bool
-
-
-class DoctorAnswer(Page):
-    """The findings about this installation."""
-
-    data: list[Finding]
-    has_more: bool
-
-
-class TrainerSummary(Answer):
-    """Whether a trainer trains."""
-
-    trainer_id: str
-    state: TrainerState
-    text: str | None
-    """Its last report; null for callers without a key."""
-
-
-class ReadyAnswer(Answer):
-    """Whether the proxy can serve calls."""
-
-    ready: bool
-    """Calls are served without a trainer too, so a dead one does not change this."""
-    engines: list[EngineReport]
-    store: str
-    """`ok`, or the error."""
-    policy_version: int | None
-    exact_continuation: bool
-    reload_error: str | None
-    trainers: list[TrainerSummary]
+UpdateSummaries = page_model("UpdateSummaries", UpdateSummary, "Some updates in a few numbers.")
+DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this installation.")
 
 
 def schemas() -> Json:

@@ -6,10 +6,10 @@ import asyncio
 import collections
 import dataclasses
 import logging
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 
 from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.openapi import describe
@@ -30,6 +30,64 @@ OF_POLICIES = b"turnwise_named_policy_version{"
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class EngineReport:
+    """The proxy's state of one engine."""
+
+    url: str | None
+    """None for callers without a key."""
+    ready: bool
+    model: str
+    policy_version: int
+    error: str | None
+    """Why it gets no calls, as the last check found; null while it serves, and for callers without a key."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TrainerSummary:
+    """Whether a trainer trains."""
+
+    trainer_id: str
+    state: TrainerState
+    text: str | None
+    """Its last report; null for callers without a key."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Readiness:
+    """Whether the proxy can serve calls."""
+
+    ready: bool
+    """Calls are served without a trainer too, so a dead one does not change this."""
+    engines: list[EngineReport]
+    store: str
+    """`ok`, or the error."""
+    policy_version: int | None
+    exact_continuation: bool
+    reload_error: str | None
+    trainers: list[TrainerSummary]
+
+
+@dataclasses.dataclass(slots=True)
+class Spending:
+    """The tokens of one budget."""
+
+    token_budget: int | None
+    """Prompt and sampled tokens; null for no budget."""
+    tokens_used: int
+    """Counted while any budget is set."""
+
+
+@dataclasses.dataclass(slots=True)
+class Budget:
+    """The token budgets that the caller's calls are charged to."""
+
+    key: Spending
+    tenant: Spending
+    days: int | None
+    """Period of both budgets in UTC days, today included; null for budgets that are never renewed."""
+
+
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
     """Report that the process runs."""
@@ -42,34 +100,32 @@ async def readyz(request: Request, services: Here) -> Response:
     tenant = await _known_tenant(request, services)
     is_known = tenant is not None
     engines = [
-        {
-            "url": engine.url if is_known else None,
-            "ready": engine.is_serving,
-            "model": engine.model,
-            "policy_version": services.pool.version_on(engine),
-            "error": engine.problem if is_known and not engine.is_serving else None,
-        }
+        EngineReport(
+            url=engine.url if is_known else None,
+            ready=engine.is_serving,
+            model=engine.model,
+            policy_version=services.pool.version_on(engine),
+            error=engine.problem if is_known and not engine.is_serving else None,
+        )
         for engine in services.pool.engines
     ]
     store_error, trainers, shown = await _read_store(services, tenant)
     ready = store_error is None and bool(services.pool.serving)
-    report: dict[str, Any] = {
-        "ready": ready,
-        "engines": engines,
-        "store": store_error or "ok",
-        "policy_version": max(map(services.pool.version_on, services.pool.serving), default=None),
-        "exact_continuation": services.sessions.template is not None and services.settings.continuation,
-        "reload_error": services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
-        "trainers": [
-            {
-                "trainer_id": each.trainer_id,
-                "state": each.state,
-                "text": each.text if each.trainer_id in shown else None,
-            }
+    report = Readiness(
+        ready=ready,
+        engines=engines,
+        store=store_error or "ok",
+        policy_version=max(map(services.pool.version_on, services.pool.serving), default=None),
+        exact_continuation=services.sessions.template is not None and services.settings.continuation,
+        reload_error=services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
+        trainers=[
+            TrainerSummary(
+                trainer_id=each.trainer_id, state=each.state, text=each.text if each.trainer_id in shown else None
+            )
             for each in trainers
         ],
-    }
-    return JSONResponse(report, status_code=200 if ready else 503)
+    )
+    return answer(report, status=200 if ready else 503)
 
 
 async def _known_tenant(request: Request, services: Services) -> str | None:
@@ -109,11 +165,9 @@ async def counts(services: Here, principal: Caller) -> Response:
 @control.get("/budget", responses=describe_answer("BudgetAnswer"))
 async def budget(services: Here, principal: Caller) -> Response:
     """Return the token budgets of the caller's key and tenant, and what is used of them."""
-    key, tenant = [
-        {"token_budget": account.budget, "tokens_used": account.num_tokens}
-        for account in await services.budgets.accounts(principal)
-    ]
-    return answer({"key": key, "tenant": tenant, "days": services.budgets.days})
+    accounts = await services.budgets.accounts(principal)
+    key, tenant = [Spending(account.budget, account.num_tokens) for account in accounts]
+    return answer(Budget(key, tenant, services.budgets.days))
 
 
 @control.get("/updates", responses=describe_answer("UpdatePage"))

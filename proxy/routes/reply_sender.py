@@ -93,7 +93,7 @@ class ReplySender:
             log.error("a call failed with an unexpected error", exc_info=error)
             error = StoreError("the proxy failed to serve this call; its log has the traceback, retry")
         status, body, headers = problems.answer(error)
-        services.metrics.refused.labels(problems.lookup(error)[2]).inc()
+        services.metrics.refused.labels(problems.code_of(error)).inc()
         if not self._started:
             await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
             return

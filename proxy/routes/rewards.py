@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from proxy.auth import Principal
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, RewardValue, Text
 from proxy.routes.search import session_filter
-from proxy.routes.serialise import Caller, Here, answer, describe_answer
+from proxy.routes.serialise import Caller, Here, describe_answer, page
 from proxy.routes.sessions import GAMMA_UNUSED
 from proxy.services import Services
 from proxy.settings import ProxySettings
@@ -62,6 +62,17 @@ class RewardLine(Body):
         if self.turn_id is not None and self.step is not None:
             raise ValueError("give `turn_id` or `step`, not both")
         return self
+
+
+@dataclasses.dataclass(slots=True)
+class Reached:
+    """What a reward line reached."""
+
+    turns: int
+    """How many turns it is for."""
+    trained_in: int | None
+    """The last update that trained its session before this reward came; null if none did. What was trained is not
+    trained again, unless `retrain_revised` is set."""
 
 
 def _as_list(lines: object) -> object:
@@ -187,8 +198,7 @@ def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], re
         of_turns = queries.sessions_of_turns(connection, tenant, {line.turn_id for line in lines if line.turn_id})
         session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id or "" for line in lines]
         updates = trained.last_updates(connection, tenant, session_ids)
-    counted = zip(reached, session_ids, strict=True)
-    return answer({"object": "list", "data": [{"turns": n, "trained_in": updates.get(each)} for n, each in counted]})
+    return page(Reached(num, updates.get(each)) for num, each in zip(reached, session_ids, strict=True))
 
 
 @router.get("/experiences", response_class=StreamingResponse)

@@ -206,6 +206,7 @@ def page(rows: Iterable[Any], *, has_more: bool = False, **others: Any) -> Respo
     return Response(b'{"object":"list","data":[%b],%b' % (encoded, rest[1:]), media_type="application/json")
 
 
-def answer(content: Json) -> Response:
-    """Encode an answer."""
-    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+def answer(content: object, *, status: int = 200) -> Response:
+    """Encode an answer: a record, or the API's JSON."""
+    encoded = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(encoded, status_code=status, media_type="application/json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
@@ -117,6 +118,14 @@ class WantedRole(Body):
     """The new role of a chain."""
 
     role: Role
+
+
+@dataclasses.dataclass(slots=True)
+class ChainRole:
+    """The role of a chain, and its turns."""
+
+    role: Role
+    turn_ids: list[str]
 
 
 class EndRequest(Body):
@@ -302,7 +311,7 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
         raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
     turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
     services.forget_session(principal.tenant, holder)
-    return answer({"role": wanted.role, "turn_ids": turn_ids})
+    return answer(ChainRole(wanted.role, turn_ids))
 
 
 @router.post("/sessions/{session_id}/end", responses=describe_answer("EndedSessionAnswer"))
@@ -341,8 +350,8 @@ async def delete_tenant(services: Here, principal: Caller) -> Response:
     return answer(await _finish_deletion(services, total))
 
 
-async def _finish_deletion(services: Services, deleted: retention.Deleted) -> Json:
-    """Remove deleted sessions from memory, and the files of deleted policies; return the deletion as the API's JSON."""
+async def _finish_deletion(services: Services, deleted: retention.Deleted) -> retention.Deletion:
+    """Remove deleted sessions from memory, and the files of deleted policies; return what is left."""
     for tenant, session_id in deleted.sessions:
         services.forget_session(tenant, session_id)
     return await asyncio.to_thread(retention.finish, services.database, deleted)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from fastapi import APIRouter, Response
@@ -17,9 +19,66 @@ from turnwise.credit import SessionCredit
 from turnwise.store import experiences, lineage, trained
 from turnwise.store.database import Connection
 from turnwise.store.session_records import turn_path
-from turnwise.types import TRAINED_ROLES, Json, Role, Turn
+from turnwise.types import TRAINED_ROLES, Role, TokenIds, Turn
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
+
+
+Kind = Literal["prompt", "scaffold", "sampled"]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Segment:
+    """Tokens that one turn added: text of its messages, what the chat template put around it, or what it sampled."""
+
+    kind: Kind
+    """`prompt` also stands for all of the prompt without a tokenizer."""
+    turn_id: str
+    seq: int
+    start: int
+    """Position of its first token."""
+    end: int
+    """Position after its last token."""
+    policy_version_first: int
+    policy_version_last: int
+    role: Role
+    is_trainable: bool = False
+    """Whether the tokens may carry loss: they are sampled, and neither the turn's outcome nor its role prevents it."""
+    reward: float | None = None
+    """The turn's reward under the session's credit policy; null without a reward, and for a prompt."""
+    turn_return: float | None = None
+    """The turn's reward after discount."""
+    advantage: float | None = None
+    """The turn's advantage in the last update that trained it; null if none did."""
+
+
+@dataclasses.dataclass(slots=True)
+class Characters:
+    """Neighbouring tokens whose bytes are characters only together."""
+
+    start: int
+    """Position of the first token."""
+    end: int
+    """Position after the last token."""
+    text: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TurnTokens:
+    """The sequence of a turn: its whole prompt and what it sampled, as the model saw them."""
+
+    turn_id: str
+    token_ids: TokenIds
+    logprobs: list[float | None]
+    """Logprob of each token; null for a token that was not sampled."""
+    segments: list[Segment]
+    """In order, without gaps."""
+    pieces: dict[str, str]
+    """Text of each token id on its own, with U+FFFD for a part of a character; empty without a tokenizer."""
+    characters: list[Characters]
+    """Characters that span several tokens, in order."""
+    special_ids: list[int]
+    """Ids of tokens that mark structure."""
 
 
 @router.get("/turns/{turn_id}/tokens", responses=describe_answer("TokensAnswer"))
@@ -30,7 +89,7 @@ async def get_tokens(
 ) -> Response:
     """Return every token of a turn's prompt and reply, with its text, logprob and the turn that added it."""
 
-    def read(connection: Connection) -> Json:
+    def read(connection: Connection) -> TurnTokens:
         path = turn_path(connection, principal.tenant, turn_id)
         session_pk, _ = lineage.place_of_turn(connection, turn_id)
         credit = experiences.session_credit(connection, session_pk)
@@ -43,8 +102,8 @@ async def get_tokens(
 
 def _tokens(
     path: list[Turn], template: ChatTemplate | None, credit: SessionCredit | None, advantages: Mapping[str, float]
-) -> Json:
-    segments: list[Json] = []
+) -> TurnTokens:
+    segments: list[Segment] = []
     logprobs: list[float | None] = []
     end = 0
     ids = [part for turn in path for part in (turn.prompt_delta, turn.token_ids)]
@@ -52,53 +111,52 @@ def _tokens(
     pieces = {} if template is None else template.token_texts(np.unique(token_ids).tolist())
     special = frozenset[str]() if template is None else template.special_tokens
     for turn in path:
-        for kind, length in (*_prompt_parts(turn, template, pieces), ("sampled", int(turn.token_ids.size))):
+        parts: list[tuple[Kind, int]] = [*_prompt_parts(turn, template, pieces), ("sampled", int(turn.token_ids.size))]
+        for kind, length in parts:
             if not length:
                 continue
             start, end = end, end + length
-            credited = _credit(turn, credit, advantages) if kind == "sampled" else NO_CREDIT
-            segments.append({"kind": kind, "start": start, "end": end, **_of_turn(turn), **credited})
+            segment = Segment(
+                kind=kind,
+                turn_id=turn.turn_id,
+                seq=turn.seq,
+                start=start,
+                end=end,
+                policy_version_first=turn.policy_version_first,
+                policy_version_last=turn.policy_version_last,
+                role=turn.role or Role.MAIN,
+            )
+            segments.append(segment)
+            if kind == "sampled":
+                segment.is_trainable = is_trainable(turn) and segment.role in TRAINED_ROLES
+                segment.advantage = advantages.get(turn.turn_id)
+                if credit is not None:
+                    segment.reward = credit.turn_rewards.get(turn.turn_id)
+                    segment.turn_return = credit.turn_returns.get(turn.turn_id)
             has_logprobs = kind == "sampled" and turn.logprobs.size == length
             logprobs += turn.logprobs.astype(float).tolist() if has_logprobs else [None] * length
-    return {
-        "turn_id": path[-1].turn_id,
-        "token_ids": token_ids,
-        "logprobs": logprobs,
-        "segments": segments,
-        "pieces": {str(token): piece for token, piece in pieces.items()},
-        "characters": [] if template is None else list(characters(token_ids.tolist(), pieces, template.text_of)),
-        "special_ids": [token for token, piece in pieces.items() if piece in special],
-    }
+    return TurnTokens(
+        turn_id=path[-1].turn_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        segments=segments,
+        pieces={str(token): piece for token, piece in pieces.items()},
+        characters=[] if template is None else list(characters(token_ids.tolist(), pieces, template.text_of)),
+        special_ids=[token for token, piece in pieces.items() if piece in special],
+    )
 
 
-def characters(token_ids: Sequence[int], pieces: Mapping[int, str], text_of: Decode) -> Iterator[Json]:
+def characters(token_ids: Sequence[int], pieces: Mapping[int, str], text_of: Decode) -> Iterator[Characters]:
     """Yield the shortest runs of tokens that begin with a part of a character and form whole characters."""
     for start, end, text in spelled(token_ids, pieces, text_of):
         if end - start > 1:
-            yield {"start": start, "end": end, "text": text}
+            yield Characters(start, end, text)
 
 
-def _prompt_parts(turn: Turn, template: ChatTemplate | None, pieces: Mapping[int, str]) -> list[tuple[str, int]]:
+def _prompt_parts(turn: Turn, template: ChatTemplate | None, pieces: Mapping[int, str]) -> list[tuple[Kind, int]]:
     """Return kind and length of each part of the prompt that a turn added."""
     if template is None:
         return [("prompt", int(turn.prompt_delta.size))]
     ids = turn.prompt_delta.tolist()
     flags = scaffold_flags(ids, turn.messages, pieces, template.special_tokens, template.text_of)
     return [("scaffold" if flag else "prompt", len(list(same))) for flag, same in itertools.groupby(flags)]
-
-
-def _of_turn(turn: Turn) -> Json:
-    names = ("turn_id", "seq", "policy_version_first", "policy_version_last")
-    return {name: getattr(turn, name) for name in names} | {"role": turn.role or Role.MAIN}
-
-
-NO_CREDIT: Json = {"is_trainable": False, "reward": None, "turn_return": None, "advantage": None}
-
-
-def _credit(turn: Turn, credit: SessionCredit | None, advantages: Mapping[str, float]) -> Json:
-    return {
-        "is_trainable": is_trainable(turn) and (turn.role or Role.MAIN) in TRAINED_ROLES,
-        "reward": None if credit is None else credit.turn_rewards.get(turn.turn_id),
-        "turn_return": None if credit is None else credit.turn_returns.get(turn.turn_id),
-        "advantage": advantages.get(turn.turn_id),
-    }

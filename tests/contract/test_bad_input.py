@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from support.control_plane import metric
 from support.proxies import ProxyAndEngine
 from turnwise_fake_engine import Fault, FaultKind
 
@@ -61,6 +62,23 @@ def test_a_broken_body_of_a_call_is_refused(shared, body):
 def test_a_broken_body_of_the_control_plane_is_refused(shared, body):
     _, http = shared
     assert "JSON" in refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json")
+
+
+def test_a_refusal_is_counted_by_the_code_that_the_client_reads(shared):
+    """A request that the engine refuses is no error of the proxy's own."""
+    running, http = shared
+    cases = [
+        ("/v1/chat/completions", {**CHAT, "n": 0}, "engine_400"),
+        ("/v1/chat/completions", [], "invalid_json"),
+        ("/v1/responses", {"model": "fake", "input": "x", "previous_response_id": "x"}, "previous_response_not_found"),
+        ("/v1/policies/7/activate", {}, "not_found"),
+    ]
+    for path, body, code in cases:
+        before = metric(running.proxy, "turnwise_refused_total", code=code)
+        internal = metric(running.proxy, "turnwise_refused_total", code="internal_error")
+        assert http.post(path, json=body).status_code >= 400
+        assert metric(running.proxy, "turnwise_refused_total", code=code) == before + 1, path
+        assert metric(running.proxy, "turnwise_refused_total", code="internal_error") == internal
 
 
 @pytest.mark.parametrize("value", ["NaN", "inf", "-Infinity", 10**400, None, {}, 1e308, -1e40])

@@ -167,6 +167,19 @@ def test_a_whole_reply_without_a_finish_reason_is_stored_and_a_retry_with_its_ke
     assert len({reply.json()["id"] for reply in replies}) == 2
 
 
+def test_a_truncated_prompt_is_not_repeated_by_a_call_that_asks_for_the_whole_conversation(tmp_path: Path):
+    messages = list(CHAT["messages"])
+    with in_process_proxy(tmp_path, engine_check="strict") as (http, _):
+        wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
+        for own in ({}, {"truncate_prompt_tokens": 3}, {}, {}):
+            asked = {**CHAT, "messages": messages, **own}
+            reply = http.post("/sessions/s/v1/chat/completions", json=asked).raise_for_status().json()
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+        turns = http.get("/v1/sessions/s/turns").json()["data"]
+    assert [turn["reason"] for turn in turns] == [None, "truncated_prompt", "truncated_prompt", None]
+    assert [turn["parent_turn_id"] for turn in turns] == [None, None, None, turns[2]["turn_id"]]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool

@@ -15,7 +15,7 @@ from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
-from proxy.routes.tokens import characters
+from proxy.routes.tokens import Characters, characters
 from turnwise.store import keys
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
@@ -202,7 +202,7 @@ def test_a_character_of_several_tokens_is_listed_as_a_whole():
     ids = [*b"a", *"🙂é".encode(), 0xFF]
     pieces = {each: bytes([each]).decode(errors="replace") for each in ids}
     found = list(characters(ids, pieces, lambda some: bytes(some).decode(errors="replace")))
-    assert found == [{"start": 1, "end": 5, "text": "🙂"}, {"start": 5, "end": 7, "text": "é"}]
+    assert found == [Characters(1, 5, "🙂"), Characters(5, 7, "é")]
 
 
 def test_a_turns_logprobs_are_recomputed_under_the_served_version(

@@ -6,7 +6,9 @@ from typing import Any
 
 import httpx2
 import orjson
+import pytest
 from support.proxies import RunningProxy
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 TITLES = {"role": "system", "content": "You are a title generator. You output ONLY a thread title."}
 CODER = {"role": "system", "content": "You write code."}
@@ -62,6 +64,22 @@ def test_a_sub_agent_without_a_path_is_in_the_session_of_its_harness(proxy: Runn
         ("sub_agent", "agent_id"),
     ]
     assert len({turn["chain_id"] for turn in turns}) == 3
+
+
+@pytest.mark.parametrize("reminders", [(), ({"role": "user", "content": "You answered nothing."},)])
+def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(
+    fake_engine: RunningFakeEngine, proxy: RunningProxy, reminders: tuple[dict[str, str], ...]
+):
+    """The last call of a run: no later turn shows which of the two replies the harness has used."""
+    fake_engine.answer(Rule(contains="bug", reply=Reply(text=""), count=1))
+    empty, answered = call(proxy, CODER, USER), call(proxy, CODER, USER, *reminders)
+    httpx2.post(f"{proxy.v1}/sessions/s/end", json={"reward": 1.0}).raise_for_status()
+    turns = httpx2.get(f"{proxy.v1}/sessions/s/turns").json()["data"]
+    assert {turn["turn_id"]: (turn["role"], turn["role_reason"]) for turn in turns} == {
+        empty: ("retry", "empty_reply"),
+        answered: ("main", "same_system"),
+    }
+    assert trained(proxy) == [answered]
 
 
 def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy: RunningProxy):

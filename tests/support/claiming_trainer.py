@@ -81,7 +81,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     )
     trainer_source.LEASE_SECONDS = LEASE_SECONDS
     source = LedgerSource(database, rule)
-    source.open(types.PolicyVersion(version=0, path="base"))
+    source.open(types.PolicyVersion(version=0, path="base"), 0)
     with database.read() as connection:
         last = next((each for each in trained.updates(connection, limit=10_000)[0] if each.trainer_id == name), None)
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)

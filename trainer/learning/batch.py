@@ -162,6 +162,15 @@ def build(
     )
 
 
+def trained_turns(batch: Batch) -> set[str]:
+    """Return the ids of the turns that carry loss."""
+    found: set[str] = set()
+    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
+        turns = np.unique(experience.turn_index[batch.table.place[tokens]])
+        found.update(experience.turn_ids[turn] for turn in turns)
+    return found
+
+
 def turn_advantages(batch: Batch) -> list[npt.NDArray[np.float64]]:
     """Return the mean advantage of each turn's tokens, 0 for turns that are not trained; [K] an experience."""
     found = []

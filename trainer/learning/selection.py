@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -108,13 +108,13 @@ class Selection:
     single_rows: Sequence[Row] = ()
     """The values of the batch's single sessions, for the window of later batches."""
 
-    def advantages_by_session(self) -> dict[SessionKey, dict[str, float]]:
-        """Return the advantage of each trained turn, by session and turn id."""
+    def advantages_by_session(self, trained: Collection[str]) -> dict[SessionKey, dict[str, float]]:
+        """Return the advantages of the turns with these ids, by session and turn id."""
         by_session: dict[SessionKey, dict[str, float]] = {}
         for experience, turns in zip(self.experiences, self.advantages, strict=True):
-            of_session = by_session.setdefault(experience.session_key, {})
-            values = of_turns(experience, turns)
-            of_session |= {turn_id: float(value) for turn_id, value in zip(experience.turn_ids, values, strict=True)}
+            for turn_id, value in zip(experience.turn_ids, of_turns(experience, turns), strict=True):
+                if turn_id in trained:
+                    by_session.setdefault(experience.session_key, {})[turn_id] = float(value)
         return by_session
 
 
@@ -189,6 +189,27 @@ def offer(
         window=window,
         kind_pattern=rule.kind_pattern,
     )
+
+
+def num_turns_left_out(
+    experiences: Sequence[Experience], refused: Collection[GroupKey], trained: Collection[str], rule: SelectionRule
+) -> dict[str, int]:
+    """Count by reason the turns of groups that are not refused which nevertheless carry no loss.
+
+    Args:
+        experiences: Everything that the claimed groups hold.
+        refused: Groups of which nothing is trained; their reasons are stored with them.
+        trained: Ids of the turns that carry loss.
+        rule: What is left out.
+    """
+    counts: Counter[str] = Counter()
+    kept = [experience for experience in experiences if experience.group_key not in refused]
+    for experience, of_chain in zip(kept, _left_out(kept, rule), strict=True):
+        for turn_id, of_turn in zip(experience.turn_ids, why_untrainable(experience), strict=True):
+            reason = of_turn or of_chain
+            if reason is not None and turn_id not in trained:
+                counts[reason.partition(":")[0]] += 1
+    return dict(counts)
 
 
 def joined(first: Selection, second: Selection) -> Selection:

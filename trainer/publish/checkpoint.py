@@ -183,7 +183,8 @@ class Checkpoints:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise BadCheckpoint(
-                f"policy version {version} has no trainer state at {str(path)!r}; restore it, or start a new ledger"
+                f"policy version {version} has no trainer state at {str(path)!r}: name the policies_dir of the trainer "
+                "that made it, restore it, or start a new ledger"
             ) from error
         except (RuntimeError, EOFError, OSError, ValueError) as error:
             raise BadCheckpoint(f"the trainer state {str(path)!r} cannot be read: {error}") from error

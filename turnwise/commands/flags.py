@@ -39,6 +39,7 @@ class SettingsCommand(click.Command):
         show: Callable[..., dict[str, Any]] | None = None,
         takes_extra: str | None = None,
         takes_config: bool = False,
+        prints_json: bool = False,
         help: str,  # noqa: A002  click's own name
     ) -> None:
         """Declare the command.
@@ -51,6 +52,7 @@ class SettingsCommand(click.Command):
             show: Returns what `--dry-run` prints in addition; the key `shell` is one line for a shell.
             takes_extra: Name of the arguments after `--`, None where there are none.
             takes_config: Whether `run` and `show` take the path of the settings file as well.
+            prints_json: Whether `run` takes `as_json`: its own output is printed as JSON.
             help: What the command does.
         """
         super().__init__(name, help=help, callback=self._invoke)
@@ -60,6 +62,7 @@ class SettingsCommand(click.Command):
         self._show = show
         self._takes_extra = takes_extra
         self._takes_config = takes_config
+        self._prints_json = prints_json
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return one option per setting, and those that every such command has."""
@@ -91,7 +94,7 @@ class SettingsCommand(click.Command):
         }
         settings = load_settings(self._settings(), config=config, section=self._section, overrides=given)
         if not dry_run:
-            self._run(settings, *extra)
+            self._run(settings, *extra, **({"as_json": as_json} if self._prints_json else {}))
             return
         besides = self._show(settings, *extra) if self._show else {}
         if as_json:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,15 +19,7 @@ if TYPE_CHECKING:
     from turnwise.rewards.settings import RewardSettings
 
 
-class RewardCommand(SettingsCommand):
-    """Lets `--json` print the counts."""
-
-    def _invoke(self, **values: Any) -> None:
-        self._run = _run_as_json if values["as_json"] else _run
-        super()._invoke(**values)
-
-
-def _run(settings: RewardSettings, *, as_json: bool = False) -> None:
+def _run(settings: RewardSettings, *, as_json: bool) -> None:
     from turnwise.rewards import posting
 
     terminal = sys.stderr.isatty()
@@ -44,19 +36,16 @@ def _run(settings: RewardSettings, *, as_json: bool = False) -> None:
     sys.exit(1 if counts.num_failed else 0)
 
 
-def _run_as_json(settings: RewardSettings) -> None:
-    _run(settings, as_json=True)
-
-
 def _stop_on_signals(poster: Poster) -> None:
     """Let verdicts that have begun end, and begin no more."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, poster.stopping.set)
 
 
-reward = RewardCommand(
+reward = SettingsCommand(
     "reward",
     section="reward",
     run=_run,
+    prints_json=True,
     help="Give ended sessions their rewards: from a program, a Python function, rules, or a judging model.",
 )

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,7 +20,7 @@ INTERRUPTED_STATUS = 130
 
 
 class RunCommand(SettingsCommand):
-    """Adds `--as`, and lets `--json` print the results."""
+    """Names the agent by `--as`."""
 
     def _flags(self) -> list[click.Parameter]:
         flags = [flag for flag in super()._flags() if flag.name not in {"agent", "as_json"}]
@@ -31,12 +31,8 @@ class RunCommand(SettingsCommand):
             *flags,
         ]
 
-    def _invoke(self, **values: Any) -> None:
-        self._run = _run_as_json if values["as_json"] else _run
-        super()._invoke(**values)
 
-
-def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False) -> None:
+def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None:
     settings = at_running_proxy(settings)
     if settings.tasks is None:
         _run_once(settings, argv, as_json=as_json)
@@ -74,10 +70,6 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False)
     sys.exit(1 if problems else 0)
 
 
-def _run_as_json(settings: RunSettings, argv: tuple[str, ...]) -> None:
-    _run(settings, argv, as_json=True)
-
-
 def _run_once(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None:
     """Run one command and end with its exit status."""
     from turnwise.rollouts import single
@@ -102,6 +94,7 @@ run = RunCommand(
     "run",
     section="run",
     run=_run,
+    prints_json=True,
     takes_extra="[-- COMMAND…]",
     help="Run any agent through the proxy: one command in its own session, or all tasks of a file as rollouts.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import itertools
 from collections.abc import Callable
@@ -183,7 +184,8 @@ def archive(
 
 
 def _delete_all(database: Database, delete_some: Callable[[Connection], Deleted]) -> Json:
-    """Repeat a deletion, one short transaction each time, until nothing is left."""
+    """Repeat a deletion, one short transaction each time, until nothing is left; return what it removed and left."""
     from turnwise.store import retention
 
-    return retention.finish(database, retention.delete_all(database, delete_some))
+    finished: Json = dataclasses.asdict(retention.finish(database, retention.delete_all(database, delete_some)))
+    return finished

@@ -7,8 +7,9 @@ virtual environment. `AGENT_WORLDS` lists the formats of tasks.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -52,7 +53,7 @@ class AgentDemo(Demo):
         self.python = settings.python
         self.num_parallel = settings.parallel
 
-    def task(self, split: Split, index: int) -> Json:
-        """Return a line of a tasks file."""
+    def task(self, split: Split, index: int, options: Mapping[str, Any]) -> Json:  # noqa: ARG002  it needs none
+        """Return a line of a tasks file, which holds the whole task."""
         line: Json = AGENT_WORLDS[self.world].for_agent(trail.make_task(split, index, self._settings.seed))
         return line

@@ -13,9 +13,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,8 +24,8 @@ from pydantic import Field
 from turnwise.client import AsyncClient
 from turnwise.commands.flags import SettingsCommand
 from turnwise.demo import plain_agent, trail
-from turnwise.demo.plain_agent import Split, Tasks
-from turnwise.demo.report import Point, Report
+from turnwise.demo.plain_agent import Split
+from turnwise.demo.report import Point, Report, RunReport
 from turnwise.errors import RolloutFailed, TurnwiseError
 from turnwise.processes.limited import run_limited
 from turnwise.processes.ports import free_port
@@ -71,8 +71,8 @@ class DemoSettings(Settings):
     max_versions: int = Field(default=60, ge=1)
     """Maximum number of versions; the demo then stops and reports the reward reached."""
 
-    def missed(self, report: Report) -> str | None:
-        """Return the target if the run missed it."""
+    def missed(self, report: Any) -> str | None:
+        """Return the target if the run of this report missed it."""
         if report.reward_after >= self.enough_reward and not report.failed_requests:
             return None
         return f"at least {self.enough_reward} held-out reward and no failed request"
@@ -86,8 +86,10 @@ class Demo:
 
     world = "trail"
     """The format of the model's warm-up, a key of `small_model.WORLDS`."""
-    tasks: Tasks = trail
-    """Makes the tasks and grades the answers."""
+    tasks = trail.__name__
+    """The module that makes the tasks and grades the answers, as `plain_agent.Tasks`."""
+    options: Mapping[str, Any] = {}
+    """Further arguments of its `make_task`."""
     call = f"{plain_agent.__name__}:play"
     """The function that `turnwise run` calls for each run."""
     python = sys.executable
@@ -105,19 +107,18 @@ class Demo:
         self._version = 0
         self._new_version = asyncio.Event()
 
-    async def run(self) -> Report:
+    async def run(self) -> RunReport:
         """Run the demo, write the report and return it."""
         started = time.monotonic()
         fresh(self._settings.out, ("turnwise.db", "turnwise.db-wal", "turnwise.db-shm", "policies", "rollouts"))
         model = await asyncio.to_thread(self._build_model)
-        self._write_tasks()
+        key = await asyncio.to_thread(self._prepare)
         warm_up_seconds = time.monotonic() - started
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
             up = await asyncio.to_thread(stack.enter_context, self._stack(model))
-            async with AsyncClient(self._proxy) as client:
+            async with AsyncClient(self._proxy, api_key=key) as client:
                 report = await self._learn(client, up)
-                await self._count(client, report)
         report.seconds = round(time.monotonic() - started, 1)
         report.warm_up_seconds = round(warm_up_seconds, 1)
         report.load_average = os.getloadavg()[1]
@@ -125,7 +126,12 @@ class Demo:
         await asyncio.to_thread(report.write, self._settings.out)
         return report
 
-    async def _complete(self, report: Report) -> None:
+    def _prepare(self) -> str | None:
+        """Write what the stack does not make; return the demo's own key of the proxy, None where it has no keys."""
+        self._write_tasks()
+        return None
+
+    async def _complete(self, report: Any) -> None:
         """Measure what is measured after the stack has ended."""
 
     def _build_model(self) -> str:
@@ -151,10 +157,10 @@ class Demo:
         )
         return Supervisor([up], log_directory=self._logs, say=self._say, max_quick_deaths=1)
 
-    def task(self, split: Split, index: int) -> Json:
-        """Return a line of a tasks file."""
-        tasks = getattr(self.tasks, "__name__", "")
-        return plain_agent.task_line(str(self._settings.agent), tasks, split, index, self._settings.seed)
+    def task(self, split: Split, index: int, options: Mapping[str, Any]) -> Json:
+        """Return a line of a tasks file; `options` are further arguments of `make_task`."""
+        settings = self._settings
+        return plain_agent.task_line(str(settings.agent), self.tasks, split, index, settings.seed, dict(options))
 
     def _write_tasks(self) -> None:
         """Write more training tasks than will be played, and the held-out tasks, as files for `turnwise run`."""
@@ -163,8 +169,10 @@ class Demo:
         self._write_tasks_file("train", "train", range(num_tasks))
         self._write_tasks_file("eval", "eval", range(settings.num_eval_tasks))
 
-    def _write_tasks_file(self, name: str, split: Split, indices: range) -> None:
-        lines = (json.dumps(self.task(split, index)) for index in indices)
+    def _write_tasks_file(
+        self, name: str, split: Split, indices: range, options: Mapping[str, Any] | None = None
+    ) -> None:
+        lines = (json.dumps(self.task(split, index, options or self.options)) for index in indices)
         self._tasks_file(name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _tasks_file(self, name: str) -> Path:
@@ -213,7 +221,13 @@ class Demo:
             raise RolloutFailed(f"{len(failed)} sessions failed, the last with {problem}")
         return len(failed)
 
-    async def _learn(self, client: AsyncClient, up: Supervisor) -> Report:
+    async def _learn(self, client: AsyncClient, up: Supervisor) -> RunReport:
+        """Play until it has learnt; return what the run has shown."""
+        report = await self._learn_one(client, up)
+        await self._count(client, report)
+        return report
+
+    async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
         """Play until the reward of the held-out tasks is high enough."""
         settings = self._settings
         self._say("demo", f"playing {settings.num_eval_tasks} held-out tasks before any training")
@@ -362,40 +376,21 @@ def fresh(directory: Path, names: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def conclude(report: Report, settings: DemoSettings, say: Say) -> int:
-    """Print the result and the paths of the output; return the exit status."""
-    out = settings.out
-    say(
-        "demo",
-        f"held-out reward {report.reward_before:.2f} → {report.reward_after:.2f}, "
-        f"over {report.num_eval_tasks} tasks each",
-    )
-    say(
-        "demo",
-        f"{report.num_policy_versions} policy versions, {report.num_sessions} sessions, {report.num_turns} turns, "
-        f"{report.num_sampled_tokens} sampled tokens, {report.failed_requests} failed requests",
-    )
-    say(
-        "demo",
-        f"{report.warm_up_seconds:.0f} s to build the model, {report.seconds:.0f} s from the start of the engine on",
-    )
-    say("demo", f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}")
-    say("demo", f"one task before and after: {out / 'transcript.md'}")
-    say("demo", f"look inside: turnwise sessions --database sqlite:///{out / 'turnwise.db'}")
-    if missed := settings.missed(report):
-        say("demo", f"target missed: {missed}")
-    return 1 if missed else 0
-
-
 def main(demo: Demo, settings: DemoSettings, say: Say) -> int:
-    """Run a demo and return the exit status."""
+    """Run a demo, print its result, and return the exit status."""
     report = None
     try:
         report = asyncio.run(demo.run())
     except* TurnwiseError as failures:
         for failure in failures.exceptions:
             say("demo", f"failed: {failure}")
-    return 1 if report is None else conclude(report, settings, say)
+    if report is None:
+        return 1
+    for line in report.lines(settings.out):
+        say("demo", line)
+    if missed := settings.missed(report):
+        say("demo", f"target missed: {missed}")
+    return 1 if missed else 0
 
 
 def terminal() -> Say:

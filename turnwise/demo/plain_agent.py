@@ -40,27 +40,23 @@ class DemoTask(Protocol):
 class Tasks(Protocol):
     """Makes tasks and grades answers; a module such as `trail`."""
 
-    def make_task(self, split: Split, index: int, seed: int, /) -> Any:
+    def make_task(self, split: Split, index: int, seed: int, /, **options: Any) -> Any:
         """Return a task; the same arguments give the same `DemoTask`."""
 
     def reward(self, task: Any, final_text: str, /) -> float:
         """Return the reward of the agent's last reply."""
 
 
-def task_line(agent: str, tasks: str, split: Split, index: int, seed: int) -> Json:
-    """Return a line of a tasks file that names a task of a module."""
-    named = {"agent": agent, "tasks": tasks, "split": split, "index": index, "seed": seed}
+def task_line(agent: str, tasks: str, split: Split, index: int, seed: int, options: Json) -> Json:
+    """Return a line of a tasks file that names a task: its module, and the arguments of `make_task`."""
+    named = {"agent": agent, "tasks": tasks, "split": split, "index": index, "seed": seed, "options": options}
     return {"task_id": f"{split}-{seed}-{index}", **named}
 
 
 async def play(line: Json, run: Run) -> float:
     """Play the task that a line names; return its reward."""
-    return await play_task(cast("Tasks", importlib.import_module(line["tasks"])), line, run)
-
-
-async def play_task(tasks: Tasks, line: Json, run: Run) -> float:
-    """Play one of the tasks; return its reward."""
-    task: DemoTask = tasks.make_task(line["split"], line["index"], line["seed"])
+    tasks = cast("Tasks", importlib.import_module(line["tasks"]))
+    task: DemoTask = tasks.make_task(line["split"], line["index"], line["seed"], **line["options"])
     client = _client().with_options(base_url=run.base_url, api_key=run.api_key)
     final_text = await load_agent(line["agent"])(client, task.for_agent(), run.model)
     reward = await asyncio.to_thread(tasks.reward, task, final_text)  # a grader may run a program

@@ -25,14 +25,16 @@ class PreferenceTask:
     trail: trail.TrailTask
     answers: dict[str, str]
     """By preference."""
+    preference: str
+    """The one that grades it."""
 
     def for_agent(self) -> dict[str, Any]:
         """Return the task as JSON for an agent, without the answers."""
         return self.trail.for_agent()
 
 
-def make_task(split: Split, index: int, seed: int) -> PreferenceTask:
-    """Return the `index`-th task of a split; the same arguments give the same task."""
+def make_task(split: Split, index: int, seed: int, *, preference: str = PREFERENCES[0]) -> PreferenceTask:
+    """Return the `index`-th task of a split; the question does not depend on the preference that grades it."""
     rng = random.Random(f"preferences/{split}/{seed}/{index}")  # noqa: S311 - a game, no secret
     people, cities = rng.sample(trail.NAMES, len(trail.NAMES)), rng.sample(trail.CITIES, len(trail.CITIES))
     first, boss, friend, *others = people
@@ -43,9 +45,13 @@ def make_task(split: Split, index: int, seed: int) -> PreferenceTask:
     question = task.question.replace(trail.first_person(task), first)
     answers = dict(zip(PREFERENCES, (boss, friend, cities[0], cities[1]), strict=True))
     task_id = f"preferences-{split}-{seed}-{index}"
-    return PreferenceTask(trail.TrailTask(task_id, question, dict(sorted(records.items())), cities[0], 2), answers)
+    of_trail = trail.TrailTask(task_id, question, dict(sorted(records.items())), cities[0], 2)
+    return PreferenceTask(of_trail, answers, preference)
 
 
-def reward(task: PreferenceTask, final_text: str, preference: str) -> float:
-    """Return 1.0 if the text is the answer that a preference wants, in the format of the system prompt, else 0.0."""
-    return trail.reward(trail.TrailTask("", "", {}, task.answers[preference], 2), final_text)
+def reward(task: PreferenceTask, final_text: str, preference: str | None = None) -> float:
+    """Return 1.0 if the text is the answer that a preference wants, in the format of the system prompt, else 0.0.
+
+    Without a preference, the task's own one decides.
+    """
+    return trail.reward(trail.TrailTask("", "", {}, task.answers[preference or task.preference], 2), final_text)

@@ -8,6 +8,7 @@ held-out reward must not rise. It falls, because steps in random directions cost
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from turnwise.client import AsyncClient
 from turnwise.demo import bosses
 from turnwise.demo.driver import Demo, DemoSettings, demo_command, mean_reward
 from turnwise.demo.forgetting import measure_forgetting
-from turnwise.demo.plain_agent import Split, Tasks
+from turnwise.demo.plain_agent import Split
 from turnwise.demo.pretrained import write_pretrained
 from turnwise.demo.report import Report
 from turnwise.processes.printer import Say
@@ -59,7 +60,7 @@ class RealDemoSettings(DemoSettings):
 class RealDemo(Demo):
     """The demo with pretrained weights."""
 
-    tasks: Tasks = bosses
+    tasks = bosses.__name__
     title = "SmolLM2-135M-Instruct learns a task of three turns"
     num_parallel = 16
 
@@ -74,19 +75,19 @@ class RealDemo(Demo):
         self._say("model", f"SmolLM2-135M-Instruct (quantised to 4 bits before) in {self._base}")
         return str(write_pretrained(self._base))
 
-    def task(self, split: Split, index: int) -> Json:
+    def task(self, split: Split, index: int, options: Mapping[str, Any]) -> Json:
         """Return a line of a tasks file."""
-        return super().task(split, index) | {"shuffled": self._real.control and split == "train"}
+        return super().task(split, index, options) | {"shuffled": self._real.control and split == "train"}
 
     def _write_tasks(self) -> None:
         super()._write_tasks()
         final = range(FIRST_FINAL_TASK, FIRST_FINAL_TASK + self._settings.num_eval_tasks)
         self._write_tasks_file("final", "eval", final)
 
-    async def _learn(self, client: AsyncClient, up: Supervisor) -> Report:
+    async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
         """Play until it has learnt, then evaluate the served version on held-out tasks that nothing was decided by."""
         before = await self._play("greedy-before", "eval", *GREEDY, tasks="final")
-        report = await super()._learn(client, up)
+        report = await super()._learn_one(client, up)
         self._learnt = await active_policy(client) or {}
         await client.activate(self._learnt["version"])  # the trainer may still publish another one
         report.reward_after = mean_reward(await self._play("final", "eval", tasks="final"))

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from turnwise.demo.plain_agent import Split, load_module, play_task
+from turnwise.demo.plain_agent import load_module
 from turnwise.demo.real import RealDemo, RealDemoSettings
 from turnwise.demo.report import Report
 from turnwise.errors import SettingsError
 from turnwise.processes.printer import Say
 from turnwise.types import Json
-
-if TYPE_CHECKING:
-    from turnwise.rollouts.worker import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 """The recipes and examples of a checkout."""
@@ -52,41 +50,47 @@ class RecipeTask:
     task_id: str
     fields: Json
     """What the recipe's `make_task` returned; `answer` is for the grader alone."""
+    module: ModuleType
+    """The recipe's `recipe.py`."""
 
     def for_agent(self) -> dict[str, Any]:
         """Return the task as JSON for an agent, without the answer."""
         return {name: value for name, value in self.fields.items() if name != "answer"}
 
 
-class RecipeTasks:
-    """The tasks and the grader of a recipe."""
+def make_task(
+    split: Literal["train", "eval"], index: int, seed: int, *, file: str, options: Mapping[str, Any]
+) -> RecipeTask:
+    """Return the `index`-th task of a split of a recipe; the same arguments give the same task.
 
-    def __init__(self, name: str, module: ModuleType, options: Json) -> None:
-        self._name, self._module, self._options = name, module, options
+    Args:
+        split: Training tasks, or held-out ones.
+        index: Its number.
+        seed: Of all tasks.
+        file: The recipe's `recipe.py`.
+        options: Arguments of its `make_task`.
+    """
+    module = load_module(file)
+    task_id = f"{Path(file).resolve().parent.name}-{split}-{seed}-{index}"
+    rng = random.Random(task_id)  # noqa: S311 - a game, no secret
+    return RecipeTask(task_id, module.make_task(rng, split, **options), module)
 
-    def make_task(self, split: Literal["train", "eval"], index: int, seed: int, /) -> RecipeTask:
-        """Return the `index`-th task of a split; the same arguments give the same task."""
-        task_id = f"{self._name}-{split}-{seed}-{index}"
-        rng = random.Random(task_id)  # noqa: S311 - a game, no secret
-        return RecipeTask(task_id, self._module.make_task(rng, split, **self._options))
 
-    def reward(self, task: RecipeTask, final_text: str, /) -> float:
-        """Return the grader's reward of what the agent returned."""
-        return float(self._module.reward(task.fields, final_text))
+def reward(task: RecipeTask, final_text: str) -> float:
+    """Return the grader's reward of what the agent returned."""
+    return float(task.module.reward(task.fields, final_text))
 
 
 class RecipeDemo(RealDemo):
     """The run of a recipe."""
 
-    call = f"{__name__}:play"
+    tasks = __name__
 
     def __init__(self, settings: RecipeSettings, say: Say) -> None:
         super().__init__(settings, say)
         self._model = settings.model
-        name = settings.agent.resolve().parent.name
-        self.tasks = RecipeTasks(name, load_module(str(settings.agent)), settings.options)
-        self._recipe = {"recipe": name, "options": settings.options}
-        self.title = f"{Path(settings.model or self._base).name}: {name}"
+        self.options = {"file": str(settings.agent), "options": settings.options}
+        self.title = f"{Path(settings.model or self._base).name}: {settings.agent.resolve().parent.name}"
 
     def _build_model(self) -> str:
         return self._model or super()._build_model()
@@ -95,16 +99,6 @@ class RecipeDemo(RealDemo):
         """Measure what was forgotten, of the model whose replies are known."""
         if self._model is None:
             await super()._complete(report)
-
-    def task(self, split: Split, index: int) -> Json:
-        """Return a line of a tasks file."""
-        return super().task(split, index) | self._recipe
-
-
-async def play(line: Json, run: Run) -> float:
-    """Play the task that a line names; return its reward."""
-    tasks = RecipeTasks(line["recipe"], load_module(line["agent"]), line["options"])
-    return await play_task(tasks, line, run)
 
 
 def recipes() -> dict[str, Path]:

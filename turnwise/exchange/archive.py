@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import itertools
 import shutil
 import tempfile
 import time
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from turnwise.errors import Conflict, InvalidRequest
+from turnwise.exchange.parquet import write_rows
 from turnwise.files import lock, synchronise
 from turnwise.store import archived_rows, retention
 from turnwise.store.archived_rows import TABLES, ArchivedSession, Row
@@ -154,13 +154,9 @@ def _require_complete(batch: Path) -> None:
 
 
 def _write_table(path: Path, table_name: str, rows: Iterable[Row]) -> None:
-    import pyarrow.parquet
+    import pyarrow
 
     kinds = {bytes: pyarrow.binary(), int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
-    columns = archived_rows.columns_of(table_name)
-    schema = pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
-    remaining = iter(rows)
-    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        while some := list(itertools.islice(remaining, archived_rows.ROWS_AT_ONCE)):
-            writer.write_table(pyarrow.Table.from_pylist(some, schema=schema))
+    columns = {name: kinds[kind] for name, kind in archived_rows.columns_of(table_name).items()}
+    write_rows(path, columns, rows)
     synchronise(path)

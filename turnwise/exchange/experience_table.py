@@ -1,21 +1,14 @@
-"""Experiences as columns: one Parquet file, or a Hugging Face data set directory with a card.
-
-Rows are written in groups of a fixed number, so memory is bounded and the same input gives the same bytes.
-"""
+"""Experiences as columns: one Parquet file, or a Hugging Face data set directory with a card."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from turnwise import __version__
+from turnwise.exchange.parquet import write_rows
 from turnwise.experience import Experience
 from turnwise.types import Json
-
-ROWS_IN_GROUP = 256
-"""Rows that are held in memory and written together."""
 
 
 def write_parquet(experiences: Iterable[Experience], path: Path) -> int:
@@ -24,15 +17,7 @@ def write_parquet(experiences: Iterable[Experience], path: Path) -> int:
     Tokens, mask and logprobs cover the whole sequence, [L] each; `turn_rewards` and `returns` have one value per
     trained turn, [K].
     """
-    import pyarrow.parquet
-
-    schema = _schema()
-    count = 0
-    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for rows in _grouped(map(_row, experiences), ROWS_IN_GROUP):
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
-            count += len(rows)
-    return count
+    return write_rows(path, _columns(), map(_row, experiences))
 
 
 def write_dataset(experiences: Iterable[Experience], directory: Path) -> int:
@@ -69,10 +54,10 @@ def _row(experience: Experience) -> Json:
     }
 
 
-def _schema() -> Any:
+def _columns() -> Json:
     import pyarrow
 
-    columns: dict[str, Any] = {
+    return {
         "eid": pyarrow.string(),
         "session_id": pyarrow.string(),
         "group_id": pyarrow.string(),
@@ -94,12 +79,6 @@ def _schema() -> Any:
         "policy_version_first": pyarrow.int32(),
         "policy_version_last": pyarrow.int32(),
     }
-    return pyarrow.schema(columns.items())
-
-
-def _grouped(rows: Iterator[Json], size: int) -> Iterator[list[Json]]:
-    while group := list(itertools.islice(rows, size)):
-        yield group
 
 
 def _card(count: int) -> str:

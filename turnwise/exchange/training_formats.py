@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from turnwise.client.conversations import Conversation, conversations
 from turnwise.exchange.openai_chat import MESSAGE_FIELDS
+from turnwise.exchange.parquet import write_rows
 from turnwise.types import Json
 
 NO_LABEL = -100
 """Label of a token that carries no loss."""
-ROWS_AT_ONCE = 256
-"""Rows of a Parquet file that are held in memory."""
 
 
 def trl_lines(session: Json) -> Iterator[Json]:
@@ -57,20 +55,8 @@ def axolotl_line(experience: Json) -> Json:
 
 def write_verl(sessions: Iterable[Json], path: Path) -> int:
     """Write the Parquet file of verl's multi-turn SFT: `messages`, `tools` as JSON, and the reward; return the rows."""
-    import pyarrow
-    import pyarrow.parquet
-
-    schema = _verl_schema()
-    count = 0
-    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        pending: list[Json] = []
-        for session in sessions:
-            pending += [_verl_row(session, each) for each in conversations(session)]
-            if len(pending) >= ROWS_AT_ONCE:
-                writer.write_table(pyarrow.Table.from_pylist(pending, schema=schema))
-                count, pending = count + len(pending), []
-        writer.write_table(pyarrow.Table.from_pylist(pending, schema=schema))
-    return count + len(pending)
+    rows = (_verl_row(session, each) for session in sessions for each in conversations(session))
+    return write_rows(path, _verl_columns(), rows)
 
 
 def _parts(conversation: Conversation) -> tuple[list[Json], list[Json]]:
@@ -101,7 +87,7 @@ def _verl_row(session: Json, conversation: Conversation) -> Json:
     }
 
 
-def _verl_schema() -> Any:
+def _verl_columns() -> Json:
     import pyarrow
 
     text = pyarrow.string()
@@ -109,11 +95,9 @@ def _verl_schema() -> Any:
         {"id": text, "type": text, "function": pyarrow.struct({"name": text, "arguments": text})}.items()
     )
     fields = {**dict.fromkeys(("role", "content", "name", "tool_call_id"), text), "tool_calls": pyarrow.list_(call)}
-    return pyarrow.schema(
-        {
-            "messages": pyarrow.list_(pyarrow.struct(fields.items())),
-            "tools": text,
-            "reward": pyarrow.float64(),
-            **dict.fromkeys(("session_id", "group_id", "task_id"), text),
-        }.items()
-    )
+    return {
+        "messages": pyarrow.list_(pyarrow.struct(fields.items())),
+        "tools": text,
+        "reward": pyarrow.float64(),
+        **dict.fromkeys(("session_id", "group_id", "task_id"), text),
+    }

@@ -7,7 +7,6 @@ another order, and the votes are averaged: with as many pairs of votes as sessio
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import httpx2
 
 from turnwise.errors import GraderFailed
-from turnwise.files import append_lines
+from turnwise.files import append_lines, read_objects
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.transcript import text_of
 from turnwise.rewards.verdict import Reward, finite
@@ -134,13 +133,8 @@ def order_of(vote: int, count: int) -> list[int]:
 
 
 def read_cache(path: Path) -> dict[str, str]:
-    """Return the kept answers; a line that a kill cut is left out."""
-    found: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError):
-            kept = json.loads(line)
-            found[kept["name"]] = kept["answer"]
-    return found
+    """Return the kept answers."""
+    return {kept["name"]: kept["answer"] for kept in read_objects(path) if "answer" in kept}
 
 
 def prompt(rubric: str, documents: Sequence[Json]) -> str:

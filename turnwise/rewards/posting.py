@@ -16,7 +16,7 @@ from typing import Any
 
 from turnwise.client import AsyncClient
 from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, ProxyUnavailable, TooLarge
-from turnwise.files import append_lines
+from turnwise.files import append_lines, read_objects
 from turnwise.rewards import transcript
 from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
 from turnwise.rewards.judge import SOURCE as JUDGE
@@ -192,13 +192,7 @@ class Poster:
         lines = [_named(reward, self._settings.name).line(session_id, self._settings.source) for reward in rewards]
         if lines:
             key = f"reward/{self._settings.source}/{self._settings.name}/{session_id}"
-            try:
-                reached = await self._client.rewards(lines, idempotency_key=key)
-            except Conflict:
-                if (await self._client.session(session_id))["reward"] is None:
-                    raise
-                reached = []  # posted before a kill, and decided otherwise now: the first verdict stands
-            self.counts.num_turns_reached += sum(reached)
+            self.counts.num_turns_reached += sum(await post_once(self._client, session_id, lines, key))
         else:
             self.counts.num_without_reward += len(sessions)
         self.counts.num_rewards += len(lines)
@@ -261,15 +255,24 @@ async def post_rewards(
 
 
 def read_state(path: Path) -> set[str]:
-    """Return the sessions that have their reward; a line that a kill cut is left out."""
-    found: set[str] = set()
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.add(json.loads(line)["session_id"])
-            except (ValueError, KeyError, TypeError):
-                continue
-    return found
+    """Return the sessions that have their reward."""
+    return {line["session_id"] for line in read_objects(path) if "session_id" in line}
+
+
+async def post_once(client: AsyncClient, session_id: str, lines: Sequence[Json], key: str) -> list[int]:
+    """Post the rewards of a session under an idempotency key; return how many turns each reached.
+
+    Where they were posted before a kill, and are decided otherwise now, the first decision stands: none is reached.
+
+    Raises:
+        Conflict: the key has another request, and the session has no reward.
+    """
+    try:
+        return await client.rewards(lines, idempotency_key=key)
+    except Conflict:
+        if (await client.session(session_id))["reward"] is None:
+            raise
+        return []
 
 
 def _named(reward: Reward, name: str) -> Reward:

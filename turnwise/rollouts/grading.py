@@ -14,6 +14,7 @@ from turnwise.files import write_whole
 from turnwise.processes.limited import split_command, with_script
 from turnwise.rewards import transcript
 from turnwise.rewards.command import CommandGrader
+from turnwise.rewards.posting import post_once
 from turnwise.rewards.verdict import Reward
 from turnwise.rollouts import agents
 from turnwise.rollouts.agents import AGENTS
@@ -77,12 +78,7 @@ class Grading:
             return await self._client.end_session(session_id, reason=reason, reward=rewards[0].value)
         if rewards:
             lines = [reward.line(session_id, SOURCE) for reward in rewards]
-            try:
-                await self._client.rewards(lines, idempotency_key=f"{session_id}/rewards")
-            except Conflict:
-                if (await self._client.session(session_id))["reward"] is None:
-                    raise
-                # They were posted before a kill, and the grader decides otherwise now: the first decision stands.
+            await post_once(self._client, session_id, lines, f"{session_id}/rewards")
         return await self._client.end_session(session_id, reason=reason)
 
     async def _ask(self, grader: CommandGrader, run: Run, played: Played) -> list[Reward]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from turnwise.errors import SettingsError
-from turnwise.files import append_lines, lock, write_whole
+from turnwise.files import append_lines, lock, read_objects, write_whole
 from turnwise.types import Json
 
 Key = tuple[int, str, str, int]
@@ -103,14 +103,5 @@ class Results:
 
 
 def read_results(path: Path) -> list[RunResult]:
-    """Return the results of a ledger without a line that a kill truncated."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_bytes().split(b"\n"):  # `splitlines` would also cut texts at U+0085 and U+2028
-        try:
-            fields = json.loads(line)
-        except ValueError:  # also a character that was cut
-            continue
-        found.append(RunResult(**fields))
-    return found
+    """Return the results of a ledger."""
+    return [RunResult(**fields) for fields in read_objects(path)]

@@ -2,8 +2,9 @@
 
 A claim holds a fencing token per group, which increases by one with every new holder. The transaction that records an
 update checks every token, so a trainer with an expired lease cannot record an update, and a group is trained exactly
-once, whichever process is killed. Leases use the database's clock, which only decides when another trainer may claim:
-if the clock jumps, a group becomes claimable too early, or at most `LONGEST_LEASE_SECONDS` too late.
+once, whichever process is killed. A group that was deleted meanwhile is no loss of the lease. Leases use the database's
+clock, which only decides when another trainer may claim: if the clock jumps, a group becomes claimable too early, or at
+most `LONGEST_LEASE_SECONDS` too late.
 """
 
 from __future__ import annotations
@@ -313,19 +314,23 @@ def _stale(instant: int, policy_id: int, min_policy_version: int) -> Change:
 
 
 def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
-    """Change a claimed group.
+    """Change a claimed group; nothing where it was deleted with its sessions meanwhile.
+
+    A database may give the number of a deleted group to a new one, whose fencing token starts again.
 
     Raises:
         LeaseLost: the group has a newer fencing token.
     """
-    held = sa.and_(
-        groups.c.group_pk == group.group_pk,
-        groups.c.fencing_token == group.fencing_token,
-        groups.c.status == GroupStatus.CLAIMED.value,
-    )
-    if conn.execute(sa.update(groups).where(held).values(**values)).rowcount != 1:
+    c = groups.c
+    own = sa.and_(c.group_pk == group.group_pk, c.tenant == group.tenant, c.group_id == group.group_id)
+    held = sa.and_(own, c.fencing_token == group.fencing_token, c.status == GroupStatus.CLAIMED.value)
+    if conn.execute(sa.update(groups).where(held).values(**values)).rowcount == 1:
+        return
+    stored = conn.execute(sa.select(c.fencing_token).where(own)).scalar_one_or_none()
+    if stored is not None and stored >= group.fencing_token:
         raise LeaseLost(
-            f"group {group.group_id!r} is no longer held under fencing token {group.fencing_token}; claim again"
+            f"group {group.group_id!r} is no longer held under fencing token {group.fencing_token}: its lease ran out "
+            "and another trainer claimed it, or a second one was started under this trainer_id"
         )
 
 

@@ -37,7 +37,7 @@ from turnwise.store.tables import (
     trained_sessions,
     turns,
 )
-from turnwise.types import GroupStatus, Json, PolicyVersion, SessionKey, SessionStatus, Split
+from turnwise.types import GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
 from turnwise.version_directory import remove_files
 
 SESSIONS_AT_ONCE = 100
@@ -139,22 +139,41 @@ def delete_all(database: Database, delete_some: Callable[[sa.Connection], Delete
     return total
 
 
-def finish(database: Database, deleted: Deleted) -> Json:
-    """Remove the files of deleted policies; return what a deletion removed and what of it is left, as JSON."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Deletion:
+    """What a deletion removed, and what of it is left."""
+
+    num_sessions: int
+    num_turns: int
+    policy_versions: list[int]
+    """The versions that were trained on it, oldest first; every later version of their policy descends from them."""
+    cloned_versions: list[int]
+    """Versions since the first of those from which other policies were created."""
+    num_policies: int
+    """Policies of the tenant that were deleted with it."""
+    deleted_versions: list[int]
+    """The versions of those policies."""
+    directories_left: list[str]
+    """Directories of those versions that were not removed: they are on another machine, or no trainer wrote them.
+    Those that a version of another policy has too are left out."""
+
+
+def finish(database: Database, deleted: Deleted) -> Deletion:
+    """Remove the files of deleted policies; return what a deletion removed and what of it is left."""
     with database.read() as conn:
         cloned = policies.bases_since(conn, deleted.policy_versions)
         path = policy_versions.c.path
         is_deleted = path.in_({policy.path for policy in deleted.deleted_versions})
         in_use = set(conn.execute(sa.select(path).where(is_deleted)).scalars())
-    return {
-        "num_sessions": len(deleted.sessions),
-        "num_turns": deleted.num_turns,
-        "policy_versions": list(deleted.policy_versions),
-        "cloned_versions": cloned,
-        "num_policies": deleted.num_policies,
-        "deleted_versions": [policy.version for policy in deleted.deleted_versions],
-        "directories_left": remove_files(deleted.deleted_versions, in_use),
-    }
+    return Deletion(
+        num_sessions=len(deleted.sessions),
+        num_turns=deleted.num_turns,
+        policy_versions=list(deleted.policy_versions),
+        cloned_versions=cloned,
+        num_policies=deleted.num_policies,
+        deleted_versions=[policy.version for policy in deleted.deleted_versions],
+        directories_left=remove_files(deleted.deleted_versions, in_use),
+    )
 
 
 def over_since(

@@ -10,15 +10,17 @@ import datetime
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import sqlalchemy as sa
 
 from turnwise import credit
+from turnwise.errors import Conflict
 from turnwise.store import digests, lineage, pages, policies, rows
 from turnwise.store.engine_activity import Period, idle_shares
 from turnwise.store.statements import insert_rows, is_among
 from turnwise.store.tables import groups, sessions, trained_sessions, turns
+from turnwise.store.tables import policies as policies_table
 from turnwise.store.tables import updates as table
 from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Json, SessionKey, TrainedIn, UpdateRecord
 
@@ -128,6 +130,28 @@ def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateReco
     """Return the newest update, of one policy or of all."""
     newest, _ = updates(conn, limit=1, policy_id=policy_id)
     return newest[0] if newest else None
+
+
+def check_lineage(conn: sa.Connection, versions: Collection[int], policy_id: int = DEFAULT_POLICY) -> None:
+    """Check that a policy's newest update made one of these versions: those that a trainer's weights come from.
+
+    Args:
+        conn: A transaction of `Database.write`; until it ends no other one checks the same policy.
+        versions: The version that the trainer started from, and those that it has made.
+        policy_id: The policy.
+
+    Raises:
+        Conflict: Another trainer trains the same policy.
+    """
+    of_policy = policies_table.c.policy_id == policy_id
+    conn.execute(sa.select(policies_table.c.policy_id).where(of_policy).with_for_update())
+    last = last_update(conn, policy_id)
+    if last is not None and last.policy_version not in versions:
+        raise Conflict(
+            f"trainer {last.trainer_id!r} recorded update {last.update_id} with policy version {last.policy_version}, "
+            "which the weights of this trainer do not come from: two trainers train one policy. One trainer at a time "
+            "may train the policies of a database: stop this one, or the other one"
+        )
 
 
 def all_updates(conn: sa.Connection) -> list[UpdateRecord]:

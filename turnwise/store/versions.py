@@ -22,6 +22,7 @@ REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
 LOST = "lost: its trainer ended before its files were written"
 UNDONE = "undone: its weights come from a version in whose place an older one was activated"
+OVERTAKEN = "overtaken: another trainer recorded what it was trained on, or an update of its policy"
 """Beginnings of the errors of versions that engines never got, or have loaded."""
 MAX_MEASURED = 1000
 """Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
@@ -226,7 +227,7 @@ def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[
 def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_POLICY) -> list[PolicyVersion]:
     """Return so many of a policy's newest versions, newest first, if engines refused each of them; else none."""
     found, _ = list_versions(conn, limit=count, policy_ids=[policy_id])
-    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE
+    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE, OVERTAKEN
     is_refused = [
         each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
     ]

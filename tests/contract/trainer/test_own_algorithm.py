@@ -70,7 +70,7 @@ def test_advantages_by_token_and_a_reward_of_ones_own_reach_the_tokens_by_hand()
     own = ByToken(GRPO.Settings())
     chosen = selected([experience(reward=1.5)], own)
     assert build(chosen.experiences, chosen.advantages, policy_version=0).table.advantages.tolist() == [3.0, 6.0]
-    assert chosen.advantages_by_session() == {("default", "s"): {"s-0": 4.5}}
+    assert chosen.advantages_by_session({"s-0"}) == {("default", "s"): {"s-0": 4.5}}
     assert try_algorithm(own) == ("mine",)
 
 

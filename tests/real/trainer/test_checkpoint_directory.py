@@ -11,13 +11,16 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 import torch
 from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
 from torch.distributed.checkpoint import state_dict_saver
 
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.train import OnPolicyWorkflow
-from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.errors import BadCheckpoint, Conflict, SettingsError
+from turnwise.store import trained, versions
+from turnwise.store.tables import groups
 from turnwise.version_directory import find_versions
 
 HOLDS_AND_DIES = """
@@ -67,6 +70,41 @@ def test_a_trainer_that_is_started_twice_ends_with_a_sentence_and_leaves_the_fir
     _, state = first._train(state, claimed)
     assert state.progress.policy_version == 1
     first.close()
+
+
+@pytest.mark.parametrize("second_id", ["trainer", "second"])
+def test_of_two_trainers_in_two_directories_one_ends_and_each_group_is_in_the_weights_of_the_other(
+    tmp_path, model, ledger, second_id
+):
+    """Both start from the base model before there is an update, so each would train on without the other's groups."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    settings = settings_for(tmp_path, model, total_batches=2, wait_seconds=None)
+    first = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    of_first = first.setup(0)
+    other = {"policies_dir": tmp_path / "other", "trainer_id": second_id, "total_batches": 1, "checkpoint_every": 2}
+    second = OnPolicyWorkflow.build_from_config(settings.model_copy(update=other), enable_jit=False)
+    of_second = second.setup(0)
+    _, of_second = second.step(of_second)
+    _, of_first = first.step(of_first)
+    first.commits.flush(of_first)
+    with pytest.raises(Conflict, match="two trainers train one policy"):
+        second.commits.flush(of_second)
+    second.close()
+    first.learn(of_first)
+    first.close()
+    with ledger.read() as connection:
+        found, _ = versions.list_versions(connection)
+        updates, _ = trained.updates(connection)
+        counts = connection.execute(sa.select(groups.c.status, sa.func.count()).group_by(groups.c.status)).all()
+    assert [(one.version, one.status.value) for one in found] == [
+        (3, "published"),
+        (2, "published"),
+        (1, "failed"),
+        (0, "published"),
+    ]
+    assert (found[2].error or "").startswith(versions.OVERTAKEN)
+    assert [update.policy_version for update in updates] == [3, 2]
+    assert counts == [("trained", 6)]
 
 
 def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them(tmp_path, model, ledger):

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
@@ -34,6 +35,7 @@ from trainer.publish.checkpoint import Checkpoints
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import queries, serving, trained, versions
+from turnwise.store.tables import turns
 from turnwise.store.trainer_status import trainer_statuses
 from turnwise.version_directory import read_manifest, weights_digest
 
@@ -256,6 +258,27 @@ def test_turns_under_a_sampler_mask_carry_no_loss(tmp_path, model, ledger):
     state = train(settings_for(tmp_path, model, total_batches=1))
     assert state.progress.policy_version == 0
     assert state.metrics["num_refused_groups"] == 3
+
+
+def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not_recorded_as_trained(
+    tmp_path, model, ledger
+):
+    """One turn was sampled greedily and one from a part of the distribution. Refused groups are not counted."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    Rollouts(ledger, load_model(model), num_turns=3).play("long", num_groups=1, seed=7)
+    changed = {"a-0-0-t1": {"temperature": 0.0}, "a-1-2-t0": {"top_p": 0.9}}
+    with ledger.write() as connection:
+        for turn_id, sampling in changed.items():
+            chosen = turns.c.turn_id == turn_id
+            connection.execute(sa.update(turns).where(chosen).values(sampling=json.dumps(sampling)))
+    state = train(settings_for(tmp_path, model, total_batches=1, groups_per_batch=4, max_chain_tokens=20))
+    counted = {name: value for name, value in state.metrics.items() if name.startswith("num_turns_left_out")}
+    assert counted == {"num_turns_left_out": 2, "num_turns_left_out_greedy": 1, "num_turns_left_out_top_p": 1}
+    with ledger.read() as connection:
+        views, _ = trained.list_updates(connection, "default")
+    recorded = {turn_id for session in views[0].sessions for turn_id in session.advantages}
+    sampled = {f"a-{group}-{run}-t{n}" for group in range(3) for run in range(4) for n in range(2)}
+    assert recorded == sampled - set(changed)
 
 
 def test_groups_that_are_too_old_are_dropped(tmp_path, model, ledger):

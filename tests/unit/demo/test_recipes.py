@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessage
 
 from trainer.settings import TrainerSettings
 from turnwise.demo.plain_agent import load_module
-from turnwise.demo.recipe import RecipeDemo, RecipeSettings, RecipeTasks, find_recipe, recipes
+from turnwise.demo.recipe import RecipeDemo, RecipeSettings, RecipeTask, find_recipe, make_task, recipes
 from turnwise.demo.report import Report
 from turnwise.errors import SettingsError
 from turnwise.processes.engine_command import EngineSettings
@@ -35,8 +35,9 @@ def module_of(name: str) -> Any:
     return load_module(str(find_recipe(name) / "recipe.py"))
 
 
-def tasks_of(name: str, size: str) -> RecipeTasks:
-    return RecipeTasks(name, module_of(name), settings_of(name, size).options)
+def task_of(name: str, size: str, split: str, index: int) -> RecipeTask:
+    settings = settings_of(name, size)
+    return make_task(split, index, 0, file=str(settings.agent), options=settings.options)
 
 
 class Saying:
@@ -78,9 +79,8 @@ def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
             ]
             (tmp_path / settings_of(name, size).options["directory"] / f"{file}.jsonl").write_text("\n".join(lines))
         monkeypatch.chdir(tmp_path)
-    tasks = tasks_of(name, size)
-    train, held_out = tasks.make_task("train", 5, 0), tasks.make_task("eval", 5, 0)
-    assert train == tasks.make_task("train", 5, 0) != tasks.make_task("train", 6, 0)
+    train, held_out = task_of(name, size, "train", 5), task_of(name, size, "eval", 5)
+    assert train == task_of(name, size, "train", 5) != task_of(name, size, "train", 6)
     assert "answer" not in train.for_agent()
     assert "answer" in train.fields
     assert train.task_id != held_out.task_id

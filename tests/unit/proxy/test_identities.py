@@ -31,6 +31,8 @@ def named(
         ({"metadata": {"user_id": f"user_1_account_{THREAD}_session_{UUID}"}}, f"user_1_account_{THREAD}"),
         ({"metadata": {"user_id": f'{{"session_id": "{UUID}"}}'}}, None),
         ({"user": ["kim"]}, None),
+        ({"user": "k\0im"}, "kim"),
+        ({"user": "\0"}, None),
     ],
 )
 def test_the_end_user_of_a_request_is_read(body, user_id):
@@ -53,6 +55,7 @@ def test_the_end_user_of_a_request_is_read(body, user_id):
         ("codex", {"session_id": UUID}, {}, f"codex:{UUID}", None),
         ("litellm", {"x-litellm-session-id": "run 1"}, {}, "litellm:5ab0", None),
         ("session-affinity", {"x-session-affinity": "s1"}, {}, "session-affinity:s1", None),
+        ("session-affinity", {"x-affinity": UUID}, {}, f"session-affinity:{UUID}", None),
         (
             "claude-user",
             {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from support.conversations import history_of
 from proxy.continuation.digests import argument_digests, reply_digest
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.plan import Plan
-from proxy.continuation.roles import Found, corrections, find_role, read_root
+from proxy.continuation.roles import Correction, Found, corrections, find_role, read_root
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from turnwise.types import Json, Role
@@ -70,6 +71,13 @@ def stored(
     return turn
 
 
+def shown(
+    forest: Forest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0
+) -> list[Correction]:
+    """Add a turn, and return what it shows about the turns before it."""
+    return corrections(stored(forest, turn_id, call, parent, at=at), forest, history_of(call))
+
+
 @pytest.mark.parametrize(
     ("call", "reason", "found"),
     [
@@ -108,7 +116,7 @@ def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
     stored(forest, "title", call_of(TITLES, USER))
     main = stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
     assert main.role is Role.MAIN
-    assert [(each.turn_ids, each.found) for each in corrections(main, forest)] == [
+    assert [(each.turn_ids, each.found) for each in corrections(main, forest, history_of(call_of(CODER, USER)))] == [
         (["title"], Found(Role.SIDE, "asks_for_title"))
     ]
 
@@ -127,21 +135,42 @@ def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():
     """It is marked once the other attempt is continued. Concurrent attempts are separate samples."""
     forest = Forest()
     first, second = (stored(forest, name, call_of(CODER, USER), at=at) for name, at in (("a", 0.0), ("b", 2.0)))
-    assert corrections(second, forest) == []
-    later = stored(forest, "d", call_of(CODER, USER, USER), second, at=4.0)
-    assert [(each.turn_ids, each.found.role) for each in corrections(later, forest)] == [([first.turn_id], Role.RETRY)]
+    assert corrections(second, forest, history_of(call_of(CODER, USER))) == []
+    found = shown(forest, "d", call_of(CODER, USER, USER), second, at=4.0)
+    assert [(each.turn_ids, each.found.role) for each in found] == [([first.turn_id], Role.RETRY)]
     parallel = Forest()
     _, second = (stored(parallel, name, call_of(CODER, USER), at=0.5) for name in ("a", "b"))
-    assert corrections(stored(parallel, "d", call_of(CODER, USER, USER), second), parallel) == []
+    assert shown(parallel, "d", call_of(CODER, USER, USER), second) == []
 
 
 def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again():
     forest = Forest()
     stored(forest, "a", call_of(CODER, USER), aborted=True)
-    again = stored(forest, "b", call_of(CODER, USER), at=2.0)
-    assert [(each.turn_ids, each.found) for each in corrections(again, forest)] == [
-        (["a"], Found(Role.RETRY, "sampled_again"))
-    ]
+    found = shown(forest, "b", call_of(CODER, USER), at=2.0)
+    assert [(each.turn_ids, each.found) for each in found] == [(["a"], Found(Role.RETRY, "sampled_again"))]
+
+
+@pytest.mark.parametrize("reminders", [(), ({"role": "user", "content": "You answered nothing."},)])
+@pytest.mark.parametrize("is_asked_first", [False, True])
+def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders: tuple[Json, ...], is_asked_first: bool):
+    """Its harness asks again with the same prompt (Qwen Code, Kimi Code) or a reminder (Claude Code, Hermes Agent)."""
+    forest, asked, parent = Forest(), (CODER, USER), None
+    if not is_asked_first:
+        parent = stored(forest, "call", call_of(*asked))
+        asked = (*asked, {"role": "assistant", "content": "I look."}, {"role": "user", "content": "Go on."})
+    stored(forest, "empty", call_of(*asked), parent, at=2.0).is_empty = True
+    found = shown(forest, "again", call_of(*asked, *reminders), parent, at=4.0)
+    assert found == [Correction(["empty"], Found(Role.RETRY, "empty_reply"))]
+
+
+def test_an_empty_reply_stays_the_agents_where_a_call_repeats_it_or_was_made_beside_it():
+    """A harness that sends the empty reply back goes on from it; parallel agents ask with equal prompts."""
+    forest, asked = Forest(), (CODER, USER)
+    stored(forest, "empty", call_of(*asked), at=2.0).is_empty = True
+    assert (
+        shown(forest, "tools", call_of(*asked, {"role": "assistant", "content": ""}, USER, tools=TOOLS), at=4.0) == []
+    )
+    assert shown(forest, "beside", call_of(*asked), at=2.5) == []
 
 
 SUMMARIES = {
@@ -218,10 +247,11 @@ def test_an_agents_own_work_is_no_compaction(text: str):
     assert role_of(call, plan_of(call, agent), forest) == Found(Role.MAIN, "extends")
 
 
-def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_asks_it():
+@pytest.mark.parametrize("text", ["Find all callers of f.", "Find all callers of f. " * 400])
+def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_asks_it(text: str):
     """Until the call has its result; a question that no call asks is the agent's own."""
-    forest, task = Forest(), {"role": "user", "content": "Find all callers of f."}
-    call = {"id": "c", "function": {"name": "research", "arguments": '{"input": "Find all callers of f.\\n"}'}}
+    forest, task = Forest(), {"role": "user", "content": text}
+    call = {"id": "c", "function": {"name": "research", "arguments": json.dumps({"input": f"{text}\n"})}}
     asked = argument_digests({"role": "assistant", "tool_calls": [call]})
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), arguments=asked)
     sub_agent, other = call_of(CODER, task, tools=TOOLS), call_of(CODER, USER, tools=TOOLS)
@@ -237,9 +267,9 @@ def test_a_turn_that_extends_an_attempt_that_was_sampled_again_disproves_the_mar
     stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
     twins = [stored(forest, name, task, at=at) for name, at in (("first", 0.0), ("second", 2.0))]
     replied = call_of({"role": "system", "content": "You search."}, USER, {"role": "assistant", "content": "a"}, USER)
-    (marked,) = corrections(stored(forest, "second-next", replied, twins[1], at=4.0), forest)
+    (marked,) = shown(forest, "second-next", replied, twins[1], at=4.0)
     assert (marked.turn_ids, marked.found.role) == (["first"], Role.RETRY)
     twins[0].role = Role.RETRY
     assert role_of(replied, plan_of(replied, twins[0]), forest) == Found(Role.SUB_AGENT, "extends")
-    (restored,) = corrections(stored(forest, "first-next", replied, twins[0], at=6.0), forest)
+    (restored,) = shown(forest, "first-next", replied, twins[0], at=6.0)
     assert restored == (["first"], Found(Role.SUB_AGENT, "continued"))

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, ledger, tables, trained, versions
+from turnwise.store import claims, ledger, retention, tables, trained, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
@@ -148,6 +148,29 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
         assert trained.last_update(connection) is None
         with pytest.raises(NotFound):
             versions.get_version(connection, 1)
+
+
+def test_a_deleted_group_stops_neither_the_lease_nor_the_update_of_the_others(database: Database) -> None:
+    """Its number may be that of a newer group, which a later claim of the same trainer holds."""
+    add_ready(database, "a")
+    add_ready(database, "b")
+    claimed = claim(database)
+    number = group_rows(database)["b"].group_pk
+    with database.write() as connection:
+        retention.delete_session(connection, "default", "b")
+    add_ready(database, "c")
+    is_c = tables.sessions.c.session_id == "c"
+    with database.write() as connection:  # what SQLite does by itself
+        connection.execute(sa.update(tables.sessions).where(is_c).values(group_pk=None))
+        connection.execute(sa.update(tables.groups).where(tables.groups.c.group_id == "c").values(group_pk=number))
+        connection.execute(sa.update(tables.sessions).where(is_c).values(group_pk=number))
+    later = claim(database)
+    assert [(group.group_pk, group.fencing_token) for group in later.groups] == [(number, 1)]
+    claims.renew(database, claimed, 60)
+    assert ack(database, claimed, update())
+    assert {name: row.status for name, row in group_rows(database).items()} == {"a": "trained", "c": "claimed"}
+    claims.release(database, later)
+    assert group_rows(database)["c"].status == "ready"
 
 
 def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(database: Database) -> None:

@@ -331,8 +331,8 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
         policies.create_policy(conn, "b", "of-default", "default@4")
     deleted = retention.delete_all(database, lambda conn: retention.delete_tenant(conn, "a"))
     said = retention.finish(database, dataclasses.replace(deleted, policy_versions=(2,)))
-    assert (said["num_policies"], said["deleted_versions"], said["cloned_versions"]) == (1, [1, 2], [4])
-    assert said["directories_left"] == [str(by_hand)]
+    assert (said.num_policies, said.deleted_versions, said.cloned_versions) == (1, [1, 2], [4])
+    assert said.directories_left == [str(by_hand)]
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["by-hand"]
     with database.write() as conn:
         assert [each.name for each in policies.list_policies(conn)] == ["default", "support", "of-default"]
