@@ -38,7 +38,9 @@ CASES = (
     Case("Codex CLI", "prompt-cache-key", ignored=("codex",)),
     Case("opencode", OWN_HEADER, names_sub_agent=True),
     Case("opencode", "session-affinity", ignored=(OWN_HEADER,)),
+    Case("Mistral Vibe", "session-affinity"),
     Case("OpenHands SDK", "litellm"),
+    Case("Kimi Code", "prompt-cache-key"),
 )
 WITH_AN_SDK = {"conversation": "openai (Python)"}
 """Entries whose client needs no installation: `tests/contract/clients` has their tests, which are not slow."""
