@@ -396,8 +396,7 @@ class LedgerSource:
 
     def next_update_id(self) -> int:
         """Return the id after those of the ledger and those that this process has given to any policy."""
-        last = self._found(trained.last_update)
-        return self._update_ids.after(last.update_id if last else 0)
+        return self._update_ids.after(self._found(trained.last_update_id))
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published, of any policy, failed ones included."""

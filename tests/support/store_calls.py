@@ -167,6 +167,7 @@ def _pins(conn: sa.Connection) -> None:
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
     versions.fail_unwritten(conn, after=2)
     serving.choose_version(conn, 3, pin=True)
+    versions.reserve_numbers(conn, 1_000)
 
 
 def _versions(conn: sa.Connection) -> None:
@@ -342,7 +343,11 @@ OF_ALL: dict[str, Ask] = {
         trained.updates(c, after=9, tenant="t"),
         trained.updates_after(c, 9),
     ),
-    "the last update": lambda c: (trained.last_update(c), trained.last_update(c, policy_id=0)),
+    "the last update": lambda c: (
+        trained.last_update(c),
+        trained.last_update(c, policy_id=0),
+        trained.last_update_id(c),
+    ),
     "digests of an update": lambda c: trained.trained_digests(c, 1),
     "groups for the metrics": queries.unfinished_groups,
     "imported groups": groups.imported_groups,
