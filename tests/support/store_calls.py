@@ -94,6 +94,13 @@ def _rewards(conn: sa.Connection) -> None:
         idempotency.claim_target(conn, "t", "key", "k", "s")
 
 
+def _release_deleted(conn: sa.Connection) -> None:
+    """Release groups that were deleted while they were claimed."""
+    held = claim(conn)
+    deleted = [dataclasses.replace(group, group_id="deleted") for group in held.groups]
+    claims.release(opened(conn), dataclasses.replace(held, groups=tuple(deleted)))
+
+
 def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archived_rows.Row]]:
     found = retention.over_since(conn, NOW + WEEK, limit=2)
     assert found
@@ -358,6 +365,8 @@ OF_ALL: dict[str, Ask] = {
     "a drop of undone versions": lambda c: changed(c, claims.undone(c, range(1, 2))),
     "a renewed claim": lambda c: claims.renew(opened(c), claim(c), 60),
     "a released claim": lambda c: claims.release(opened(c), claim(c)),
+    "a released claim of deleted groups": _release_deleted,
+    "a trainer's lineage": lambda c: trained.check_lineage(c, range(10_000)),
     "a dead trainer's claim": lambda c: claims.take_back(opened(c), "trainer"),
     "an update": lambda c: acknowledge(c, 2, "over"),
     "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
