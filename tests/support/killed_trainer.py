@@ -59,11 +59,12 @@ STAGES = {
 optimizer steps each, in rows of one session.
 """
 
-KILLED_IN_EVERY_RUN = ("the trainer's state half written",)
-"""Stages at which a trainer's process is killed in `make test`; the others are slow tests."""
-
-STAGES_IN_EVERY_RUN = ("between two rows of a minibatch", "inside the publishing transaction")
-"""The same for a trainer that ends by an exception, within the test's own process."""
+KILLED_IN_EVERY_RUN = (
+    "the trainer's state half written",
+    "between two rows of a minibatch",
+    "inside the publishing transaction",
+)
+"""Stages at which a trainer is killed in `make test-real`; the others are slow tests."""
 
 STAGES_BEHIND = {
     "after the first version is published": "select groups of a batch:2",

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 from support.in_process import in_process_proxy
 
+from proxy.calls import relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
 from proxy.engines.http_client import HttpClient
@@ -122,6 +123,21 @@ def test_a_call_that_fails_in_its_session_is_counted_once(
     assert turns_counted(http) == {("error", reason): 1.0}
     stored = http.get("/v1/sessions/s/turns").json()["data"]
     assert [turn["reason"] for turn in stored] == ([] if reason == "not_stored" else [reason])
+
+
+def test_nothing_of_a_stream_is_stored_that_a_defect_ended(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch):
+    """It is not known what of it was captured as it was sampled."""
+    original = relay.take_events
+
+    def fail(*arguments: Any) -> None:
+        assert original(*arguments)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(relay, "take_events", fail)
+    assert http.post("/sessions/s/v1/chat/completions", json={**CHAT, "stream": True}).status_code == 500
+    assert turns_counted(http) == {("error", "internal_error"): 1.0}
+    (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
+    assert (turn["outcome"], turn["reason"], turn["token_ids"]) == ("error", "internal_error", [])
 
 
 def test_a_failed_call_that_cannot_be_stored_is_counted_once(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch):
