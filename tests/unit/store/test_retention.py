@@ -51,6 +51,9 @@ def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -
     add_session(database, "trained", turns=3)
     finish(database, "trained")
     train_all(database)
+    add_session(database, "claimed")
+    finish(database, "claimed")
+    assert claims.claim(database, "t", max_groups=1, lease_seconds=60)
     for session_id, fields in (("ready", {}), ("open", {}), ("eval", {"split": Split.EVAL})):
         add_session(database, session_id, **fields)
     finish(database, "ready")
@@ -60,7 +63,20 @@ def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -
     deleted = retention.delete_all(database, lambda connection: retention.prune(connection, utc_now() + HOUR))
     assert {session_id for _, session_id in deleted.sessions} == {"trained", "eval"}
     assert (deleted.num_turns, deleted.policy_versions) == (4, (4,))
-    assert sizes(database) == {"sessions": 2, "turns": 2, "rewards": 1, "groups": 2}
+    assert sizes(database) == {"sessions": 3, "turns": 3, "rewards": 2, "groups": 3}
+
+
+def test_a_deletion_keeps_the_answers_of_sessions_that_share_only_a_tenant_or_an_id(database: Database) -> None:
+    for tenant, session_id in (("x", "a"), ("y", "b"), ("x", "b")):
+        add_session(database, session_id, tenant=tenant, split=Split.EVAL)
+    reward = Reward(session_id="b", tenant="x", value=1.0)
+    with database.write() as connection:
+        ledger.add_rewards(connection, [reward], idempotency_key="k")
+        ledger.end_session(connection, "x", "a")
+        ledger.end_session(connection, "y", "b")
+        assert len(retention.prune(connection, utc_now() + HOUR).sessions) == 2
+        ledger.add_rewards(connection, [reward], idempotency_key="k")
+        assert queries.session_row(connection, "x", "b").num_rewards == 1
 
 
 def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> None:

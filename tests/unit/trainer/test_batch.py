@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest, dense_mask
 from trainer.learning.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
+from trainer.learning.selection import why_untrainable
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.inputs import row_data
 from trainer.policy.model import Policy, PolicySpec
@@ -87,6 +90,20 @@ def test_advantages_apply_to_the_tokens_of_their_own_turn():
     batch = build([experience(turns=2)], [np.array([1.0, -2.0])], policy_version=0)
     assert batch.table.advantages.tolist() == [1.0, 1.0, -2.0, -2.0]
     assert batch.table.place.tolist() == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_turn_with_a_logprob_that_is_not_finite_has_no_loss(broken):
+    one = experience(turns=2, logprobs=[0, -1, broken, 0, -1, -1])
+    assert why_untrainable(one) == ["broken_logprobs", None]
+    assert build([one], [np.ones(2)], policy_version=0).table.place.tolist() == [4, 5]
+
+
+def test_tokens_are_on_policy_if_the_trained_version_alone_sampled_their_chain():
+    spanning = dataclasses.replace(experience(session_id="spanning", version=1), policy_version_last=2)
+    chains = [experience(version=1), spanning, experience(session_id="old", version=0)]
+    batch = build(chains, [np.ones(1)] * 3, policy_version=1)
+    assert batch.table.on_policy.tolist() == [True, True, False, False, False, False]
 
 
 def test_a_turn_under_a_sampler_mask_keeps_its_position_and_has_no_loss():
