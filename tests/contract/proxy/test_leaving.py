@@ -21,6 +21,7 @@ from proxy.http.connections import LEFT
 from proxy.limits.bodies import Bodies
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound, ReloadFailed, StoreUnavailable
+from turnwise.store import retention
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 KEYED = {"idempotency-key": "k"}
@@ -149,3 +150,11 @@ def test_a_failed_call_that_cannot_be_stored_is_counted_once(http: httpx2.Client
         broken.setattr(Writer, "append", lambda *_: fail(StoreUnavailable("locked")))
         assert http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code == 503
     assert turns_counted(http) == {("error", "not_stored"): 1.0}
+
+
+def test_a_session_that_another_proxy_deleted_is_created_anew_by_the_call_after_the_first(tmp_path: Path):
+    with in_process_proxy(tmp_path) as (http, database):
+        assert http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code == 200
+        retention.delete_all(database, lambda conn: retention.delete_session(conn, "default", "s"))
+        answers = [http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code for _ in range(2)]
+        assert answers == [404, 200]

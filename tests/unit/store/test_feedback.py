@@ -9,7 +9,7 @@ from support.ledger_samples import add_session
 from turnwise.errors import InvalidRequest
 from turnwise.store import feedback
 from turnwise.store.database import Database
-from turnwise.types import Feedback, FeedbackKind
+from turnwise.types import Feedback, FeedbackKind, Session, Split
 
 
 def test_a_session_has_a_limited_number_of_feedback(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +30,17 @@ def test_a_session_has_a_limited_number_of_feedback(database: Database, monkeypa
         add(conn, "c", "other")
     with database.read() as conn:
         assert {each.name for each in feedback.feedback_of(conn, "default", "other")} == {"c"}
+
+
+def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_split() -> None:
+    """So its policy learns from it, and the deletion of the user's data finds it."""
+    original = Session(
+        session_id="s", tenant="acme", task_id="refund", split=Split.EVAL, policy_id=7, user_id="kim", group_id="g"
+    )
+    given = Feedback(
+        session_id="s", tenant="acme", turn_id="t1", kind=FeedbackKind.DEMONSTRATION, content={}, group_id="feedback-1"
+    )
+    made = feedback.member(given, original, 1, 2)
+    for field in ("tenant", "task_id", "split", "policy_id", "user_id"):
+        assert getattr(made, field) == getattr(original, field), field
+    assert (made.session_id, made.group_id, made.group_size) == ("feedback-1-1", "feedback-1", 2)

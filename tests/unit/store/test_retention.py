@@ -90,6 +90,17 @@ def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> No
     assert sizes(database) == {}
 
 
+def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database: Database) -> None:
+    """Its group is still expected to become complete."""
+    add_session(database, "old", group_id="g", group_size=3)
+    finish(database, "old")
+    with database.write() as connection:
+        connection.execute(sa.update(tables.sessions).values(last_active_at=0))
+    add_session(database, "young", group_id="g", group_size=3)
+    with database.write() as connection:
+        assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
+
+
 def test_a_deleted_session_leaves_its_group(database: Database) -> None:
     for session_id in ("a", "b"):
         add_session(database, session_id, group_id="g", group_size=2)

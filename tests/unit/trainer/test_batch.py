@@ -114,13 +114,13 @@ def test_a_turn_under_a_sampler_mask_keeps_its_position_and_has_no_loss():
 def test_minibatches_partition_the_batch_and_never_split_a_session():
     members = [experience(session_id=f"s{i // 2}", group_id=f"g{i // 6}") for i in range(24)]
     batch = build(members, [np.ones(1)] * 24, policy_version=0)
-    parts = list(minibatches(batch, 4, np.random.default_rng(0)))
-    assert [len(part) for part in parts] == [6, 6, 6, 6]
+    parts = list(minibatches(batch, 5, np.random.default_rng(0)))
+    assert [len(part) for part in parts] == [6, 6, 4, 4, 4]
     assert sorted(index for part in parts for index in part) == list(range(24))
     for part in parts:
         assert all({2 * (index // 2), 2 * (index // 2) + 1} <= set(part) for index in part)
-    again = list(minibatches(batch, 4, np.random.default_rng(0)))
-    other = list(minibatches(batch, 4, np.random.default_rng(1)))
+    again = list(minibatches(batch, 5, np.random.default_rng(0)))
+    other = list(minibatches(batch, 5, np.random.default_rng(1)))
     assert again == parts != other
 
 
