@@ -90,6 +90,7 @@ def test_the_tokens_of_a_failed_write_count_and_are_stored_with_the_next_one(tmp
             headers = {"authorization": f"Bearer {key}"}
             wait_until(lambda: failed in http.get("/metrics", headers=headers).text, "the write has failed")
             assert ask(http, key).status_code == 429
+            used(ask(http, make_key(database, tenant="other")))
     with in_process_proxy(tmp_path, tenant_token_budget=1) as (http, database):
         assert get(http, key, "/v1/budget")["tenant"]["tokens_used"] == cost
 

@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError
-from turnwise.store import claims, keys, ledger, queries, retention, tables
+from turnwise.store import claims, feedback, keys, ledger, queries, retention, tables
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Reward, Session, Split, utc_now
+from turnwise.types import IMPORT, Feedback, FeedbackKind, Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)
 
@@ -87,6 +87,21 @@ def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> No
         assert retention.prune(connection, utc_now() + HOUR).sessions == (("default", "a"),)
         assert retention.sweep(connection)
     assert sweeps(database) == 2
+    assert sizes(database) == {}
+
+
+def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_made(database: Database) -> None:
+    """One more than a transaction deletes."""
+    add_session(database, "s")
+    better = Feedback(session_id="s", kind=FeedbackKind.DEMONSTRATION, content={"value": "Hi."}, group_id="copies")
+    members = [
+        Session(session_id=f"copy-{number}", group_id="copies", opened_by=IMPORT)
+        for number in range(retention.SESSIONS_AT_ONCE + 1)
+    ]
+    with database.write() as connection:
+        feedback.add(connection, better)
+        ledger.create_sessions(connection, members)
+    retention.delete_all(database, lambda connection: retention.delete_session(connection, "default", "s"))
     assert sizes(database) == {}
 
 
