@@ -37,7 +37,7 @@ FUNCTIONS = {
     "digest a file of a version": "turnwise.version_directory:file_digest",
     "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",
     "acknowledge groups": "turnwise.store.claims:ack",
-    "publish in the transaction": "turnwise.store.claims:publish_policy",
+    "publish in the transaction": "turnwise.store.claims:publish_version",
     "read the versions in use": "trainer.source:LedgerSource.versions_in_use",
 }
 """Steps of the trainer, and the function that does each: the only place in the tests that names these functions."""
