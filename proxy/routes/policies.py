@@ -128,9 +128,10 @@ async def list_policies(
         found, more = versions.list_versions(
             connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
         )
-        pinned = [serving.serving_state(connection, each.policy_id).pinned_version for each in named]
-        listed = [dataclasses.replace(each, pinned_version=pin) for each, pin in zip(named, pinned, strict=True)]
-        return listed, found, more, pinned[named.index(chosen)]
+        states = serving.serving_states(connection, [each.policy_id for each in named])
+        pinned = {number: state.pinned_version for number, state in states.items()}
+        listed = [dataclasses.replace(each, pinned_version=pinned.get(each.policy_id)) for each in named]
+        return listed, found, more, pinned.get(chosen.policy_id)
 
     named, found, more, pinned = await services.database.fetch(read)
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})

@@ -134,7 +134,7 @@ def _named_policies(conn: sa.Connection) -> None:
         policies.create_policy(conn, "t", f"of-{base[:3]}", base)
     policies.find_version(conn, "t", f"support@{adapter.version}")
     serving.activate_version(conn, adapter.version)
-    serving.alarmed_versions(conn, support.policy_id)
+    versions.alarmed_versions(conn, serving.serving_state(conn, support.policy_id).active)
     policies.find_version(conn, "t", "support")
     policies.policy_of_tenant(conn, "t", adapter)
     versions.list_versions(conn, policy_ids=[support.policy_id])

@@ -60,7 +60,7 @@ def policies(
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
         named = {policy.policy_id: policy for policy in stored.list_policies(conn)}
-        pinned = {serving.serving_state(conn, policy_id).pinned_version for policy_id in named}
+        pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [
             _with_lift(_with_metrics(values_of(policy), "reward_mean"))
             | {

@@ -230,6 +230,15 @@ def list_versions(
     return [rows.VERSIONS.record(row) for row in found], has_more
 
 
+def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range:
+    """Return the versions above a policy's active one, up to the newest with an alarm: the older one answers it."""
+    if active is None:
+        return range(0)
+    is_newer = table.c.policy_id == active.policy_id, table.c.version > active.version
+    newest = sa.select(sa.func.max(table.c.version)).where(*is_newer, table.c.alarm.is_not(None))
+    return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
+
+
 def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[int]:
     """Return the failed ones among these versions."""
     failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(numbers))
