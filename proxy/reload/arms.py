@@ -25,10 +25,10 @@ from collections.abc import Awaitable, Callable
 from proxy.engines.state import EngineState
 from proxy.reload.activation import NUM_ENGINES, Activation
 from proxy.reload.loader import serves
-from proxy.reload.verdict import drift, judge
+from proxy.reload.verdict import drift, judge, lift
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
 from turnwise.store import serving, versions
-from turnwise.store.arms import Arm, arms_since, held_out_arms, lift
+from turnwise.store.arms import Arm, arms_since, held_out_arms
 from turnwise.types import Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
