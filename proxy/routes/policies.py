@@ -16,7 +16,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
 from proxy.auth import DEFAULT_TENANT, Principal
-from proxy.reload.checkpoint import check_policy
+from proxy.reload.checkpoint import check_headers
 from proxy.reload.version_files import PATIENCE_SECONDS
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
 from proxy.routes.serialise import (
@@ -224,7 +224,7 @@ async def _check_files(services: Services, path: str, kind: PolicyKind) -> None:
 
     def check() -> None:
         try:
-            check_policy(path, kind, model_path)
+            check_headers(path, kind, model_path)
         except OSError as error:
             raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
 

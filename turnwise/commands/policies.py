@@ -204,13 +204,13 @@ def _check_adapter(store: Database, adapter: Path) -> None:
     Raises:
         BadCheckpoint: it does not.
     """
-    from proxy.reload.checkpoint import check_policy
+    from proxy.reload.checkpoint import check_headers
     from turnwise.store import versions
 
     model = None
     with store.read() as conn, contextlib.suppress(NotFound):
         model = versions.get_version(conn, 0).path
-    check_policy(str(adapter.resolve()), PolicyKind.LORA, model)
+    check_headers(str(adapter.resolve()), PolicyKind.LORA, model)
 
 
 @policies.command("archive")
