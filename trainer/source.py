@@ -623,8 +623,7 @@ class LedgerSource:
                 )
         if (most_bytes := rule.tenant_policy_bytes) is not None:
             own = [one.policy_id for one in policies.list_policies(conn) if one.tenant == policy.tenant]
-            found, _ = versions.list_versions(conn, limit=versions.MAX_MEASURED, policy_ids=own)
-            num_bytes = num_bytes_on_disk(found)
+            num_bytes = num_bytes_on_disk(each for number in own for each in versions.measured_versions(conn, number))
             if num_bytes is not None and num_bytes >= most_bytes:
                 return (
                     f"{whose} take {num_bytes} bytes on disk, of {most_bytes} (tenant_policy_bytes): training waits "

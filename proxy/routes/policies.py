@@ -151,8 +151,7 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
         connection: Connection,
     ) -> tuple[dict[int, policy_summaries.PolicySummary], dict[int, list[PolicyVersion]]]:
         held = policy_summaries.summarise_policies(connection, principal.tenant)
-        limit = versions.MAX_MEASURED
-        return held, {each: versions.list_versions(connection, limit=limit, policy_ids=[each])[0] for each in held}
+        return held, {number: versions.measured_versions(connection, number) for number in held}
 
     held, of_policies = await services.database.fetch(read)
 

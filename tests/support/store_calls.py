@@ -421,6 +421,7 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "counts of the store": queries.counts,
     "all updates": trained.all_updates,
     "summaries of policies": policy_summaries.summarise_policies,
+    "versions on disk": lambda c: versions.measured_versions(c, 0),
     "evaluated versions": evaluations.evaluated_versions,
 }
 """Calls of commands that read everything, by their purpose."""

@@ -96,11 +96,8 @@ def _summaries(database: str | None) -> list[Json]:
         with store.read() as conn:
             named = stored.list_policies(conn)
             held = policy_summaries.summarise_policies(conn)
-            newest = {
-                number: versions.list_versions(conn, limit=versions.MAX_MEASURED, policy_ids=[number])[0]
-                for number in held
-            }
-        sizes = {number: num_bytes_on_disk(found) for number, found in newest.items()}
+            measured = {number: versions.measured_versions(conn, number) for number in held}
+        sizes = {number: num_bytes_on_disk(found) for number, found in measured.items()}
     return [
         values_of(each) | {"summary": values_of(held[each.policy_id]) | {"num_bytes": sizes[each.policy_id]}}
         for each in named

@@ -230,6 +230,11 @@ def list_versions(
     return [rows.VERSIONS.record(row) for row in found], has_more
 
 
+def measured_versions(conn: sa.Connection, policy_id: int) -> list[PolicyVersion]:
+    """Return the versions whose files count as what a policy has on disk, newest first."""
+    return list_versions(conn, limit=MAX_MEASURED, policy_ids=[policy_id])[0]
+
+
 def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range:
     """Return the versions above a policy's active one, up to the newest with an alarm: the older one answers it."""
     if active is None:
