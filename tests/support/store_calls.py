@@ -54,8 +54,8 @@ from turnwise.store import (
 )
 from turnwise.store.engine_activity import Activity
 from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import (
     Feedback,

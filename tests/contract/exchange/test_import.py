@@ -19,7 +19,7 @@ from turnwise.commands.cli import main
 from turnwise.exchange import plugins
 from turnwise.store import claims, experiences, policies
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from support.ledger_samples import add_session, finish, update_record
 from turnwise.errors import NotFound, SettingsError
 from turnwise.store import claims, feedback, keys, ledger, queries, retention, tables
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import IMPORT, Feedback, FeedbackKind, Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)

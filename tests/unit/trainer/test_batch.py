@@ -21,6 +21,7 @@ from trainer.policy.model import Policy, PolicySpec
 from turnwise.chains import merge_session, split_session
 from turnwise.experience import EID, Experience
 from turnwise.store import experiences
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Turn
 
 CPU = torch.device("cpu")
@@ -227,7 +228,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
     model = load_model(policy.spec.model)
     Rollouts(db, model, num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(experiences.experiences(conn, experiences.SessionFilter(), experiences.PER_CHAIN))
+        found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
     agent = PolicyAgent(policy, AgentRule(algorithm={"correction": "tis"}, row_tokens=90))
