@@ -193,7 +193,9 @@ def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(
         wait_until(lambda: fake_engine.calls, "the engine has the call")
         httpx2.delete(f"{proxy.v1}/sessions/s").raise_for_status()
         httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "s"}).raise_for_status()
-        assert "was deleted during the call" in called.result().text
+        assert "session 's' was deleted, so this reply is not stored; retry" in called.result().text
+        if not stream:
+            assert (called.result().status_code, called.result().headers["x-should-retry"]) == (404, "true")
     assert outcomes(proxy) == []
     assert metric(proxy, "turnwise_turns_total", outcome="error", reason="not_stored") == 1
 
