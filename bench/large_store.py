@@ -41,9 +41,9 @@ from turnwise.store import (
     tables,
 )
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.rows import to_micros
 from turnwise.store.search import Contents
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.statements import insert_rows
 from turnwise.types import GroupStatus, Outcome, Reward, Session, SessionStatus, Turn, utc_now
 

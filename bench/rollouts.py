@@ -16,6 +16,7 @@ from turnwise.comparison import normalised
 from turnwise.experience import Experience
 from turnwise.store import experiences, ledger
 from turnwise.store.database import Database
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import DEFAULT_POLICY, Reward, Session, Turn
 
 GROUP_SIZE = 4
@@ -107,7 +108,7 @@ def play(database: Database, size: Size, num_sessions: int, num_turns: int, poli
 
 def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) -> Sequence[Experience]:
     """Return the experiences of the sessions of one length, one per chain or one per turn."""
-    wanted = experiences.SessionFilter(task_id=f"{num_turns}")
+    wanted = SessionFilter(task_id=f"{num_turns}")
     with database.read() as connection:
         return list(experiences.experiences(connection, wanted, experiences.Shape(merge=merge)))
 

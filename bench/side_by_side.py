@@ -205,7 +205,7 @@ def play_turnwise(model: Path, out: Path, given: argparse.Namespace) -> Observed
     from turnwise.settings import variable_name
     from turnwise.store import queries, trained
     from turnwise.store.database import Database
-    from turnwise.store.experiences import SessionFilter
+    from turnwise.store.session_filter import SessionFilter
     from turnwise.types import Split
 
     observed = Observed(batch_size=GROUP_SIZE * given.groups)

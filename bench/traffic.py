@@ -28,6 +28,7 @@ from servers import running
 from turnwise_fake_engine import Reply, running_fake_engine
 from turnwise_fake_engine.script import ToolCall
 
+from proxy.reload.verdict import lift
 from trainer import sentinels
 from trainer import source as trainer_source
 from trainer.algorithms.algorithm import select
@@ -38,7 +39,7 @@ from trainer.pacing import Position, Rewind, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
 from turnwise.processes.stack import command, free_port
 from turnwise.store import serving
-from turnwise.store.arms import held_out_arms, lift
+from turnwise.store.arms import held_out_arms
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, UpdateRecord
 

@@ -21,8 +21,9 @@ from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import child_environment, variable_name
-from turnwise.store import evaluations, experiences, keys, queries, serving, versions
+from turnwise.store import evaluations, keys, queries, serving, versions
 from turnwise.store.database import Database
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import (
     DEFAULT_POLICY,
     Json,
@@ -129,7 +130,7 @@ class LedgerEvaluator:
 
     def _over(self) -> list[Session]:
         """Return the policy's newest eval sessions that are over."""
-        wanted = experiences.SessionFilter(split=Split.EVAL, policy_id=self._policy_id)
+        wanted = SessionFilter(split=Split.EVAL, policy_id=self._policy_id)
         with self._db.read() as conn:
             found, _ = queries.sessions(conn, wanted, limit=NEWEST_SESSIONS)
         return [one for one in found if one.status is not SessionStatus.OPEN]

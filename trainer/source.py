@@ -53,6 +53,7 @@ from turnwise.store import (
 from turnwise.store.database import Connection, Database, clock
 from turnwise.store.evaluations import SessionLabels
 from turnwise.store.rows import from_micros
+from turnwise.store.serving import ServingState
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
 from turnwise.types import DEFAULT_POLICY, GroupKey, Policy, PolicyVersion, SessionKey, UpdateRecord
@@ -396,8 +397,7 @@ class LedgerSource:
 
     def next_update_id(self) -> int:
         """Return the id after those of the ledger and those that this process has given to any policy."""
-        last = self._found(trained.last_update)
-        return self._update_ids.after(last.update_id if last else 0)
+        return self._update_ids.after(self._found(trained.last_update_id))
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published, of any policy, failed ones included."""
@@ -412,9 +412,8 @@ class LedgerSource:
 
         def read(conn: Connection) -> set[int | None]:
             state = serving.serving_state(conn, self.policy_id)
-            found = state.active, state.canary, state.pinned, state.newest, state.holdout
-            bases = [policy.base_version for policy in policies.list_policies(conn)]
-            return {*bases, *(one.version for one in found if one is not None)}
+            wanted = {one.version for one in (state.pinned, state.newest) if one is not None}
+            return state.in_use | wanted | {policy.base_version for policy in policies.list_policies(conn)}
 
         return {version for version in self._found(read) if version is not None}
 
@@ -545,13 +544,14 @@ class LedgerSource:
         try:
             with self._db.read() as conn:
                 now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
-                due = [change for change in self._changes(conn, now) if change.is_due(conn)]
-                look = self._read_look(conn, at, now)
+                state = serving.serving_state(conn, self.policy_id)
+                due = [change for change in self._changes(conn, state, now) if change.is_due(conn)]
+                look = self._read_look(conn, state, at, now)
             if due:
                 with self._db.write() as conn:
                     for change in due:
                         change.make(conn)
-                    look = self._read_look(conn, at, now)
+                    look = self._read_look(conn, state, at, now)
             return self._watch(look) if look.num_filled(self._rule) >= self._rule.smallest_batch else look
         except StoreUnavailable as error:
             if error.is_permanent:
@@ -559,9 +559,9 @@ class LedgerSource:
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
 
-    def _read_look(self, conn: Connection, at: Position, now: datetime) -> Look:
+    def _read_look(self, conn: Connection, state: ServingState, at: Position, now: datetime) -> Look:
         """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
-        of, state = self.policy_id, serving.serving_state(conn, self.policy_id)
+        of = self.policy_id
         num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
         since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
         look = Look(
@@ -578,7 +578,7 @@ class LedgerSource:
         alarm = None if state.active is None else state.active.alarm
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
 
-    def _changes(self, conn: Connection, now: datetime) -> list[groups.Change]:
+    def _changes(self, conn: Connection, state: ServingState, now: datetime) -> list[groups.Change]:
         """Return the changes of groups by time, and the drop of what versions sampled that a person undid.
 
         After an alarm any older version that is served undoes the others, since their rewards may be wrong.
@@ -589,7 +589,7 @@ class LedgerSource:
             changes.append(groups.stalled(now - timedelta(seconds=rule.stalled_seconds), rule.stalled_policy, now))
         if rule.unrewarded_seconds is not None:
             changes.append(groups.unrewarded(now - timedelta(seconds=rule.unrewarded_seconds), now))
-        undone = {serving.serving_state(conn, self.policy_id).undone, serving.alarmed_versions(conn, self.policy_id)}
+        undone = {state.undone, versions.alarmed_versions(conn, state.active)}
         return changes + [claims.undone(conn, each, self.policy_id) for each in undone if each]
 
     def _watch(self, look: Look) -> Look:
@@ -623,8 +623,7 @@ class LedgerSource:
                 )
         if (most_bytes := rule.tenant_policy_bytes) is not None:
             own = [one.policy_id for one in policies.list_policies(conn) if one.tenant == policy.tenant]
-            found, _ = versions.list_versions(conn, limit=versions.MAX_MEASURED, policy_ids=own)
-            num_bytes = num_bytes_on_disk(found)
+            num_bytes = num_bytes_on_disk(each for number in own for each in versions.measured_versions(conn, number))
             if num_bytes is not None and num_bytes >= most_bytes:
                 return (
                     f"{whose} take {num_bytes} bytes on disk, of {most_bytes} (tenant_policy_bytes): training waits "

@@ -8,6 +8,7 @@
     │   ├── Unauthorized       no key, or one that is unknown or revoked
     │   ├── Forbidden          a known key whose role does not allow the request
     │   ├── NotFound           no such session, turn, policy or route for this tenant
+    │   │   └── SessionDeleted  the session of a call was deleted before its reply could be stored
     │   ├── Conflict           the target's state does not allow the request (an ended session, a changed replay)
     │   ├── TooLarge           over a limit of size, depth or count
     │   ├── UnsupportedMediaType  a body that is not JSON
@@ -79,6 +80,10 @@ class Forbidden(ClientError):
 
 class NotFound(ClientError):
     """No such session, turn, policy or route for this tenant."""
+
+
+class SessionDeleted(NotFound):
+    """The session of a call was deleted before its reply could be stored; a retry gets a new session."""
 
 
 class Conflict(ClientError):

@@ -39,6 +39,7 @@ from turnwise.errors import (
     EngineUnavailable,
     NotFound,
     ProxyUnavailable,
+    SessionDeleted,
     StoreError,
     TurnwiseError,
 )
@@ -312,14 +313,21 @@ class Relay:
         """Store turns, or count the call as not stored.
 
         Forget a session that another proxy has ended or deleted: the next call reads it again.
+
+        Raises:
+            SessionDeleted: the session was deleted, during the call or by another proxy before it.
         """
         key = running.placement.live.key
         try:
             endings = await self._writer.append(turns)
         except BaseException as error:
+            self._metrics.turns.labels("error", NOT_STORED).inc()
             if isinstance(error, NotFound):
                 self._sessions.cache.drop(key)
-            self._metrics.turns.labels("error", NOT_STORED).inc()
+                raise SessionDeleted(
+                    f"session {key[1]!r} was deleted, so this reply is not stored; retry to get one in a new session",
+                    param="session_id",
+                ) from error
             raise
         if any(ending.reason == SESSION_ENDED for ending in endings):
             self._sessions.cache.drop(key)

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from hashlib import blake2b
 
 from proxy.engines.engine import Engine, Lane
@@ -132,9 +132,9 @@ class EnginePool:
         self.policy_names = {policy.policy_id: policy.name for policy in named}
         self.archived = {each.policy_id for each in named if each.archived_at is not None}
         live = self.policy_names.keys() - self.archived
-        self.ended |= _versions_in_use(state for number, state in self.served.items() if number not in live)
+        self.ended = self.ended.union(*(state.in_use for number, state in self.served.items() if number not in live))
         self.served = states
-        self.in_use = _versions_in_use(states.values())
+        self.in_use = set().union(*(state.in_use for state in states.values()))
         self.read_at = read_at
 
     def find_policy(self, tenant: str, name: str) -> Policy | None:
@@ -181,7 +181,7 @@ class EnginePool:
         if session.policy_id in self.archived:
             self.check_in_use(session.policy_id)
         state = self.state(session.policy_id)
-        served = state.active or state.base or OWN_MODEL
+        served = state.served or OWN_MODEL
         arm = None if session.arm is None else state.of_arm(session.arm)
         version = wanted or arm or served
         engines = self._not_draining
@@ -367,9 +367,3 @@ def _num_calls(engine: Engine) -> int:
 
 def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]]:
     return serving.serving_states(connection), policies.list_policies(connection)
-
-
-def _versions_in_use(states: Iterable[ServingState]) -> set[int]:
-    """Return the versions that sessions of these policies may sample with."""
-    used = [each for state in states for each in (state.active, state.canary, state.holdout, state.base)]
-    return {policy.version for policy in used if policy is not None}

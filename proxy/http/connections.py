@@ -14,6 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -32,6 +33,8 @@ LINE_BYTES = 4
 """Bytes of a header line in addition to name and value."""
 COPIED_BYTES = 64 * 2**10
 """A shorter part of a body is sent in one piece with the head."""
+UPGRADE = b"upgrade"
+"""Header by which a client offers another protocol, as the JDK's `HttpClient` offers HTTP/2 in each first request."""
 INTERIM = b"HTTP/1.1 1"
 """Begin of `100 Continue`, which the client waits for."""
 
@@ -172,13 +175,35 @@ class LimitedHttp(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Parse received data; close the connection if its head is too long."""
         began_before = self._in_head
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(*self._refusal)
         if not self._is_whole and not self.transport.is_closing():
             self._arm()
         if began_before and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes:
                 self._refuse(*self._too_long())
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Parse a request again without its offer of another protocol, so that it is served with its body.
+
+        The parser takes what follows the head of such a request for the other protocol's.
+
+        Args:
+            rest: what was received after the head.
+        """
+        headers = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name != UPGRADE]
+        head = b"%s %s HTTP/1.1\r\n%s\r\n" % (self.parser.get_method(), self.url, b"".join(headers))
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(head + rest)
+
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and any(name == UPGRADE for name, _ in self.headers)
 
     def on_message_begin(self) -> None:
         """Prepare for a new request."""
@@ -189,6 +214,8 @@ class LimitedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the size of a complete head."""
         self._in_head = False
+        if self._offers_upgrade():
+            return
         num_header_bytes = sum(map(len, itertools.chain.from_iterable(self.headers)))
         if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > self.max_head_bytes:
             self._refusal = self._too_long()
@@ -197,6 +224,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timer: the request is complete."""
+        if self._offers_upgrade():
+            return
         self._is_whole = True
         self._disarm()
         super().on_message_complete()
@@ -205,10 +234,6 @@ class LimitedHttp(HttpToolsProtocol):
         """Serve one request."""
         cycle.transport = ReplyTransport(self.transport, self.loop)  # type: ignore[assignment]  # has all that a cycle calls
         super()._start_asgi_task(cycle, app)
-
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  uvicorn's signature
-        """Reject a request that cannot be parsed."""
-        self._refuse(*self._refusal)
 
     def _arm(self) -> None:
         if self._timer is None:

@@ -63,10 +63,12 @@ def answer(error: errors.TurnwiseError) -> tuple[int, bytes, dict[str, str]]:
 
 
 def _retry_after(status: int, error: errors.TurnwiseError) -> dict[str, str]:
-    """Return the headers that tell a client when to retry, or that the SDKs' automatic retries do not help."""
+    """Return the headers that tell a client when to retry, or whether the SDKs' automatic retries help."""
     seconds = getattr(error, "retry_after_seconds", 1)
     headers = {"retry-after": str(seconds)} if status in RETRYABLE and seconds is not None else {}
-    return {**headers, "x-should-retry": "false"} if isinstance(error, errors.BudgetSpent) else headers
+    if isinstance(error, errors.BudgetSpent):
+        return {**headers, "x-should-retry": "false"}
+    return {**headers, "x-should-retry": "true"} if isinstance(error, errors.SessionDeleted) else headers
 
 
 def _passed_on(error: errors.EngineRefused) -> bytes:

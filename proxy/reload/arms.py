@@ -25,10 +25,10 @@ from collections.abc import Awaitable, Callable
 from proxy.engines.state import EngineState
 from proxy.reload.activation import NUM_ENGINES, Activation
 from proxy.reload.loader import serves
-from proxy.reload.verdict import drift, judge
+from proxy.reload.verdict import drift, judge, lift
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
 from turnwise.store import serving, versions
-from turnwise.store.arms import Arm, arms_since, held_out_arms, lift
+from turnwise.store.arms import Arm, arms_since, held_out_arms
 from turnwise.types import Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -119,163 +119,162 @@ class Arms(Activation):
             return False
         return not self._lacks_engine(target)
 
-    def _lacks_engine(self, policy: PolicyVersion) -> bool:
-        engines = self.without_held_out(self.state.holdout, policy)
-        return policy.kind is PolicyKind.FULL and len(engines) < NUM_ENGINES
+    def _lacks_engine(self, version: PolicyVersion) -> bool:
+        engines = self.without_held_out(self.state.holdout, version)
+        return version.kind is PolicyKind.FULL and len(engines) < NUM_ENGINES
 
-    def note_engines(self, policy: PolicyVersion | None) -> None:
+    def note_engines(self, version: PolicyVersion | None) -> None:
         """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
-        if policy is None or not self._lacks_engine(policy):
+        if version is None or not self._lacks_engine(version):
             self._lacks_engine_since = self.waits_for = None
 
-    async def _wait_for_engine(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+    async def _wait_for_engine(self, canary: PolicyVersion, active: PolicyVersion) -> None:
         """Keep a trial without its engines from taking sessions, and end it if it waits too long."""
         now = self._judged_at = time.monotonic()
         if self._lacks_engine_since is None:
             self._lacks_engine_since = now
             self.waits_for = (
-                f"the trial of version {policy.version} waits for an engine: it needs {NUM_ENGINES}, and "
+                f"the trial of version {canary.version} waits for an engine: it needs {NUM_ENGINES}, and "
                 f"{len(self.pool.serving)} serves; after {ENGINE_SECONDS:g} s the version is served without a trial"
             )
             log.warning("%s", self.waits_for)
         if now - self._lacks_engine_since >= ENGINE_SECONDS:
-            log.error("the trial of version %d ends: no engine came back", policy.version)
-            await self._end(policy, active)
-        elif policy.activated_at is not None:
-            await self.lease.write(serving.try_version, policy.version, None)
+            log.error("the trial of version %d ends: no engine came back", canary.version)
+            await self._end(canary, active)
+        elif canary.activated_at is not None:
+            await self.lease.write(serving.try_version, canary.version, None)
             await self.pool.refresh()
 
-    async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+    async def begin(self, canary: PolicyVersion, active: PolicyVersion) -> None:
         """Load a version and start its trial; after a failure that may pass, a later round begins again.
 
         The store names the version first: from then on no process sends calls to an engine that has its whole weights.
         """
         self.stop_draining()
         for engine in self.pool.serving:  # an earlier attempt may have failed after it loaded the weights
-            if engine.base_lane.version == policy.version:
+            if engine.base_lane.version == canary.version:
                 engine.change(EngineState.DRAINING)
         try:
-            await self.loader.check(policy, self.pool.serving[0])
-            await self.lease.write(serving.try_version, policy.version, None)
+            await self.loader.check(canary, self.pool.serving[0])
+            await self.lease.write(serving.try_version, canary.version, None)
             await self.pool.refresh()
-            await self._place(policy, active)
-            await self._check_drift(policy, active)
+            await self._place(canary, active)
+            await self._check_drift(canary, active)
         except (BadCheckpoint, EngineError) as error:
-            if not self.schedule_retry(policy.version, error):
-                await self._end(policy, active, str(error))
+            if not self.schedule_retry(canary.version, error):
+                await self._end(canary, active, str(error))
             return
         self.forget_failures()
-        if self._is_missing(policy):  # the engine was lost meanwhile
+        if self._is_missing(canary):  # the engine was lost meanwhile
             return
-        await self.lease.write(serving.try_version, policy.version, self.settings.canary_share)
+        await self.lease.write(serving.try_version, canary.version, self.settings.canary_share)
         self.stop_draining()
         log.info(
             "policy version %d is on trial with %.0f %% of the new sessions",
-            policy.version,
+            canary.version,
             100 * self.settings.canary_share,
         )
 
-    async def _judge(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+    async def _judge(self, canary: PolicyVersion, active: PolicyVersion) -> None:
         """Judge a trial, and serve its version to all sessions if it is good; start one that was only prepared."""
-        if self._lacks_engine(policy):
-            await self._wait_for_engine(policy, active)
+        if self._lacks_engine(canary):
+            await self._wait_for_engine(canary, active)
             return
-        if policy.activated_at is None or self._is_missing(policy):
-            await self.begin(policy, active)
+        if canary.activated_at is None or self._is_missing(canary):
+            await self.begin(canary, active)
             return
         self._judged_at = time.monotonic()
         try:
-            await self._place(policy, active)
+            await self._place(canary, active)
             self.forget_failures()
             self.stop_draining()
         except (BadCheckpoint, EngineError) as error:
-            if not self.schedule_retry(policy.version, error):
-                await self._end(policy, active, str(error))
+            if not self.schedule_retry(canary.version, error):
+                await self._end(canary, active, str(error))
             return
-        compared = policy.version, active.version
-        arms = await self.database.fetch(arms_since, policy.activated_at, compared, self.policy_id)
-        await self._record(arms, policy, active)
+        numbers = canary.version, active.version
+        arms = await self.database.fetch(arms_since, canary.activated_at, numbers, self.policy_id)
+        await self._record(arms, canary, active)
         verdict = judge(*arms, self.settings)
         if verdict is None:
             return
         if not verdict.is_good:
-            await self._end(policy, active, verdict.reason)
+            await self._end(canary, active, verdict.reason)
             return
-        log.info("policy version %d is promoted: %s", policy.version, verdict.reason)
+        log.info("policy version %d is promoted: %s", canary.version, verdict.reason)
         self.metrics.canaries.labels("promoted").inc()
-        if (
-            policy.kind is PolicyKind.LORA
-        ):  # each engine has it, and all processes change when they read that it is active
-            await self.succeed(policy, 0.0)
+        if canary.kind is PolicyKind.LORA:
+            # Each engine has it, and all processes change when they read that it is active.
+            await self.succeed(canary, 0.0)
         else:
-            await self.serve(policy, active)
+            await self.serve(canary, active)
 
-    async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
+    async def _record(self, arms: tuple[Arm, Arm], version: PolicyVersion, older: PolicyVersion) -> None:
         """Store what the version is judged by, if it has changed."""
-        canary, control = arms
+        newer_arm, older_arm = arms
         compared = {
-            "canary": canary.summary(policy.version),
-            "control": control.summary(active.version),
-            "lift": lift(canary, control),
+            "canary": newer_arm.summary(version.version),
+            "control": older_arm.summary(older.version),
+            "lift": lift(newer_arm, older_arm),
         }
         if compared != self._recorded:
-            await self.lease.write(versions.record_arms, policy.version, compared)
+            await self.lease.write(versions.record_arms, version.version, compared)
             self._recorded = compared
 
-    async def _place(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+    async def _place(self, version: PolicyVersion, active: PolicyVersion) -> None:
         """Load the version where it is missing: an adapter on each engine, whole weights on one."""
         engines = self.pool.serving
-        if policy.kind is PolicyKind.LORA:
+        if version.kind is PolicyKind.LORA:
             for engine in engines:
-                if policy.version not in engine.adapters:
-                    await self.loader.load(engine, policy)
-        elif len(engines) > 1 and self._is_missing(policy):
-            free = self.without_held_out(self.state.holdout, policy)[-1]
+                if version.version not in engine.adapters:
+                    await self.loader.load(engine, version)
+        elif len(engines) > 1 and self._is_missing(version):
+            free = self.without_held_out(self.state.holdout, version)[-1]
             # No session of the control may sample with it: new calls go elsewhere, and running ones are waited for.
             await asyncio.gather(self.pool.drain(free, DRAIN_SECONDS), self.reserve(free))
-            await self.loader.exchange(free, policy, active)
+            await self.loader.exchange(free, version, active)
 
-    def _is_missing(self, policy: PolicyVersion) -> bool:
+    def _is_missing(self, version: PolicyVersion) -> bool:
         """Return whether no engine samples with a version of whole weights."""
-        is_full = policy.kind is PolicyKind.FULL
-        return is_full and all(engine.base_lane.version != policy.version for engine in self.pool.serving)
+        is_full = version.kind is PolicyKind.FULL
+        return is_full and all(engine.base_lane.version != version.version for engine in self.pool.serving)
 
-    async def _check_drift(self, policy: PolicyVersion, active: PolicyVersion) -> None:
+    async def _check_drift(self, canary: PolicyVersion, active: PolicyVersion) -> None:
         """Check that a version is near enough to the served one for a trial.
 
         Raises:
             ReloadFailed: it is not.
         """
-        probe = await self.loader.probe(policy, self.pool.serving[0])
+        probe = await self.loader.probe(canary, self.pool.serving[0])
         if active.kind is PolicyKind.LORA:
             await self._place(active, active)
-        found = [[engine for engine in self.pool.serving if serves(engine, each)] for each in (active, policy)]
+        found = [[engine for engine in self.pool.serving if serves(engine, each)] for each in (active, canary)]
         if probe is None or not all(found):
             return
         (control, *_), (tried, *_) = found
         before = await self.loader.probed(control.lane_of(active), probe)
-        nats = drift(before, await self.loader.probed(tried.lane_of(policy), probe))
+        nats = drift(before, await self.loader.probed(tried.lane_of(canary), probe))
         limit = self.settings.canary_drift_nats
         if nats > limit:
             raise ReloadFailed(f"it is {nats:.3g} nats a token from the served version; the limit is {limit:g}")
 
-    async def _end(self, policy: PolicyVersion, active: PolicyVersion | None, reason: str | None = None) -> None:
+    async def _end(self, canary: PolicyVersion, active: PolicyVersion | None, reason: str | None = None) -> None:
         """End a trial: roll its version back, or without a reason end it without a verdict.
 
         The engines that have its whole weights are restored, its end is recorded, and only then calls are routed to
         them. An adapter is unloaded once it has no calls.
         """
         for engine in self.pool.serving:
-            if active is not None and engine.base_lane.version == policy.version:
+            if active is not None and engine.base_lane.version == canary.version:
                 try:
                     await self.loader.exchange(engine, active, None)
                 except (BadCheckpoint, EngineError, FilesNotRead) as error:
                     engine.take_out(error)
         if reason is None:
-            await self.lease.write(serving.reconsider_version, policy.version)
+            await self.lease.write(serving.reconsider_version, canary.version)
         else:
-            log.error("policy version %d is rolled back: %s", policy.version, reason)
-            await self.lease.write(serving.fail_version, policy.version, f"{versions.ROLLED_BACK}: {reason}")
+            log.error("policy version %d is rolled back: %s", canary.version, reason)
+            await self.lease.write(serving.fail_version, canary.version, f"{versions.ROLLED_BACK}: {reason}")
         await self.pool.refresh()
         self.stop_draining()
         self.metrics.canaries.labels("called_off" if reason is None else "rolled_back").inc()

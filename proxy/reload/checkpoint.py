@@ -1,6 +1,6 @@
 """Checks on a version's directory before an engine loads it.
 
-Loading a broken directory can crash an engine. `check_policy` reads headers only and is fast enough for a request;
+Loading a broken directory can crash an engine. `check_headers` reads headers only and is fast enough for a request;
 `check_values` reads every byte and runs before a reload, while calls continue. Tensors are compared with those of the
 served model, where its directory is readable here.
 """
@@ -30,7 +30,7 @@ EMBEDDINGS = "embed_tokens.weight"
 """The end of their name."""
 
 
-def check_policy(path: str, kind: PolicyKind, model_path: str | None = None) -> None:
+def check_headers(path: str, kind: PolicyKind, model_path: str | None = None) -> None:
     """Check a directory's headers for consistency, and against the served model.
 
     Args:

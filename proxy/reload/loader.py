@@ -19,7 +19,7 @@ from pathlib import Path
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
+from proxy.reload.checkpoint import check_headers, check_tokenizer, check_values
 from proxy.reload.probe_check import Gap, gap_to, mismatch
 from proxy.reload.transfer import Offer, Transfers
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
@@ -61,24 +61,24 @@ class Loader:
         self._at_base: dict[str, Gap] = {}
         """How far each engine was from the trainer at version 0, by URL."""
 
-    async def check(self, policy: PolicyVersion, engine: Engine) -> None:
+    async def check(self, version: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
 
         Raises:
             BadCheckpoint: naming what is wrong.
             FilesNotRead: its files are being read; call again.
         """
-        if not is_own_model(policy, engine) and await self._transfers.offer(policy, engine) is None:
-            await self._check_directory(policy, engine)
+        if not is_own_model(version, engine) and await self._transfers.offer(version, engine) is None:
+            await self._check_directory(version, engine)
 
-    async def _check_directory(self, policy: PolicyVersion, engine: Engine) -> None:
+    async def _check_directory(self, version: PolicyVersion, engine: Engine) -> None:
         """Check all files of a version."""
-        if not policy.is_written:
-            raise FilesNotRead(f"version {policy.version} is not on disk yet, and its trainer does not hand it out")
-        path, model_path = policy.path, engine.model_path
+        if not version.is_written:
+            raise FilesNotRead(f"version {version.version} is not on disk yet, and its trainer does not hand it out")
+        path, model_path = version.path, engine.model_path
 
         def check() -> None:
-            check_policy(path, policy.kind, model_path)
+            check_headers(path, version.kind, model_path)
             check_tokenizer(path, model_path)
             check_values(path)
 
@@ -103,7 +103,7 @@ class Loader:
                 await self._restore_last_good(engine, last_good, error)
                 raise
 
-    async def receive(self, engine: Engine, policy: PolicyVersion) -> Offer | None:
+    async def receive(self, engine: Engine, version: PolicyVersion) -> Offer | None:
         """Let an engine receive a version from a trainer's memory while it serves calls as before.
 
         Returns:
@@ -113,19 +113,19 @@ class Loader:
             BadCheckpoint: there is no directory to load it from.
             FilesNotRead: its directory is being read; call again.
         """
-        if policy.kind is PolicyKind.LORA or is_own_model(policy, engine) or has_loaded(engine, policy):
+        if version.kind is PolicyKind.LORA or is_own_model(version, engine) or has_loaded(engine, version):
             return None
-        offer = await self._transfers.offer(policy, engine)
+        offer = await self._transfers.offer(version, engine)
         if offer is None:
             return None
         if await self._transfers.send(offer, engine):
             self._faults.point("weights_received")
             return offer
         # The check of a version that is in memory is its transfer's.
-        await self._check_directory(policy, engine)
+        await self._check_directory(version, engine)
         return None
 
-    async def load(self, engine: Engine, policy: PolicyVersion, received: Offer | None = None) -> float:
+    async def load(self, engine: Engine, version: PolicyVersion, received: Offer | None = None) -> float:
         """Load a version, which the engine has received or reads; return how long it was paused, seconds.
 
         An adapter is loaded beside what the engine serves, which changes only if that is not the model under it. What
@@ -137,75 +137,75 @@ class Loader:
             FilesNotRead: the same, but a file of the version was not read in time.
         """
         try:
-            return await self._load_in_time(engine, policy, received)
+            return await self._load_in_time(engine, version, received)
         except EngineError:
             with contextlib.suppress(EngineError):
-                if policy.kind is PolicyKind.LORA:
-                    await engine.unload_adapter(policy.version)
-                elif engine.loaded_version == policy.version:
+                if version.kind is PolicyKind.LORA:
+                    await engine.unload_adapter(version.version)
+                elif engine.loaded_version == version.version:
                     await engine.label_weights(LOADING)
             raise
 
-    async def _load_in_time(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
+    async def _load_in_time(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
         seconds = self._settings.reload_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                if policy.kind is PolicyKind.LORA:
-                    return await self._load_adapter(engine, policy)
-                return await self._load_weights(engine, policy, received)
+                if version.kind is PolicyKind.LORA:
+                    return await self._load_adapter(engine, version)
+                return await self._load_weights(engine, version, received)
         except TimeoutError as error:
-            if self.files.is_reading(policy.path):
-                raise FilesNotRead(f"a file in {policy.path!r} was not read within {seconds:g} s") from error
+            if self.files.is_reading(version.path):
+                raise FilesNotRead(f"a file in {version.path!r} was not read within {seconds:g} s") from error
             raise ReloadFailed(
-                f"the engine at {engine.url} did not load version {policy.version} within {seconds:g} s "
+                f"the engine at {engine.url} did not load version {version.version} within {seconds:g} s "
                 "(--reload-timeout-seconds)"
             ) from error
 
-    async def _load_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
-        if has_loaded(engine, policy):
+    async def _load_weights(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
+        if has_loaded(engine, version):
             return 0.0
-        probe = received.probe if received else await self.probe(policy, engine, seconds=None)
+        probe = received.probe if received else await self.probe(version, engine, seconds=None)
         await self._compare_base(engine, probe)
-        paused = await self._replace_weights(engine, policy, received)
+        paused = await self._replace_weights(engine, version, received)
         await self._verify(engine.base_lane, probe)
         return paused
 
-    async def _load_adapter(self, engine: Engine, policy: PolicyVersion) -> float:
-        probe = await self.probe(policy, engine)
+    async def _load_adapter(self, engine: Engine, version: PolicyVersion) -> float:
+        probe = await self.probe(version, engine)
         paused = 0.0 if engine.has_own_model else await self._replace_weights(engine, engine.own_model, None)
         await self._compare_base(engine, probe)
-        lane = await engine.load_adapter(policy.version, policy.path, seconds=self._settings.reload_timeout_seconds)
+        lane = await engine.load_adapter(version.version, version.path, seconds=self._settings.reload_timeout_seconds)
         await self._verify(lane, probe)
         return paused
 
-    async def _replace_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
+    async def _replace_weights(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
         """Load a version that the engine has received, or from its directory; return the pause, seconds."""
         seconds, started = self._settings.reload_timeout_seconds, time.perf_counter()
         await engine.pause()
         await engine.label_weights(LOADING)
         if received is None:
-            await engine.load_weights(weights_path(policy, engine), seconds=seconds)
+            await engine.load_weights(weights_path(version, engine), seconds=seconds)
         else:
-            await engine.load_received(policy.version, seconds=seconds)
+            await engine.load_received(version.version, seconds=seconds)
         self._faults.point("mid_reload")
-        await engine.label_weights(policy.version)
+        await engine.label_weights(version.version)
         await self._announce(engine)
         await engine.resume()
         return time.perf_counter() - started
 
     async def probe(
-        self, policy: PolicyVersion, engine: Engine, *, seconds: float | None = PATIENCE_SECONDS
+        self, version: PolicyVersion, engine: Engine, *, seconds: float | None = PATIENCE_SECONDS
     ) -> Probe | None:
         """Return a version's text with its logprobs, from its directory or from the trainer; None without one.
 
         Raises:
             FilesNotRead: it was not read in so many seconds; call again.
         """
-        path = policy.path
+        path = version.path
         found = await self.files.read(("probe", path), path, lambda: read_probe(Path(path)), seconds=seconds)
         if found is not None:
             return found
-        offer = await self._transfers.offer(policy, engine)
+        offer = await self._transfers.offer(version, engine)
         return None if offer is None else offer.probe
 
     async def _verify(self, lane: Lane, probe: Probe | None) -> None:
@@ -273,36 +273,36 @@ class Loader:
         await engine.fetch_models()
         if version in engine.adapters:  # another process has loaded it
             return engine.adapters[version]
-        policy = await self._database.fetch(versions.get_version, version)
+        adapter = await self._database.fetch(versions.get_version, version)
         self._metrics.adapter_loads.inc()
-        return await engine.load_adapter(version, policy.path, seconds=self._settings.reload_timeout_seconds)
+        return await engine.load_adapter(version, adapter.path, seconds=self._settings.reload_timeout_seconds)
 
 
-def is_own_model(policy: PolicyVersion, engine: Engine) -> bool:
+def is_own_model(version: PolicyVersion, engine: Engine) -> bool:
     """Return whether a version is the model that the engine was started with.
 
     Only version 0 can be. If the engine's files are not on this machine, it is one that was published with a digest.
     """
-    if policy.version != 0 or policy.kind is not PolicyKind.FULL:
+    if version.version != 0 or version.kind is not PolicyKind.FULL:
         return False
     own = engine.own_model
-    is_same = policy.model_digest is not None and own.model_digest in (None, policy.model_digest)
-    return is_same or policy.path in (engine.model_path, own.path)
+    is_same = version.model_digest is not None and own.model_digest in (None, version.model_digest)
+    return is_same or version.path in (engine.model_path, own.path)
 
 
-def weights_path(policy: PolicyVersion, engine: Engine) -> str:
+def weights_path(version: PolicyVersion, engine: Engine) -> str:
     """Return the directory that an engine loads a version's whole weights from."""
-    return engine.model_path if is_own_model(policy, engine) else policy.path
+    return engine.model_path if is_own_model(version, engine) else version.path
 
 
-def has_loaded(engine: Engine, policy: PolicyVersion) -> bool:
+def has_loaded(engine: Engine, version: PolicyVersion) -> bool:
     """Return whether an engine's base weights are this version."""
     loaded = engine.loaded_version
-    return loaded == policy.version or (loaded == UNLABELLED and is_own_model(policy, engine))
+    return loaded == version.version or (loaded == UNLABELLED and is_own_model(version, engine))
 
 
-def serves(engine: Engine, policy: PolicyVersion) -> bool:
+def serves(engine: Engine, version: PolicyVersion) -> bool:
     """Return whether an engine has what calls of a version sample with."""
-    if policy.kind is PolicyKind.LORA:
-        return engine.has_own_model and policy.version in engine.adapters
-    return has_loaded(engine, policy)
+    if version.kind is PolicyKind.LORA:
+        return engine.has_own_model and version.version in engine.adapters
+    return has_loaded(engine, version)

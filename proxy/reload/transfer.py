@@ -61,15 +61,15 @@ class Transfers:
         self._metrics = metrics
         self._seconds = seconds
 
-    async def offer(self, policy: PolicyVersion, engine: Engine) -> Offer | None:
+    async def offer(self, version: PolicyVersion, engine: Engine) -> Offer | None:
         """Return where a version can be had for an engine; None if only from its directory."""
-        if policy.kind is not PolicyKind.FULL or time.monotonic() < engine.transfers_from:
+        if version.kind is not PolicyKind.FULL or time.monotonic() < engine.transfers_from:
             return None
-        answer = await self._first_answer(f"/versions/{policy.version}", ANSWER_SECONDS, lambda _: True)
+        answer = await self._first_answer(f"/versions/{version.version}", ANSWER_SECONDS, lambda _: True)
         if answer is None:
             return None
         url, found = answer
-        return Offer(policy.version, url, probe_from(found.get("probe")))
+        return Offer(version.version, url, probe_from(found.get("probe")))
 
     async def wanted_sleep(self) -> SleepWish | None:
         """Return a trainer's request that engines sleep; None where no trainer that answers has one."""

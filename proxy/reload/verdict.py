@@ -1,4 +1,4 @@
-"""The verdict over a trial: whether its version does worse than the served one, by rewards and broken turns."""
+"""The comparison of two arms: the verdict over a trial, by rewards and broken turns, and the lift of a version."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import statistics
 from collections.abc import Sequence
 
 from proxy.settings import ProxySettings
-from turnwise.store.arms import Arm, difference
+from turnwise.store.arms import Arm
+from turnwise.types import Json
 
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
+ALPHA = 0.05
+"""Probability that the interval of a lift ever misses it."""
+NARROWEST_AT = 500
+"""Sessions of both arms at which the interval is narrowest."""
+MIN_REWARDS = 8
+"""Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +61,37 @@ def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
     if gain - margin >= -settings.canary_reward_drop:
         return Verdict(True, measured)
     return None
+
+
+def lift(newer: Arm, older: Arm) -> Json:
+    """Return the differences of the mean rewards, whole (`reward`) and by name, with intervals for repeated looks.
+
+    Each has `mean`, `low` and `high`; rewards that either arm has fewer than `MIN_REWARDS` of are left out.
+    """
+    pairs = {name: (values, older.by_name.get(name, ())) for name, values in newer.by_name.items()}
+    pairs["reward"] = (newer.rewards, older.rewards)
+    return {name: _interval(*each) for name, each in pairs.items() if min(map(len, each)) >= MIN_REWARDS}
+
+
+def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
+    """Return the difference of two means with the interval that holds at all times with probability 1 − α.
+
+    The asymptotic confidence sequence of Waudby-Smith et al. 2021 (arXiv:2103.06476), theorem 2.2, for the difference
+    between two arms to which sessions are assigned at random. With n sessions and the standard error s of the
+    difference it is s · √(2 (n ρ² + 1) / (n ρ²) · log(√(n ρ² + 1) / α)) on each side. ρ makes it narrowest at
+    `NARROWEST_AT` sessions. So it may be looked at after every session, and the first time that it excludes 0 counts.
+    """
+    mean, error = difference(newer, older)
+    rho_2 = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / NARROWEST_AT
+    n_rho_2 = (len(newer) + len(older)) * rho_2
+    margin = error * math.sqrt(2 * (n_rho_2 + 1) / n_rho_2 * math.log(math.sqrt(n_rho_2 + 1) / ALPHA))
+    return {"mean": mean, "low": mean - margin, "high": mean + margin}
+
+
+def difference(newer: Sequence[float], older: Sequence[float]) -> tuple[float, float]:
+    """Return the difference of the means and its standard error after Welch, who assumes no equal variances."""
+    error = math.hypot(*(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (newer, older)))
+    return statistics.fmean(newer) - statistics.fmean(older), error
 
 
 def drift(before: Sequence[float], after: Sequence[float]) -> float:

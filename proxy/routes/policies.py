@@ -16,7 +16,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
 from proxy.auth import DEFAULT_TENANT, Principal
-from proxy.reload.checkpoint import check_policy
+from proxy.reload.checkpoint import check_headers
 from proxy.reload.version_files import PATIENCE_SECONDS
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
 from proxy.routes.serialise import (
@@ -128,9 +128,10 @@ async def list_policies(
         found, more = versions.list_versions(
             connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
         )
-        pinned = [serving.serving_state(connection, each.policy_id).pinned_version for each in named]
-        listed = [dataclasses.replace(each, pinned_version=pin) for each, pin in zip(named, pinned, strict=True)]
-        return listed, found, more, pinned[named.index(chosen)]
+        states = serving.serving_states(connection, [each.policy_id for each in named])
+        pinned = {number: state.pinned_version for number, state in states.items()}
+        listed = [dataclasses.replace(each, pinned_version=pinned.get(each.policy_id)) for each in named]
+        return listed, found, more, pinned.get(chosen.policy_id)
 
     named, found, more, pinned = await services.database.fetch(read)
     listed = await policies_json(found, services.files, {each.policy_id: each.name for each in named})
@@ -150,8 +151,7 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
         connection: Connection,
     ) -> tuple[dict[int, policy_summaries.PolicySummary], dict[int, list[PolicyVersion]]]:
         held = policy_summaries.summarise_policies(connection, principal.tenant)
-        limit = versions.MAX_MEASURED
-        return held, {each: versions.list_versions(connection, limit=limit, policy_ids=[each])[0] for each in held}
+        return held, {number: versions.measured_versions(connection, number) for number in held}
 
     held, of_policies = await services.database.fetch(read)
 
@@ -223,7 +223,7 @@ async def _check_files(services: Services, path: str, kind: PolicyKind) -> None:
 
     def check() -> None:
         try:
-            check_policy(path, kind, model_path)
+            check_headers(path, kind, model_path)
         except OSError as error:
             raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
 

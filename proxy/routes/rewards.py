@@ -36,7 +36,8 @@ from turnwise.errors import InvalidRequest
 from turnwise.experience import experience_json
 from turnwise.store import queries, trained
 from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import SessionFilter, Shape
+from turnwise.store.experiences import Shape
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000

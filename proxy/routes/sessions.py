@@ -43,9 +43,9 @@ from turnwise.store import (
     summaries,
 )
 from turnwise.store.database import Connection
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
 from turnwise.store.session_changes import set_chain_role
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit, Json, Label, Reward, Role, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])

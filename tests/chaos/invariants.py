@@ -9,9 +9,10 @@ import sqlalchemy as sa
 from chaos.agents import CompleteReply, Observed
 from chaos.world import World
 
-from turnwise.store import experiences, queries, tables, trained
+from turnwise.store import queries, tables, trained
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Outcome
 
 ALL = 1_000_000
@@ -24,7 +25,7 @@ NUM_SHOWN = 10
 def stored_turns(database: Database) -> list[tuple[str, TurnView]]:
     """Return all turns with their tenants."""
     with database.read() as connection:
-        listed, _ = queries.sessions(connection, experiences.SessionFilter(), limit=ALL)
+        listed, _ = queries.sessions(connection, SessionFilter(), limit=ALL)
         return [
             (session.tenant, view)
             for session in listed

@@ -193,6 +193,22 @@ def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(
         wait_until(lambda: fake_engine.calls, "the engine has the call")
         httpx2.delete(f"{proxy.v1}/sessions/s").raise_for_status()
         httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "s"}).raise_for_status()
-        assert "was deleted during the call" in called.result().text
+        assert "session 's' was deleted, so this reply is not stored; retry" in called.result().text
+        if not stream:
+            assert (called.result().status_code, called.result().headers["x-should-retry"]) == (404, "true")
     assert outcomes(proxy) == []
     assert metric(proxy, "turnwise_turns_total", outcome="error", reason="not_stored") == 1
+
+
+def test_a_stream_that_ends_within_an_event_is_aborted_although_its_choice_has_finished(tmp_path: Path, monkeypatch):
+    original = Answer.next_part
+
+    async def cut_off(answer: Answer) -> bytes:
+        data = await original(answer)
+        return data[: data.index(b"[DONE]") + 3] if b"[DONE]" in data else data
+
+    with in_process_proxy(tmp_path) as (http, _):
+        monkeypatch.setattr(Answer, "next_part", cut_off)
+        assert "engine_unavailable" in http.post("/sessions/s/v1/chat/completions", json={**CHAT, "stream": True}).text
+        (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
+        assert (turn["outcome"], turn["reason"], turn["finish_reason"]) == ("aborted", "engine_broke_off", "stop")

@@ -186,7 +186,11 @@ def test_a_session_key_gives_feedback_only_on_its_own_session(proxy: RunningProx
         turn_id = call(own.base_url)["id"]
     with Client(proxy.url, own.api_key) as person:
         person.feedback("boolean", True, turn_id=turn_id)
-        for asked in ({"turn_id": foreign, "value": True}, {"session_id": "o", "value": True}):
+        for asked in (
+            {"turn_id": foreign, "value": True},
+            {"session_id": "o", "value": True},
+            {"kind": "demonstration", "turn_id": turn_id, "over": [foreign]},
+        ):
             answer = httpx2.post(
                 f"{proxy.v1}/feedback",
                 json={"kind": "boolean", **asked},

@@ -140,6 +140,22 @@ def test_a_request_that_never_completes_is_closed(impatient, sent):
     assert b'"code":"request_timeout"' in answer
 
 
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\nupgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize("num_bytes", [10_000, 50, 1])
+def test_a_request_that_offers_another_protocol_is_served_with_its_body(limited, num_bytes):
+    """As the JDK's client offers HTTP/2; a second request on the connection is served too."""
+    body = b'{"session_id": "offered"}'
+    head = b"host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    offering = b"POST /v1/sessions HTTP/1.1\r\n" + head + OFFER + b"\r\n" + body
+    pieces = [offering[at : at + num_bytes] for at in range(0, len(offering), num_bytes)]
+    pieces[-1] += b"GET /v1/sessions/offered HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+    answer = talk(limited.proxy, pieces)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2, answer
+    assert answer.count(b'"session_id":"offered"') == 2
+
+
 def test_data_that_is_not_http_gets_a_400(limited):
     before = metric(limited.proxy, "turnwise_refused_total", code="invalid_http")
     answer = talk(limited.proxy, [b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n"])

@@ -14,8 +14,9 @@ from support.migrated import migrated
 from support.waiting import wait_until
 
 from turnwise.commands.cli import main
-from turnwise.store import experiences, keys, ledger, queries
+from turnwise.store import keys, ledger, queries
 from turnwise.store.database import Database
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Session, Split, utc_now
 
 TEN_DAYS = datetime.timedelta(days=10)
@@ -39,7 +40,7 @@ def add_ended(database: Database, *session_ids: str, tenant: str = "default", at
 
 def session_ids(database: Database) -> set[str]:
     with database.read() as connection:
-        listed, _ = queries.sessions(connection, experiences.SessionFilter(), limit=100)
+        listed, _ = queries.sessions(connection, SessionFilter(), limit=100)
     return {session.session_id for session in listed}
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.store import queries, versions
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit
 
 BENCH = Path(__file__).parents[2] / "bench" / "learning"

@@ -13,7 +13,7 @@ from support.migrated import migrated
 from turnwise.commands.cli import main
 from turnwise.store import ledger
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.session_records import SessionRecord, session_records
 from turnwise.types import Session
 

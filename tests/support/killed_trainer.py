@@ -37,7 +37,7 @@ FUNCTIONS = {
     "digest a file of a version": "turnwise.version_directory:file_digest",
     "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",
     "acknowledge groups": "turnwise.store.claims:ack",
-    "publish in the transaction": "turnwise.store.claims:publish_policy",
+    "publish in the transaction": "turnwise.store.claims:publish_version",
     "read the versions in use": "trainer.source:LedgerSource.versions_in_use",
 }
 """Steps of the trainer, and the function that does each: the only place in the tests that names these functions."""
@@ -59,11 +59,12 @@ STAGES = {
 optimizer steps each, in rows of one session.
 """
 
-KILLED_IN_EVERY_RUN = ("the trainer's state half written",)
-"""Stages at which a trainer's process is killed in `make test`; the others are slow tests."""
-
-STAGES_IN_EVERY_RUN = ("between two rows of a minibatch", "inside the publishing transaction")
-"""The same for a trainer that ends by an exception, within the test's own process."""
+KILLED_IN_EVERY_RUN = (
+    "the trainer's state half written",
+    "between two rows of a minibatch",
+    "inside the publishing transaction",
+)
+"""Stages at which a trainer is killed in `make test-real`; the others are slow tests."""
 
 STAGES_BEHIND = {
     "after the first version is published": "select groups of a batch:2",

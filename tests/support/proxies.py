@@ -27,9 +27,10 @@ from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready, tail_of
-from turnwise.store import experiences, queries
+from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
+from turnwise.store.session_filter import SessionFilter
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -67,9 +68,7 @@ class RunningProxy:
         database = Database(self.database_url)
         try:
             with database.read() as connection:
-                listed, _ = queries.sessions(
-                    connection, experiences.SessionFilter(session_id=session_id), limit=ALL_TURNS
-                )
+                listed, _ = queries.sessions(connection, SessionFilter(session_id=session_id), limit=ALL_TURNS)
                 return [
                     view
                     for each in listed

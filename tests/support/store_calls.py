@@ -54,8 +54,8 @@ from turnwise.store import (
 )
 from turnwise.store.engine_activity import Activity
 from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import (
     Feedback,
@@ -94,6 +94,13 @@ def _rewards(conn: sa.Connection) -> None:
         idempotency.claim_target(conn, "t", "key", "k", "s")
 
 
+def _release_deleted(conn: sa.Connection) -> None:
+    """Release groups that were deleted while they were claimed."""
+    held = claim(conn)
+    deleted = [dataclasses.replace(group, group_id="deleted") for group in held.groups]
+    claims.release(opened(conn), dataclasses.replace(held, groups=tuple(deleted)))
+
+
 def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archived_rows.Row]]:
     found = retention.over_since(conn, NOW + WEEK, limit=2)
     assert found
@@ -127,7 +134,7 @@ def _named_policies(conn: sa.Connection) -> None:
         policies.create_policy(conn, "t", f"of-{base[:3]}", base)
     policies.find_version(conn, "t", f"support@{adapter.version}")
     serving.activate_version(conn, adapter.version)
-    serving.alarmed_versions(conn, support.policy_id)
+    versions.alarmed_versions(conn, serving.serving_state(conn, support.policy_id).active)
     policies.find_version(conn, "t", "support")
     policies.policy_of_tenant(conn, "t", adapter)
     versions.list_versions(conn, policy_ids=[support.policy_id])
@@ -167,6 +174,7 @@ def _pins(conn: sa.Connection) -> None:
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
     versions.fail_unwritten(conn, after=2)
     serving.choose_version(conn, 3, pin=True)
+    versions.reserve_numbers(conn, 1_000)
 
 
 def _versions(conn: sa.Connection) -> None:
@@ -342,7 +350,11 @@ OF_ALL: dict[str, Ask] = {
         trained.updates(c, after=9, tenant="t"),
         trained.updates_after(c, 9),
     ),
-    "the last update": lambda c: (trained.last_update(c), trained.last_update(c, policy_id=0)),
+    "the last update": lambda c: (
+        trained.last_update(c),
+        trained.last_update(c, policy_id=0),
+        trained.last_update_id(c),
+    ),
     "digests of an update": lambda c: trained.trained_digests(c, 1),
     "groups for the metrics": queries.unfinished_groups,
     "imported groups": groups.imported_groups,
@@ -353,6 +365,8 @@ OF_ALL: dict[str, Ask] = {
     "a drop of undone versions": lambda c: changed(c, claims.undone(c, range(1, 2))),
     "a renewed claim": lambda c: claims.renew(opened(c), claim(c), 60),
     "a released claim": lambda c: claims.release(opened(c), claim(c)),
+    "a released claim of deleted groups": _release_deleted,
+    "a trainer's lineage": lambda c: trained.check_lineage(c, range(10_000)),
     "a dead trainer's claim": lambda c: claims.take_back(opened(c), "trainer"),
     "an update": lambda c: acknowledge(c, 2, "over"),
     "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
@@ -407,6 +421,7 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "counts of the store": queries.counts,
     "all updates": trained.all_updates,
     "summaries of policies": policy_summaries.summarise_policies,
+    "versions on disk": lambda c: versions.measured_versions(c, 0),
     "evaluated versions": evaluations.evaluated_versions,
 }
 """Calls of commands that read everything, by their purpose."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from turnwise.client import Client
     from turnwise.experience import Experience
     from turnwise.store.database import Connection, Database
-    from turnwise.store.experiences import SessionFilter
+    from turnwise.store.session_filter import SessionFilter
 
 EXPERIENCE_FORMATS = ("jsonl", "axolotl", "parquet", "hf")
 CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai", "trl", "trl-pairs", "verl")

@@ -60,7 +60,7 @@ def policies(
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
         named = {policy.policy_id: policy for policy in stored.list_policies(conn)}
-        pinned = {serving.serving_state(conn, policy_id).pinned_version for policy_id in named}
+        pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [
             _with_lift(_with_metrics(values_of(policy), "reward_mean"))
             | {
@@ -96,11 +96,8 @@ def _summaries(database: str | None) -> list[Json]:
         with store.read() as conn:
             named = stored.list_policies(conn)
             held = policy_summaries.summarise_policies(conn)
-            newest = {
-                number: versions.list_versions(conn, limit=versions.MAX_MEASURED, policy_ids=[number])[0]
-                for number in held
-            }
-        sizes = {number: num_bytes_on_disk(found) for number, found in newest.items()}
+            measured = {number: versions.measured_versions(conn, number) for number in held}
+        sizes = {number: num_bytes_on_disk(found) for number, found in measured.items()}
     return [
         values_of(each) | {"summary": values_of(held[each.policy_id]) | {"num_bytes": sizes[each.policy_id]}}
         for each in named
@@ -204,13 +201,13 @@ def _check_adapter(store: Database, adapter: Path) -> None:
     Raises:
         BadCheckpoint: it does not.
     """
-    from proxy.reload.checkpoint import check_policy
+    from proxy.reload.checkpoint import check_headers
     from turnwise.store import versions
 
     model = None
     with store.read() as conn, contextlib.suppress(NotFound):
         model = versions.get_version(conn, 0).path
-    check_policy(str(adapter.resolve()), PolicyKind.LORA, model)
+    check_headers(str(adapter.resolve()), PolicyKind.LORA, model)
 
 
 @policies.command("archive")

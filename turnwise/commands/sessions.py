@@ -126,7 +126,7 @@ def _contents(store: Database, tenant: str, session_id: str | None, user_id: str
         NotFound: nothing.
     """
     from turnwise.store import keys
-    from turnwise.store.experiences import SessionFilter
+    from turnwise.store.session_filter import SessionFilter
     from turnwise.store.session_records import count_sessions
 
     with store.read() as conn:

@@ -19,7 +19,7 @@ from pathlib import Path
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange.parquet import write_rows
 from turnwise.files import lock, synchronise
-from turnwise.store import archived_rows, retention
+from turnwise.store import archived_rows, retention, versions
 from turnwise.store.archived_rows import TABLES, ArchivedSession, Row
 from turnwise.store.database import Database
 from turnwise.store.retention import Deleted
@@ -87,6 +87,8 @@ def _move(database: Database, directory: Path, before: datetime.datetime) -> Del
 def restore(database: Database, directory: Path) -> int:
     """Store all sessions of an archive again that are not stored; return how many. The archive stays as it is.
 
+    In another database than theirs, the versions and updates that they name are unknown; new ones get higher numbers.
+
     Raises:
         InvalidRequest: the directory holds no archive.
     """
@@ -98,11 +100,21 @@ def restore(database: Database, directory: Path) -> int:
     last_batch = {name: batch for batch in batches for name in _sessions_in(batch)}
     count = 0
     for batch in batches:
+        highest = 0
         with database.write() as conn:
             for archived in _read_batch(batch):
                 name = archived.session["tenant"], archived.session["session_id"]
-                count += last_batch[name] == batch and archived_rows.insert_session(conn, archived)
+                if last_batch[name] == batch and archived_rows.insert_session(conn, archived):
+                    count, highest = count + 1, max(highest, _highest_version(archived))
+            versions.reserve_numbers(conn, highest)
     return count
+
+
+def _highest_version(archived: ArchivedSession) -> int:
+    """Return the highest version that the rows of a session name."""
+    sampled = (row["policy_version_last"] for row in archived.others.get("turns", ()))
+    trained = (row["policy_version"] for row in archived.others.get("trained_sessions", ()))
+    return max((*sampled, *trained), default=0)
 
 
 def _sessions_in(batch: Path) -> list[tuple[str, str]]:

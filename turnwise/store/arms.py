@@ -3,8 +3,7 @@
 The transaction that creates a session assigns it to an arm or to none, and stores that with the session. So all
 processes agree on it, from the session's first call to its last. A canary takes a share of its policy's sessions. The
 hold-out takes a share of those without a group, and makes them `eval` sessions: what an old version samples is not
-trained, and nobody waits for it. A canary is judged by statistics of the sessions by version, and so is the lift of
-one version over another.
+trained, and nobody waits for it. What the sessions of two versions did is counted here; the proxy compares it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import datetime
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -40,14 +38,8 @@ from turnwise.types import (
     Split,
 )
 
-ALPHA = 0.05
-"""Probability that the interval of a lift ever misses it."""
-NARROWEST_AT = 500
-"""Sessions of both arms at which the interval is narrowest."""
 MAX_COMPARED = 10_000
 """Finished sessions that are read to compare two arms, the newest ones."""
-MIN_REWARDS = 8
-"""Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
 _RUNNING = (
     "SELECT policy_id, version, arm_share, status FROM policy_versions "  # noqa: S608  constants
     f"WHERE status IN ('{PolicyStatus.CANARY.value}', '{PolicyStatus.HOLDOUT.value}') "
@@ -111,37 +103,6 @@ def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
         if session.split is Split.TRAIN and session.group_id is None and session.group_size is None:
             return dataclasses.replace(session, arm=version, split=Split.EVAL)
     return session
-
-
-def lift(newer: Arm, older: Arm) -> Json:
-    """Return the differences of the mean rewards, whole (`reward`) and by name, with intervals for repeated looks.
-
-    Each has `mean`, `low` and `high`; rewards that either arm has fewer than `MIN_REWARDS` of are left out.
-    """
-    pairs = {name: (values, older.by_name.get(name, ())) for name, values in newer.by_name.items()}
-    pairs["reward"] = (newer.rewards, older.rewards)
-    return {name: _interval(*each) for name, each in pairs.items() if min(map(len, each)) >= MIN_REWARDS}
-
-
-def difference(newer: Sequence[float], older: Sequence[float]) -> tuple[float, float]:
-    """Return the difference of the means and its standard error after Welch, who assumes no equal variances."""
-    error = math.hypot(*(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (newer, older)))
-    return statistics.fmean(newer) - statistics.fmean(older), error
-
-
-def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
-    """Return the difference of two means with the interval that holds at all times with probability 1 − α.
-
-    The asymptotic confidence sequence of Waudby-Smith et al. 2021 (arXiv:2103.06476), theorem 2.2, for the difference
-    between two arms to which sessions are assigned at random. With n sessions and the standard error s of the
-    difference it is s · √(2 (n ρ² + 1) / (n ρ²) · log(√(n ρ² + 1) / α)) on each side. ρ makes it narrowest at
-    `NARROWEST_AT` sessions. So it may be looked at after every session, and the first time that it excludes 0 counts.
-    """
-    mean, error = difference(newer, older)
-    rho_2 = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / NARROWEST_AT
-    n_rho_2 = (len(newer) + len(older)) * rho_2
-    margin = error * math.sqrt(2 * (n_rho_2 + 1) / n_rho_2 * math.log(math.sqrt(n_rho_2 + 1) / ALPHA))
-    return {"mean": mean, "low": mean - margin, "high": mean + margin}
 
 
 def arms_since(

@@ -16,7 +16,8 @@ import sqlalchemy as sa
 
 from turnwise.comparison import Floats, is_uniform, normalised
 from turnwise.experience import Experience
-from turnwise.store.experiences import PER_TURN, SessionFilter, Shape, experiences
+from turnwise.store.experiences import PER_TURN, Shape, experiences
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit, SessionStatus
 
 NUM_GROUPS = 64

@@ -17,9 +17,9 @@ import sqlalchemy as sa
 from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, pages, policies, rows, tables, trained
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TurnView
 from turnwise.store.rows import to_micros
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.statements import fetch_rows
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import Credit, GroupStatus, Session, SessionKey, Turn, utc_now

@@ -13,7 +13,7 @@ import time
 import sqlalchemy as sa
 
 from turnwise.store import pages, queries, rows
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.statements import is_among
 from turnwise.store.tables import turns
 from turnwise.types import Outcome, Session

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -55,6 +55,16 @@ class ServingState(NamedTuple):
         return None if self.pinned is None else self.pinned.version
 
     @property
+    def served(self) -> PolicyVersion | None:
+        """What sessions in no arm sample with; None for the engine's own model."""
+        return self.active or self.base
+
+    @property
+    def in_use(self) -> set[int]:
+        """The versions that sessions may sample with."""
+        return {each.version for each in (self.active, self.canary, self.holdout, self.base) if each is not None}
+
+    @property
     def target(self) -> PolicyVersion | None:
         """The version to serve: the pinned one, or the newest that has not failed."""
         wanted = self.pinned or self.newest
@@ -76,9 +86,10 @@ def serving_state(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> Servi
     return _states(conn, policies.c.policy_id == policy_id).get(policy_id, NO_VERSIONS)
 
 
-def serving_states(conn: sa.Connection) -> dict[int, ServingState]:
-    """Return the state of each policy that has a version, a pin or a base and is in use, by number."""
-    return _states(conn, policies.c.archived_at.is_(None))
+def serving_states(conn: sa.Connection, policy_ids: Collection[int] | None = None) -> dict[int, ServingState]:
+    """Return the states of these policies, or of all that are in use, by number; one without versions is left out."""
+    is_in_use = policies.c.archived_at.is_(None)
+    return _states(conn, is_in_use if policy_ids is None else policies.c.policy_id.in_(policy_ids))
 
 
 def _states(conn: sa.Connection, wanted: sa.ColumnElement[bool]) -> dict[int, ServingState]:
@@ -126,16 +137,6 @@ def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:
         base=None if base is None else versions[base],
         undone=undone,
     )
-
-
-def alarmed_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> range:
-    """Return the versions above the served one, up to the newest that has an alarm: the older one answers it."""
-    active = serving_state(conn, policy_id).active
-    if active is None:
-        return range(0)
-    is_newer = table.c.policy_id == policy_id, table.c.version > active.version
-    newest = sa.select(sa.func.max(table.c.version)).where(*is_newer, table.c.alarm.is_not(None))
-    return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
 
 
 def activate_version(

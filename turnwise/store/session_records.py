@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.store import lineage, policies, rows
-from turnwise.store.experiences import SessionFilter, rows_in_batches
+from turnwise.store.session_filter import SessionFilter, rows_in_batches
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Credit, Reward, Session, Turn
 

@@ -132,6 +132,13 @@ def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateReco
     return newest[0] if newest else None
 
 
+def last_update_id(conn: sa.Connection) -> int:
+    """Return the highest id of an update, also of one whose sessions an archive brought from another database."""
+    stored, of_sessions = sa.func.max(table.c.update_id), sa.func.max(trained_sessions.c.update_id)
+    found = conn.execute(sa.select(sa.select(stored).scalar_subquery(), sa.select(of_sessions).scalar_subquery())).one()
+    return max(number or 0 for number in found)
+
+
 def check_lineage(conn: sa.Connection, versions: Collection[int], policy_id: int = DEFAULT_POLICY) -> None:
     """Check that a policy's newest update made one of these versions: those that a trainer's weights come from.
 

@@ -23,6 +23,7 @@ ROLLED_BACK = "rolled back as a canary"
 LOST = "lost: its trainer ended before its files were written"
 UNDONE = "undone: its weights come from a version in whose place an older one was activated"
 OVERTAKEN = "overtaken: another trainer recorded what it was trained on, or an update of its policy"
+ELSEWHERE = "of another database: sessions that were restored from an archive name versions up to this one"
 """Beginnings of the errors of versions that engines never got, or have loaded."""
 MAX_MEASURED = 1000
 """Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
@@ -58,6 +59,17 @@ def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
     if version.is_written and not known.is_written:
         change_version(conn, version.version, weights_digest=version.weights_digest)
     return False
+
+
+def reserve_numbers(conn: sa.Connection, highest: int) -> None:
+    """Let no later version get a number up to this one, if it is above all stored ones.
+
+    A failed version has the highest number: the weights that it names are not here.
+    """
+    newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
+    if highest > (newest or 0):
+        path = f"elsewhere/v{highest:06d}"
+        publish_version(conn, PolicyVersion(version=highest, path=path, kind=PolicyKind.LORA, error=ELSEWHERE))
 
 
 def _check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
@@ -218,6 +230,20 @@ def list_versions(
     return [rows.VERSIONS.record(row) for row in found], has_more
 
 
+def measured_versions(conn: sa.Connection, policy_id: int) -> list[PolicyVersion]:
+    """Return the versions whose files count as what a policy has on disk, newest first."""
+    return list_versions(conn, limit=MAX_MEASURED, policy_ids=[policy_id])[0]
+
+
+def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range:
+    """Return the versions above a policy's active one, up to the newest with an alarm: the older one answers it."""
+    if active is None:
+        return range(0)
+    is_newer = table.c.policy_id == active.policy_id, table.c.version > active.version
+    newest = sa.select(sa.func.max(table.c.version)).where(*is_newer, table.c.alarm.is_not(None))
+    return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
+
+
 def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[int]:
     """Return the failed ones among these versions."""
     failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(numbers))
@@ -227,7 +253,7 @@ def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[
 def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_POLICY) -> list[PolicyVersion]:
     """Return so many of a policy's newest versions, newest first, if engines refused each of them; else none."""
     found, _ = list_versions(conn, limit=count, policy_ids=[policy_id])
-    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE, OVERTAKEN
+    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE, OVERTAKEN, ELSEWHERE
     is_refused = [
         each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
     ]

@@ -9,8 +9,8 @@ from typing import Protocol
 from turnwise.chains import is_trainable
 from turnwise.store import versions
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TurnView
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.session_records import SessionRecord, count_sessions, session_records
 from turnwise.store.trained import all_updates
 from turnwise.types import PolicyVersion

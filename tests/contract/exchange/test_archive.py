@@ -16,13 +16,15 @@ from click.testing import CliRunner
 from support.ledger_samples import add_session, finish
 from support.migrated import migrated
 
+from trainer.pacing import SourceRule
+from trainer.source import LedgerSource
 from turnwise.commands.cli import main
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
-from turnwise.store import ledger, retention
+from turnwise.store import ledger, retention, serving, versions
 from turnwise.store.database import Database
 from turnwise.store.tables import groups, rewards, sessions, trained_sessions, turns
-from turnwise.types import DEFAULT_POLICY, GroupStatus, Reward, utc_now
+from turnwise.types import DEFAULT_POLICY, GroupStatus, PolicyVersion, Reward, utc_now
 
 LATER = utc_now() + datetime.timedelta(days=1)
 
@@ -72,6 +74,27 @@ def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(
     assert archive.restore(database, tmp_path / "archive") == 2
     assert stored(database) == before
     assert archive.restore(database, tmp_path / "archive") == 0
+
+
+def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_numbers(
+    database: Database, tmp_path: Path
+) -> None:
+    """Version 8 and update 7 are those of the old database; the new one's own would otherwise be 1 and 1."""
+    fill(database)
+    archive.archive(database, tmp_path / "archive", LATER)
+    other = Database(migrated(f"sqlite:///{tmp_path}/other.db"))
+    assert archive.restore(other, tmp_path / "archive") == 2
+    source = LedgerSource(other, SourceRule())
+    source.open(PolicyVersion(version=0, path="base"), 0)
+    assert (source.newest_version(), source.next_update_id()) == (8, 8)
+    with other.read() as conn:
+        assert serving.serving_state(conn).newest.version == 0, "version 8 is not served"
+        assert [(each.version, each.status.value) for each in versions.list_versions(conn)[0]] == [
+            (8, "failed"),
+            (0, "published"),
+        ]
+    source.close()
+    other.close()
 
 
 def test_a_session_that_changes_while_it_is_archived_stays(database: Database) -> None:

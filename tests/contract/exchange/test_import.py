@@ -19,7 +19,7 @@ from turnwise.commands.cli import main
 from turnwise.exchange import plugins
 from turnwise.store import claims, experiences, policies
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,7 @@ def test_only_a_claim_for_imported_groups_gets_them(database: Database, tmp_path
     trained = experience.tokens[experience.loss_mask]
     assert trained.tolist() == tokens.encode("Hello<|im_end|>")
     assert np.isfinite(experience.logprobs).all()
+    assert not experience.info["single"], "it fills the place of a group, not of one live session"
 
 
 def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(

@@ -7,9 +7,12 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
+from support.waiting import wait_until
 
+from proxy.limits import budgets
+from proxy.writer.client import Writer
 from turnwise.client.wire import error_of
-from turnwise.errors import BudgetSpent
+from turnwise.errors import BudgetSpent, StoreUnavailable
 from turnwise.store import keys, usage
 from turnwise.store.database import Database
 from turnwise.types import utc_now
@@ -71,6 +74,25 @@ def test_a_budget_survives_a_restart(tmp_path: Path) -> None:
         message = ask(http, key).json()["error"]["message"]
         assert f"the token budget of tenant 'acme' is spent: {cost} of 1 tokens" in message
         used(ask(http, other))
+
+
+def test_the_tokens_of_a_failed_write_count_and_are_stored_with_the_next_one(tmp_path: Path, monkeypatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise StoreUnavailable("locked")
+
+    with in_process_proxy(tmp_path, tenant_token_budget=1) as (http, database):
+        key = make_key(database)
+        with monkeypatch.context() as broken:
+            broken.setattr(budgets, "READ_SECONDS", -1.0)
+            broken.setattr(Writer, "do", fail)
+            cost = used(ask(http, key))
+            failed = 'turnwise_background_errors_total{task="budgets"} 1.0'
+            headers = {"authorization": f"Bearer {key}"}
+            wait_until(lambda: failed in http.get("/metrics", headers=headers).text, "the write has failed")
+            assert ask(http, key).status_code == 429
+            used(ask(http, make_key(database, tenant="other")))
+    with in_process_proxy(tmp_path, tenant_token_budget=1) as (http, database):
+        assert get(http, key, "/v1/budget")["tenant"]["tokens_used"] == cost
 
 
 def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_session(tmp_path: Path) -> None:

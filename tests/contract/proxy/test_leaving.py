@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 from support.in_process import in_process_proxy
 
+from proxy.calls import relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
 from proxy.engines.http_client import HttpClient
@@ -20,6 +21,7 @@ from proxy.http.connections import LEFT
 from proxy.limits.bodies import Bodies
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound, ReloadFailed, StoreUnavailable
+from turnwise.store import retention
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 KEYED = {"idempotency-key": "k"}
@@ -124,6 +126,21 @@ def test_a_call_that_fails_in_its_session_is_counted_once(
     assert [turn["reason"] for turn in stored] == ([] if reason == "not_stored" else [reason])
 
 
+def test_nothing_of_a_stream_is_stored_that_a_defect_ended(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch):
+    """It is not known what of it was captured as it was sampled."""
+    original = relay.take_events
+
+    def fail(*arguments: Any) -> None:
+        assert original(*arguments)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(relay, "take_events", fail)
+    assert http.post("/sessions/s/v1/chat/completions", json={**CHAT, "stream": True}).status_code == 500
+    assert turns_counted(http) == {("error", "internal_error"): 1.0}
+    (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
+    assert (turn["outcome"], turn["reason"], turn["token_ids"]) == ("error", "internal_error", [])
+
+
 def test_a_failed_call_that_cannot_be_stored_is_counted_once(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch):
     async def fail(error: Exception) -> None:
         raise error
@@ -133,3 +150,11 @@ def test_a_failed_call_that_cannot_be_stored_is_counted_once(http: httpx2.Client
         broken.setattr(Writer, "append", lambda *_: fail(StoreUnavailable("locked")))
         assert http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code == 503
     assert turns_counted(http) == {("error", "not_stored"): 1.0}
+
+
+def test_a_session_that_another_proxy_deleted_is_created_anew_by_the_call_after_the_first(tmp_path: Path):
+    with in_process_proxy(tmp_path) as (http, database):
+        assert http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code == 200
+        retention.delete_all(database, lambda conn: retention.delete_session(conn, "default", "s"))
+        answers = [http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code for _ in range(2)]
+        assert answers == [404, 200]

@@ -7,6 +7,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,11 +40,11 @@ def play(directory: Path, model: Path, num_batches: int = 2, num_policies: int =
 
 
 def train(
-    trainers: Trainers, directory: Path, model: Path, *die_at: str, total: int = 2, every: int = 1, kind: str = "full"
+    trainers: Trainers, directory: Path, model: Path, *die_at: str, total: int = 2, every: int = 1, **settings: Any
 ) -> int:
     """Run a trainer over the ledger; return its exit status."""
     batches = {"groups_per_batch": 3, "num_minibatches": 2, "total_batches": total, "checkpoint_every": every}
-    config = write_settings(directory / "trainer.toml", directory, model, row_tokens=16, kind=kind, **batches)
+    config = write_settings(directory / "trainer.toml", directory, model, row_tokens=16, **batches, **settings)
     return trainers.train(config, *die_at)
 
 
@@ -78,8 +79,20 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
-KINDS = {1: "full", 2: "lora"}
-"""What is trained, by the number of policies: several are adapters."""
+class Run(NamedTuple):
+    """What is trained."""
+
+    settings: dict[str, Any]
+    num_policies: int = 1
+    trains_once: bool = True
+    """Whether each session is trained once; a replay buffer samples some again."""
+
+
+RUNS = {
+    "on policy": Run({}),
+    "two policies": Run({"kind": "lora"}, num_policies=2),
+    "off policy": Run({"workflow": "off_policy", "buffer_min_groups": 3, "buffer_groups": 5}, trains_once=False),
+}
 
 
 def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
@@ -95,48 +108,53 @@ def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, trainers, model):
-    """Return the result of a trainer of so many policies that is not killed; each is trained once."""
+    """Return the result of a run that is not killed; each is trained once."""
 
     @functools.cache
-    def trained_by(num_policies: int) -> dict[int, list[Path]]:
-        directory = play(tmp_path_factory.mktemp("straight") / "run", model, num_policies=num_policies)
-        assert train(trainers, directory, model, kind=KINDS[num_policies]) == 0
+    def trained_by(name: str) -> dict[int, list[Path]]:
+        run = RUNS[name]
+        directory = play(tmp_path_factory.mktemp("straight") / "run", model, num_policies=run.num_policies)
+        assert train(trainers, directory, model, **run.settings) == 0
         return paths_by_policy(directory)
 
     return trained_by
 
 
 @pytest.mark.parametrize(
-    ("num_policies", "stage"),
+    ("name", "stage"),
     [
-        pytest.param(num_policies, stage, marks=() if stage in KILLED_IN_EVERY_RUN else pytest.mark.slow)
-        for num_policies in KINDS
+        pytest.param(name, stage, marks=() if stage in KILLED_IN_EVERY_RUN else pytest.mark.slow)
+        for name in RUNS
         for stage in STAGES
     ],
 )
 def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
-    tmp_path, trainers, model, uninterrupted, num_policies, stage
+    tmp_path, trainers, model, uninterrupted, name, stage
 ):
-    """Bit for bit, each session trained once, no files left behind, and no wait for the killed trainer's lease."""
-    killed = play(tmp_path / "run", model, num_policies=num_policies)
-    kind = KINDS[num_policies]
-    assert train(trainers, killed, model, STAGES[stage], kind=kind) == -signal.SIGKILL
-    assert train(trainers, killed, model, kind=kind) == 0
+    """Bit for bit, each session trained once, no files left behind, and no wait for the killed trainer's lease.
+
+    So state, claims, buffer and random numbers are those of the last commit.
+    """
+    run = RUNS[name]
+    killed = play(tmp_path / "run", model, num_policies=run.num_policies)
+    assert train(trainers, killed, model, STAGES[stage], **run.settings) == -signal.SIGKILL
+    assert train(trainers, killed, model, **run.settings) == 0
     db = new_ledger(killed / "ledger.db")
     with db.read() as conn:
-        assert queries.counts(conn).groups == {"trained": 6 * num_policies}
+        assert queries.counts(conn).groups == {"trained": 6 * run.num_policies}
         views, _ = trained.list_updates(conn, "default")
         published = versions.list_versions(conn)[0]
     db.close()
-    assert [view.update.update_id for view in views] == list(range(2 * num_policies, 0, -1))
+    assert [view.update.update_id for view in views] == list(range(2 * run.num_policies, 0, -1))
     sessions = [session.session_id for view in views for session in view.sessions]
-    assert len(sessions) == len(set(sessions)) == 24 * num_policies
-    expected, resumed = uninterrupted(num_policies), paths_by_policy(killed)
-    assert {policy_id: len(made) for policy_id, made in resumed.items()} == dict.fromkeys(range(num_policies), 2)
+    assert len(set(sessions)) == 24 * run.num_policies
+    assert len(sessions) == len(set(sessions)) or not run.trains_once
+    expected, resumed = uninterrupted(name), paths_by_policy(killed)
+    assert {policy_id: len(made) for policy_id, made in resumed.items()} == dict.fromkeys(range(run.num_policies), 2)
     for policy_id, made in resumed.items():
         for one, other in zip(map(state_of, expected[policy_id]), map(state_of, made), strict=True):
             assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
+            assert all(torch.equal(one[key], other[key]) for key in one)
     written = {Path(policy.path) for policy in published if policy.is_written}
     assert written >= {path for made in resumed.values() for path in made}
     assert all(policy.status is PolicyStatus.FAILED for policy in published if not policy.is_written)

@@ -9,8 +9,9 @@ import pytest
 from support.ledger_samples import make_turn
 from support.reload_stage import Process, Stage
 
+from proxy.reload.verdict import lift
 from turnwise.store import ledger, queries, versions
-from turnwise.store.arms import Arm, lift
+from turnwise.store.arms import Arm
 from turnwise.types import PolicyKind, Reward, Session, Split, Turn
 
 SHARE = 0.5
@@ -127,7 +128,7 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
 ) -> None:
     """With 8 sessions a side or so the interval is about ± 1.3; a session of a group counts for neither side."""
     monkeypatch.setattr("proxy.reload.arms.LIFT_SECONDS", 0.0)
-    monkeypatch.setattr("turnwise.store.arms.MIN_REWARDS", 2)
+    monkeypatch.setattr("proxy.reload.verdict.MIN_REWARDS", 2)
     async with stage.process(holdout_share=SHARE) as process:
         for version in (1, 2):
             stage.publish(version)

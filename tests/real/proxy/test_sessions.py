@@ -24,8 +24,8 @@ from proxy.writer.client import Writer
 from turnwise.errors import Conflict
 from turnwise.store import history, ledger, queries, retention
 from turnwise.store.database import Connection, Database
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.rows import to_micros
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Json, Session
 
 AGENT = Principal(tenant="default", role="agent", key_id="key")

@@ -16,6 +16,7 @@ from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
+from turnwise.store.session_filter import SessionFilter
 
 
 def settings_for(tmp_path, model, **changes):
@@ -47,7 +48,7 @@ def preference(tmp_path, before, after):
     """Return how much more probable the tokens of better sessions became than those of worse ones of their group."""
     db = new_ledger(tmp_path / "ledger.db")
     with db.read() as conn:
-        found = list(experiences.experiences(conn, experiences.SessionFilter(), experiences.PER_CHAIN))
+        found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
     db.close()
     gained = 0.0
     for group_id in {experience.group_id for experience in found}:

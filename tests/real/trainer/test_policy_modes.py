@@ -14,6 +14,7 @@ from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
 from turnwise.store import experiences
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import PolicyKind
 
 TORCHS_OWN = "ignore:.*torch.jit:DeprecationWarning"
@@ -29,7 +30,7 @@ def batch(tmp_path_factory, model) -> Batch:
     db = new_ledger(tmp_path_factory.mktemp("ledger") / "ledger.db")
     Rollouts(db, load_model(model), num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(experiences.experiences(conn, experiences.SessionFilter(), experiences.PER_CHAIN))
+        found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
     db.close()
     return build(found, [np.linspace(-1.0, 2.0, len(e.turn_ids)) for e in found], policy_version=0)
 

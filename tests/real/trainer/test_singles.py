@@ -18,7 +18,8 @@ from trainer.learning.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_
 from trainer.learning.selection import SelectionRule
 from turnwise.store import ledger, queries
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter, agent_digest
+from turnwise.store.experiences import agent_digest
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Reward
 
 NONE = np.empty(0)

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import threading
-from collections import defaultdict
-from pathlib import Path
 from typing import ClassVar
 from unittest.mock import Mock
 
@@ -16,15 +13,12 @@ import sqlalchemy as sa
 import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
-from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
+from support.killed_trainer import STAGES, dying
 from support.trainer_ledger import (
     Rollouts,
     load_model,
     make_model,
-    new_ledger,
-    new_policy,
     train,
-    train_policies,
 )
 from support.waiting import wait_until
 
@@ -160,80 +154,6 @@ def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, m
     base = manifest["probe"]["base"]
     np.testing.assert_allclose(base["logprobs"], log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy(), atol=1e-5)
     assert (tmp_path / "policies" / "latest").read_text() == "v000001\n"
-
-
-SMALL_ROWS = {"row_tokens": 16, "buffer_min_groups": 3, "buffer_groups": 5}
-TWO_POLICIES = "two policies"
-KILLS = [
-    pytest.param(workflow, stage, marks=() if stage in quick else pytest.mark.slow)
-    for workflow, quick in (
-        ("on_policy", STAGES_IN_EVERY_RUN),
-        ("off_policy", STAGES_IN_EVERY_RUN[:1]),
-        (TWO_POLICIES, STAGES_IN_EVERY_RUN),
-    )
-    for stage in STAGES
-]
-
-
-def play_for(workflow, db, model):
-    Rollouts(db, load_model(model)).play("a", num_groups=6)
-    if workflow == TWO_POLICIES:
-        Rollouts(db, load_model(model), policy_id=new_policy(db, "other")).play("b", num_groups=6, seed=1)
-
-
-def train_as(workflow, directory, model):
-    if workflow == TWO_POLICIES:
-        train_policies(settings_for(directory, model, kind="lora", lora_rank=4, **SMALL_ROWS))
-    else:
-        train(settings_for(directory, model, workflow=workflow, **SMALL_ROWS))
-
-
-def trained_weights(db):
-    """Return the weights that each update made, by policy, and the groups by status."""
-    made = defaultdict(list)
-    with db.read() as conn:
-        for record in reversed(trained.updates(conn)[0]):
-            made[record.policy_id].append(versions.get_version(conn, record.policy_version).path)
-    return {
-        policy_id: [load_file(next(Path(path).glob("*model.safetensors"))) for path in paths]
-        for policy_id, paths in made.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, model):
-    """Return the weights of an uninterrupted run of a workflow; each is played once."""
-
-    @functools.cache
-    def made(workflow):
-        directory = tmp_path_factory.mktemp("uninterrupted")
-        db = new_ledger(directory / "ledger.db")
-        play_for(workflow, db, model)
-        train_as(workflow, directory, model)
-        weights = trained_weights(db)
-        db.close()
-        return weights
-
-    return made
-
-
-@pytest.mark.parametrize(("workflow", "stage"), KILLS)
-def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_for_bit(
-    tmp_path, model, ledger, uninterrupted, stage, workflow, monkeypatch
-):
-    """After a resume, state, claims, buffer and random numbers are those of the last commit."""
-    expected = uninterrupted(workflow)
-    play_for(workflow, ledger, model)
-    monkeypatch.setattr(*dying(STAGES[stage], Mock(side_effect=Killed)))
-    with pytest.raises(Killed):
-        train_as(workflow, tmp_path, model)
-    train_as(workflow, tmp_path, model)
-    resumed = trained_weights(ledger)
-    assert {policy_id: len(made) for policy_id, made in resumed.items()} == dict.fromkeys(expected, 2)
-    for policy_id, made in expected.items():
-        for one, other in zip(made, resumed[policy_id], strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one)
-    assert groups_by_status(ledger) == {"trained": 6 * len(expected)}
 
 
 def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, ledger):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
+from proxy.reload.checkpoint import check_headers, check_tokenizer, check_values
 from proxy.reload.safetensors_header import find_not_finite, read_header
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
@@ -35,7 +35,7 @@ def adapter(place: Path, factors: dict, **config: object) -> Path:
 
 def refusal(path: Path, kind: PolicyKind = PolicyKind.FULL, served: Path | None = None) -> str:
     with pytest.raises(BadCheckpoint) as refused:
-        check_policy(str(path), kind, None if served is None else str(served))
+        check_headers(str(path), kind, None if served is None else str(served))
     return str(refused.value)
 
 
@@ -94,14 +94,14 @@ def test_a_checkpoint_of_the_served_model_passes_in_any_float_format(tmp_path):
     """The trainer may keep float32 of a model that is served in float16; an engine converts."""
     served = checkpoint(tmp_path / "served")
     ours = {name: tensor.astype(np.float32) for name, tensor in TENSORS.items()}
-    check_policy(str(checkpoint(tmp_path / "a", ours)), PolicyKind.FULL, str(served))
+    check_headers(str(checkpoint(tmp_path / "a", ours)), PolicyKind.FULL, str(served))
 
 
 def test_with_tied_weights_the_output_layer_is_optional(tmp_path):
     with_head = TENSORS | {"lm_head.weight": np.ones((4, 2), np.float32)}
     served, other = checkpoint(tmp_path / "served"), checkpoint(tmp_path / "a", with_head)
-    check_policy(str(other), PolicyKind.FULL, str(served))
-    check_policy(str(served), PolicyKind.FULL, str(other))
+    check_headers(str(other), PolicyKind.FULL, str(served))
+    check_headers(str(served), PolicyKind.FULL, str(other))
     untied = checkpoint(tmp_path / "untied", with_head, tie_word_embeddings=False)
     assert "lacks 1 tensors of the served model, such as 'lm_head.weight'" in refusal(served, served=untied)
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, tensors, conf
 
 
 def test_without_the_served_weights_only_the_directory_itself_is_checked(tmp_path):
-    check_policy(str(checkpoint(tmp_path / "a")), PolicyKind.FULL, "owner/name")
+    check_headers(str(checkpoint(tmp_path / "a")), PolicyKind.FULL, "owner/name")
     assert "is not a directory" in refusal(tmp_path / "nowhere")
 
 
@@ -162,7 +162,7 @@ FACTORS = {
 def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
     """A is [rank, in] and B is [out, rank] of a weight [out, in]; here 2 × 2."""
     served = checkpoint(tmp_path / "served")
-    check_policy(str(adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
+    check_headers(str(adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
     wide = {name: np.ones((3, 3), np.float32) for name in FACTORS}
     assert "does not fit the served model's [2, 2]" in refusal(adapter(tmp_path / "b", wide), PolicyKind.LORA, served)
     renamed = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
@@ -174,7 +174,7 @@ def test_an_adapter_of_a_tied_output_head_must_fit_the_embeddings(tmp_path):
     """The head has no tensor of its own; the embeddings are [4, 2]."""
     served = checkpoint(tmp_path / "served", {"model.embed_tokens.weight": TENSORS["embed.weight"]})
     head = {"lm_head.lora_A.weight": np.ones((1, 2), np.float32), "lm_head.lora_B.weight": np.ones((4, 1), np.float32)}
-    check_policy(str(adapter(tmp_path / "a", head)), PolicyKind.LORA, str(served))
+    check_headers(str(adapter(tmp_path / "a", head)), PolicyKind.LORA, str(served))
     other = head | {"lm_head.lora_B.weight": np.ones((3, 1), np.float32)}
     assert "does not fit the served model's [4, 2]" in refusal(adapter(tmp_path / "b", other), PolicyKind.LORA, served)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.conversations import conversation_of, history_of
 
+from proxy.continuation.digests import tool_call_ids
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.outline import Continued, restored
@@ -28,12 +29,19 @@ def call(messages: list[Json], **fields: object):
 
 
 def stored(
-    forest: Forest, turn_id: str, messages: list[Json], text: str, *, parent: str | None = None, **fields: object
+    forest: Forest,
+    turn_id: str,
+    messages: list[Json],
+    reply: str | Json,
+    *,
+    parent: str | None = None,
+    **fields: object,
 ):
     """Store a turn as the proxy does."""
     reasoning = str(fields.pop("reasoning", ""))
     history = history_of(call(messages, **fields))
-    full, plain, dialogue = history.extended({"role": "assistant", "content": text})
+    message = said(reply) if isinstance(reply, str) else reply
+    full, plain, dialogue = history.extended(message)
     turn = KnownTurn(
         turn_id=turn_id,
         parent_turn_id=parent,
@@ -44,6 +52,7 @@ def stored(
         dialogue_digest=dialogue,
         prompt_digest=history.messages[-1],
         reasoning=reasoning,
+        call_ids=tuple(tool_call_ids(message)),
         tokens=encode_ids(np.arange(3, dtype=np.int32)),
     )
     forest.add(turn)
@@ -72,6 +81,23 @@ def test_a_branch_extends_the_turn_it_leaves_from():
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
     assert forest.deepest(conversation_of(call([USER, said("A"), {"role": "user", "content": "other"}]))) is first
+
+
+def test_of_equal_turns_a_request_extends_that_of_its_calls_then_a_whole_reply_then_the_newest():
+    forest = Forest()
+
+    def calling(call_id: str) -> Json:
+        function = {"name": "f", "arguments": "{}"}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "function": function}]}
+
+    def repeating(call_id: str) -> KnownTurn | None:
+        result = {"role": "tool", "tool_call_id": call_id, "content": "R"}
+        return forest.deepest(conversation_of(call([USER, calling(call_id), result])))
+
+    first, second, cut_off = (stored(forest, f"t{name}", [USER], calling(name)) for name in "123")
+    cut_off.is_aborted = True
+    assert (repeating("1"), repeating("2"), repeating("3")) == (first, second, cut_off)
+    assert repeating("of another run") is second
 
 
 @pytest.mark.parametrize(

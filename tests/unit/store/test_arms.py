@@ -12,14 +12,21 @@ from turnwise.errors import NotFound
 from turnwise.store import ledger, serving, versions
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
-from turnwise.types import Outcome, PolicyStatus, PolicyVersion, utc_now
+from turnwise.types import FORKED, IMPORT, Outcome, PolicyStatus, PolicyVersion, utc_now
 
 SINCE = utc_now() - datetime.timedelta(hours=1)
 
 
-def play(database: Database, session_id: str, version: int, value: float | None = 1.0, **fields: object) -> None:
+def play(
+    database: Database,
+    session_id: str,
+    version: int,
+    value: float | None = 1.0,
+    opened_by: str | None = None,
+    **fields: object,
+) -> None:
     """Store a session with one turn of a version, and end it."""
-    add_session(database, session_id, turns=0)
+    add_session(database, session_id, turns=0, opened_by=opened_by)
     turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
     with database.write() as connection:
         ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1", **fields)])
@@ -52,6 +59,13 @@ def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database: Da
         turn = make_turn("t9", session_id="open", policy_version_last=8)
         ledger.append_turns(connection, [dataclasses.replace(turn, turn_id="open-t9")])
     assert arms(database)[0] == Arm((), 1, 1, 0)
+
+
+def test_copies_of_turns_do_not_count(database: Database) -> None:
+    """Those of a demonstration were sampled in another session, and so were the turns that a fork begins with."""
+    play(database, "demonstration", 8, opened_by=IMPORT)
+    play(database, "fork", 8, outcome=Outcome.UNTRAINABLE, reason=FORKED)
+    assert arms(database) == (Arm(), Arm())
 
 
 def test_the_summary_of_an_arm_has_the_share_of_broken_turns() -> None:

@@ -230,11 +230,17 @@ def test_groups_with_a_trainable_turn_that_is_too_old_are_dropped_as_stale(datab
             failed = make_turn("t9", session_id=session_id, policy_version_first=0, outcome=Outcome.ERROR)
             ledger.append_turns(connection, [_named(failed, f"{session_id}-9")])
         finish(database, session_id)
+    for session_id, version in (("newer", 3), ("older", 1)):
+        add_session(database, session_id, turns=0, group_id="pair", group_size=2)
+        with database.write() as connection:
+            turn = make_turn("t1", session_id=session_id, policy_version_first=version)
+            ledger.append_turns(connection, [_named(turn, f"{session_id}-1")])
+        finish(database, session_id)
     claimed = claim(database, min_policy_version=2)
     assert [group.group_id for group in claimed.groups] == ["new", "old_error", "no_turns"]
-    assert claimed.num_stale == 1
-    stale = group_rows(database)["old"]
-    assert (stale.status, stale.reason) == ("dropped", "stale")
+    assert claimed.num_stale == 2
+    for stale in (group_rows(database)[name] for name in ("old", "pair")):
+        assert (stale.status, stale.reason) == ("dropped", "stale")
 
 
 def _named(turn: Turn, turn_id: str) -> Turn:

@@ -12,7 +12,8 @@ from turnwise.experience import experience_json
 from turnwise.store import ledger
 from turnwise.store.database import Database
 from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import PER_CHAIN, SessionFilter, experiences
+from turnwise.store.experiences import PER_CHAIN, experiences
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit, Reward
 
 

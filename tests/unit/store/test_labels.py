@@ -9,7 +9,7 @@ from support.ledger_samples import add_session, finish
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import experiences, queries, retention, session_changes, tables
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.session_records import session_records
 from turnwise.types import Label
 

@@ -173,10 +173,10 @@ def test_a_replayed_turn_is_stored_once_and_returned(database: Database) -> None
     turn = make_turn("t1", request_key="key")
     retry = make_turn("t2", request_key="key")
     with database.write() as connection:
-        [first, twin] = append_and_read(connection, [turn, turn])
-        [again, by_key] = append_and_read(connection, [turn, retry])
-    assert [one.turn_id for one in (first, twin, again, by_key)] == ["t1"] * 4
-    assert {one.seq for one in (first, twin, again, by_key)} == {0}
+        together = append_and_read(connection, [turn, turn, retry])
+        later = append_and_read(connection, [turn, retry])
+    assert [one.turn_id for one in (*together, *later)] == ["t1"] * 5
+    assert {one.seq for one in (*together, *later)} == {0}
     assert (stored_session(database).num_turns, stored_session(database).num_chains) == (1, 1)
 
 

@@ -10,7 +10,7 @@ from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.store import claims, queries, search, trained, versions
 from turnwise.store.database import Connection, Database
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import PolicyVersion
 
 TEXT = "x" * 10_000

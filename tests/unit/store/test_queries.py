@@ -14,7 +14,7 @@ from support.ledger_samples import add_session, finish, make_turn
 from turnwise.errors import NotFound
 from turnwise.store import experiences, history, ledger, queries, session_changes, session_records, versions
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus, Split, utc_now
 
 

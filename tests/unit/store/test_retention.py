@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError
-from turnwise.store import claims, keys, ledger, queries, retention, tables
+from turnwise.store import claims, feedback, keys, ledger, queries, retention, tables
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
-from turnwise.types import Reward, Session, Split, utc_now
+from turnwise.store.session_filter import SessionFilter
+from turnwise.types import IMPORT, Feedback, FeedbackKind, Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)
 
@@ -51,6 +51,9 @@ def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -
     add_session(database, "trained", turns=3)
     finish(database, "trained")
     train_all(database)
+    add_session(database, "claimed")
+    finish(database, "claimed")
+    assert claims.claim(database, "t", max_groups=1, lease_seconds=60)
     for session_id, fields in (("ready", {}), ("open", {}), ("eval", {"split": Split.EVAL})):
         add_session(database, session_id, **fields)
     finish(database, "ready")
@@ -60,7 +63,20 @@ def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -
     deleted = retention.delete_all(database, lambda connection: retention.prune(connection, utc_now() + HOUR))
     assert {session_id for _, session_id in deleted.sessions} == {"trained", "eval"}
     assert (deleted.num_turns, deleted.policy_versions) == (4, (4,))
-    assert sizes(database) == {"sessions": 2, "turns": 2, "rewards": 1, "groups": 2}
+    assert sizes(database) == {"sessions": 3, "turns": 3, "rewards": 2, "groups": 3}
+
+
+def test_a_deletion_keeps_the_answers_of_sessions_that_share_only_a_tenant_or_an_id(database: Database) -> None:
+    for tenant, session_id in (("x", "a"), ("y", "b"), ("x", "b")):
+        add_session(database, session_id, tenant=tenant, split=Split.EVAL)
+    reward = Reward(session_id="b", tenant="x", value=1.0)
+    with database.write() as connection:
+        ledger.add_rewards(connection, [reward], idempotency_key="k")
+        ledger.end_session(connection, "x", "a")
+        ledger.end_session(connection, "y", "b")
+        assert len(retention.prune(connection, utc_now() + HOUR).sessions) == 2
+        ledger.add_rewards(connection, [reward], idempotency_key="k")
+        assert queries.session_row(connection, "x", "b").num_rewards == 1
 
 
 def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> None:
@@ -72,6 +88,32 @@ def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> No
         assert retention.sweep(connection)
     assert sweeps(database) == 2
     assert sizes(database) == {}
+
+
+def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_made(database: Database) -> None:
+    """One more than a transaction deletes."""
+    add_session(database, "s")
+    better = Feedback(session_id="s", kind=FeedbackKind.DEMONSTRATION, content={"value": "Hi."}, group_id="copies")
+    members = [
+        Session(session_id=f"copy-{number}", group_id="copies", opened_by=IMPORT)
+        for number in range(retention.SESSIONS_AT_ONCE + 1)
+    ]
+    with database.write() as connection:
+        feedback.add(connection, better)
+        ledger.create_sessions(connection, members)
+    retention.delete_all(database, lambda connection: retention.delete_session(connection, "default", "s"))
+    assert sizes(database) == {}
+
+
+def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database: Database) -> None:
+    """Its group is still expected to become complete."""
+    add_session(database, "old", group_id="g", group_size=3)
+    finish(database, "old")
+    with database.write() as connection:
+        connection.execute(sa.update(tables.sessions).values(last_active_at=0))
+    add_session(database, "young", group_id="g", group_size=3)
+    with database.write() as connection:
+        assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
 
 
 def test_a_deleted_session_leaves_its_group(database: Database) -> None:

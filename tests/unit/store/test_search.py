@@ -12,8 +12,8 @@ from support.private_postgres import PrivatePostgres
 
 from turnwise.store import ledger, search
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents, search_sessions
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Outcome, Reward, Session, Turn
 
 HERE = SessionFilter(tenant="default")

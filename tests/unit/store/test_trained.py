@@ -10,6 +10,7 @@ from support.ledger_samples import add_session, finish, update_record
 from turnwise.errors import Conflict
 from turnwise.store import claims, experiences, ledger, policies, queries, serving, trained, versions
 from turnwise.store.database import Database
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.trained import TrainedSession, UpdateGroup
 from turnwise.types import GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
 
@@ -43,7 +44,7 @@ def test_each_trained_thing_names_its_update_and_version(ledger_of_two: Database
         turn = queries.turn(connection, "acme", "acme-kim-1-t1")
         assert [(one.update_id, one.policy_version, one.advantage) for one in turn.trained_in] == [(1, 1, -0.5)]
         assert queries.turns(connection, "zeta", "kim-0")[0][0].trained_in == ()
-        found = experiences.experiences(connection, experiences.SessionFilter(tenant="acme"))
+        found = experiences.experiences(connection, SessionFilter(tenant="acme"))
         assert [one.trained_in for one in found] == [expected, expected]
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +14,14 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest, dense_mask
 from trainer.learning.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
+from trainer.learning.selection import why_untrainable
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.inputs import row_data
 from trainer.policy.model import Policy, PolicySpec
 from turnwise.chains import merge_session, split_session
 from turnwise.experience import EID, Experience
 from turnwise.store import experiences
+from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Turn
 
 CPU = torch.device("cpu")
@@ -89,6 +93,20 @@ def test_advantages_apply_to_the_tokens_of_their_own_turn():
     assert batch.table.place.tolist() == [1, 2, 4, 5]
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_turn_with_a_logprob_that_is_not_finite_has_no_loss(broken):
+    one = experience(turns=2, logprobs=[0, -1, broken, 0, -1, -1])
+    assert why_untrainable(one) == ["broken_logprobs", None]
+    assert build([one], [np.ones(2)], policy_version=0).table.place.tolist() == [4, 5]
+
+
+def test_tokens_are_on_policy_if_the_trained_version_alone_sampled_their_chain():
+    spanning = dataclasses.replace(experience(session_id="spanning", version=1), policy_version_last=2)
+    chains = [experience(version=1), spanning, experience(session_id="old", version=0)]
+    batch = build(chains, [np.ones(1)] * 3, policy_version=1)
+    assert batch.table.on_policy.tolist() == [True, True, False, False, False, False]
+
+
 def test_a_turn_under_a_sampler_mask_keeps_its_position_and_has_no_loss():
     batch = build([experience(turns=2, sampling=[{"top_k": 5}, {}])], [np.ones(2)], policy_version=0)
     assert batch.table.place.tolist() == [4, 5]
@@ -97,13 +115,13 @@ def test_a_turn_under_a_sampler_mask_keeps_its_position_and_has_no_loss():
 def test_minibatches_partition_the_batch_and_never_split_a_session():
     members = [experience(session_id=f"s{i // 2}", group_id=f"g{i // 6}") for i in range(24)]
     batch = build(members, [np.ones(1)] * 24, policy_version=0)
-    parts = list(minibatches(batch, 4, np.random.default_rng(0)))
-    assert [len(part) for part in parts] == [6, 6, 6, 6]
+    parts = list(minibatches(batch, 5, np.random.default_rng(0)))
+    assert [len(part) for part in parts] == [6, 6, 4, 4, 4]
     assert sorted(index for part in parts for index in part) == list(range(24))
     for part in parts:
         assert all({2 * (index // 2), 2 * (index // 2) + 1} <= set(part) for index in part)
-    again = list(minibatches(batch, 4, np.random.default_rng(0)))
-    other = list(minibatches(batch, 4, np.random.default_rng(1)))
+    again = list(minibatches(batch, 5, np.random.default_rng(0)))
+    other = list(minibatches(batch, 5, np.random.default_rng(1)))
     assert again == parts != other
 
 
@@ -210,7 +228,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
     model = load_model(policy.spec.model)
     Rollouts(db, model, num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(experiences.experiences(conn, experiences.SessionFilter(), experiences.PER_CHAIN))
+        found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
     agent = PolicyAgent(policy, AgentRule(algorithm={"correction": "tis"}, row_tokens=90))

@@ -180,9 +180,13 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
         ({"tenant_policy_bytes": 5}, "take 5 bytes on disk, of 5"),
     ],
 )
-def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, caplog, quota, reason):
-    """What another tenant's policies and the default one have trained does not count."""
+def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, caplog, monkeypatch, quota, reason):
+    """What another tenant's policies and the default one have trained does not count.
+
+    One version of each policy is measured here, and the newest of the tenant has no files.
+    """
     caplog.set_level("INFO")
+    monkeypatch.setattr(versions, "MAX_MEASURED", 1)
     version = tmp_path / "version"
     version.mkdir()
     (version / "adapter").write_text("bytes")
@@ -190,6 +194,8 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
         versions.publish_version(conn, PolicyVersion(version=0, path="base"))
         own, other = (policies.create_policy(conn, tenant, "p")[0] for tenant in ("default", "b"))
         versions.publish_next(conn, str(version), PolicyKind.LORA, metrics={}, policy_id=own.policy_id)
+        second, _ = policies.create_policy(conn, "default", "q")
+        versions.publish_next(conn, str(tmp_path / "gone"), PolicyKind.LORA, metrics={}, policy_id=second.policy_id)
         for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
             fields = {"policy_version": 0, "num_groups": 1, "num_sessions": 1, "num_tokens": 100}
             record = UpdateRecord(update_id=update_id, policy_id=policy_id, trainer_id="t", **fields)

@@ -171,7 +171,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     with database.write() as conn:
         assert sum(claims.num_claimable(conn)) == 0
         serving.activate_version(conn, 1)
-        assert not serving.alarmed_versions(conn), "it is served again"
+        assert not versions.alarmed_versions(conn, serving.serving_state(conn).active), "it is served again"
     source.close()
 
 
