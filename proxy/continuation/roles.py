@@ -57,12 +57,15 @@ SHIPPED_PROMPTS = (
     r"\bclear and complete summary of the entire conversation\b",  # Microsoft Agent Framework
 )
 """Texts that only the compaction prompts of harnesses contain."""
-_SUMMARY_WORDS = ("compact", "compress", "summar", "context extraction", "hand off", "next agent", "session transcript")
+_SUMMARY_WORDS = (
+    *("compact", "compress", "summar", "distil"),
+    *("context extraction", "hand off", "next agent", "session transcript"),
+)
 SHIPPED = TextPattern(_SUMMARY_WORDS, re.compile("|".join(SHIPPED_PROMPTS), re.IGNORECASE))
 COMPACTION = TextPattern(
     _SUMMARY_WORDS,
     re.compile(
-        r"\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|chat history|dialog(?:ue)?)\b"
+        r"\b(?:compact|compress|summari[sz]|distil)\w*\b[^.\n]{0,80}\b(?:conversation|chat history|dialog(?:ue)?)\b"
         # Code has contexts and sessions as well: "summarise the session handling", "a compact context manager".
         r"|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,40}\b(?:the|this|our|your|current|entire|coding) "
         r"(?:context|session)\b(?=\s*(?:so far|above|history|window|for continuation|into|[.,:;!?\n]|$))"
@@ -210,7 +213,7 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
     if isinstance(limit, int) and limit <= PROBE_TOKENS:
         return "probe"
     if any(message.get("role") == "assistant" for message in messages):
-        return "asks_for_summary" if COMPACTION.is_in(_last_text(messages)) else None
+        return "asks_for_summary" if COMPACTION.is_in((_last_text if tools else _asked_text)(messages)) else None
     if tools:
         return None
     text = _asked_text(messages)

@@ -82,6 +82,17 @@ def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(
     assert trained(proxy) == [answered]
 
 
+def test_a_summary_that_a_harness_asks_for_under_a_system_message_of_its_own_is_not_trained(proxy: RunningProxy):
+    """As Qwen Code does without tools: the last message alone does not say what it asks for."""
+    main = call(proxy, CODER, USER, tools=TOOLS)
+    compactor = {"role": "system", "content": "You are the component that summarizes a conversation."}
+    summary = call(proxy, compactor, USER, {"role": "assistant", "content": "Fix the bug."}, USER)
+    httpx2.post(f"{proxy.v1}/sessions/s/end", json={"reward": 1.0}).raise_for_status()
+    turns = httpx2.get(f"{proxy.v1}/sessions/s/turns").json()["data"]
+    assert {turn["turn_id"]: turn["role"] for turn in turns} == {main: "main", summary: "side"}
+    assert trained(proxy) == [main]
+
+
 def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy: RunningProxy):
     """The summary is a side call of the first chain; the agent continues with its system message, without a history."""
     first = call(proxy, CODER, USER, tools=TOOLS)

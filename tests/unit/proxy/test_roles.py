@@ -206,6 +206,31 @@ def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and
     assert role_of(call, plan_of(call, agent), forest) == Found(Role.SIDE, "compaction_prompt")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "You are the component that summarizes a conversation when its context window is about to overflow.",
+        "You are a specialized system component responsible for distilling chat history into a structured XML.",
+    ],
+)
+def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_history_is_a_side_call(text: str):
+    """Qwen Code and Gemini CLI replace the agent's system message; what a call with tools has there is the agent's."""
+    forest, history = (
+        Forest(),
+        (USER, {"role": "assistant", "content": "I look at the tests before I change the code."}),
+    )
+    agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), reply=history[1])
+    snapshot = {
+        "role": "user",
+        "content": "First, reason in your <analysis> block. Then, produce the <state_snapshot>.",
+    }
+    messages = ({"role": "system", "content": text}, *history, snapshot)
+    call = call_of(*messages)
+    assert role_of(call, plan_of(call, reason="system_changed"), forest) == Found(Role.SIDE, "asks_for_summary")
+    call = call_of(*messages, tools=TOOLS)
+    assert role_of(call, plan_of(call, reason="system_changed"), forest) == Found(agent.role, "continues_conversation")
+
+
 @pytest.mark.parametrize("harness", SUMMARIES)
 def test_a_harnesss_compaction_prompt_without_a_session_is_a_side_call_even_alone(harness: str):
     """A session that the call names may train a model to write summaries; so may an application's own prompt."""
