@@ -128,8 +128,8 @@ class SampleEndpoint:
             headers = self._dialect.normalise_headers(headers, query)
         principal = await services.authenticator.authenticate(headers)
         principal.require("call")
-        if named := scope.get("path_params", {}).get("session_id"):
-            principal.require_session(named)
+        if principal.session_id is not None and (named := scope.get("path_params", {}).get("session_id")):
+            principal.require_session(named)  # before the body is read
         place = Place(services, principal, scope["extensions"][LEFT])
         try:
             with cancelled_when_client_leaves(place.left):
