@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from blake3 import blake3
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from proxy.auth import Principal
 from proxy.calls.capture import Running
@@ -27,7 +27,7 @@ from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_bod
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
-from proxy.routes.reply_sender import ReplySender
+from proxy.routes.reply_sender import Endpoint, ReplySender
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import queries
 from turnwise.store.database import Connection
@@ -103,23 +103,15 @@ class Place:
                 services.budgets.charge(self.principal, num_tokens)
 
 
-class SampleEndpoint:
+class SampleEndpoint(Endpoint):
     """An endpoint of one dialect that samples."""
 
     def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
-        self._services = services
-        self._dialect = dialect
+        super().__init__(services, dialect)
         self._route = route
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        reply = ReplySender(send, self._dialect)
-        try:
-            await self._serve(scope, receive, reply)
-        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
-            await reply.fail(error, self._services)
-
-    async def _serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+        """Answer a call, or repeat the answer to the call that it retries."""
         services = self._services
         headers = dict(scope["headers"])
         query: dict[str, str] = {}
