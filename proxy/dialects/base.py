@@ -71,8 +71,9 @@ class Call:
     hides_thinking: bool = False
     """Whether the client asked for no reasoning; it then gets no token ids and logprobs either, as from vLLM."""
     session_id: str | None = None
+    """The session that the call names, or whose key it has; None if it names none."""
     session_source: str | None = None
-    """Where `session_id` was found: `path`, `x-session-id`, `metadata`, or the name of a native id."""
+    """Where the request names it: `path`, `x-session-id`, `metadata`, or the name of a native id."""
     agent_id: str | None = None
     """The agent within the session, if its harness names one: a sub-agent."""
     step: int | None = None

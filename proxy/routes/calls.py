@@ -161,8 +161,6 @@ class SampleEndpoint(Endpoint):
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None or call.conversation_id is not None:
             await self._resume(call, principal)
-        if call.session_source in EXPLICIT_SOURCES and call.session_id is not None:
-            principal.require_session(call.session_id)
         identity = identify_request(call, principal, digest)
         if is_marked or identity.idempotency_key is not None:
             earlier = await services.replays.find(identity, is_retry=is_marked)
@@ -217,14 +215,13 @@ class SampleEndpoint(Endpoint):
         """
         previous, fetch = call.previous_turn_id, self._services.database.fetch
         if call.conversation_id is not None:
-            session_id = principal.session_id or call.session_id
-            if session_id is None:
+            if call.session_id is None:
                 raise InvalidRequest(
                     "`conversation` is not served, because the setting `ignored_ids` contains it; send the "
                     "conversation as `input`",
                     param="conversation",
                 )
-            previous = await fetch(newest_turn, principal.tenant, session_id, call.conversation_id)
+            previous = await fetch(newest_turn, principal.tenant, call.session_id, call.conversation_id)
         if previous is None:  # the first call of the conversation
             return
         earlier = (await self._read_turns([previous], principal)).get(previous)
@@ -274,20 +271,27 @@ class SampleEndpoint(Endpoint):
             call.dropped_fields = sorted(own_fields.intersection(call.body))
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}
         call.dialect = self._dialect
-        identify(call, scope, headers, settings.ignored_ids)
+        identify(call, scope, headers, settings.ignored_ids, principal)
         if call.idempotency_key is None:
             return call, blake3(raw).digest(DIGEST_BYTES)
         return call, keyed_digest(call) if call.previous_turn_id is None and not turn_ids else None
 
 
-def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:
-    """Set the session, step and idempotency key that the request names.
+def identify(
+    call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str], principal: Principal
+) -> None:
+    """Set the session, step and idempotency key that the request names; a session key's session is its own.
 
     Raises:
         InvalidRequest: an invalid session id or step, or an idempotency key that is too long.
+        Forbidden: the caller's key is for another session than the one that the request names.
     """
     metadata = call.body.get("metadata") or {}
     name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
+    if principal.session_id is not None:
+        if call.session_id is not None and call.session_source in EXPLICIT_SOURCES:
+            principal.require_session(call.session_id)
+        call.session_id = principal.session_id
     if header := headers.get(b"x-step"):
         call.step = _step(header.decode("latin-1"), is_metadata=False)
     elif "step" in metadata:

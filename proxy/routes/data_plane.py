@@ -56,7 +56,7 @@ class CountEndpoint(Endpoint):
             with await services.bodies.reserve(principal, headers):
                 call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
             await services.model_names.name_policy(call, principal)
-            identify(call, scope, headers, settings.ignored_ids)
+            identify(call, scope, headers, settings.ignored_ids, principal)
             num_tokens = await services.sessions.continued_length(call, principal)
             if num_tokens is None:
                 num_tokens = await self._rendered_length(call, principal)

@@ -30,7 +30,7 @@ def identity(
     call = ChatCompletions().parse(
         {"messages": [{"role": "user", "content": text}], **fields}, max_choices=1, max_messages=9
     )
-    call.idempotency_key = key
+    call.idempotency_key, call.session_id = key, principal.session_id
     digest = repr((text, fields)).encode() if call.idempotency_key is None else None
     return identify_request(call, principal, digest)
 
