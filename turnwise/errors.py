@@ -31,6 +31,7 @@
     │   └── LeaseLost          a stale fencing token: another process holds the lease
     ├── PolicyError            an error of a checkpoint or batch
     │   ├── BadCheckpoint      incomplete, corrupt, or of another architecture
+    │   ├── NotWritten         a version or a trainer's state cannot be written, as on a full disk
     │   ├── FilesNotRead       a version's files are still being read, or their file system does not answer
     │   ├── BatchRefused       a batch that must not be trained, with the gauge that shows it
     │   └── EngineDisagrees    nearly all groups have other logprobs than the trainer computes
@@ -210,6 +211,10 @@ class PolicyError(TurnwiseError):
 
 class BadCheckpoint(PolicyError):
     """A checkpoint that is incomplete, corrupt, or of another architecture."""
+
+
+class NotWritten(PolicyError):
+    """A version or a trainer's state cannot be written, as on a full disk: a later start may write it."""
 
 
 class FilesNotRead(PolicyError):

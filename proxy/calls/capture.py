@@ -24,8 +24,7 @@ from proxy.continuation.plan import NO_IDS, Plan
 from proxy.continuation.roles import find_role, read_root
 from proxy.continuation.sessions import Placement
 from proxy.dialects import sse
-from proxy.dialects.base import Call
-from proxy.dialects.captured import SENT, Captured, Choice
+from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable

@@ -180,7 +180,7 @@ def identify_request(call: Call, principal: Principal, digest: bytes | None) -> 
         principal: its caller.
         digest: of the request; None for that of the call as it is now, which has an `Idempotency-Key`.
     """
-    caller = principal.tenant, principal.key_id, principal.session_id or call.session_id or ""
+    caller = principal.tenant, principal.key_id, call.session_id or ""
     key, form = call.idempotency_key, (call.dialect.name, call.stream)
     digest = keyed_digest(call) if digest is None else digest
     return RequestIdentity(caller, key, digest, form, (*caller, digest, form) if key is None else (*caller, key))

@@ -49,15 +49,12 @@ class Prefix:
     """Of these bytes."""
     tail: bytes
     history: History
-    kinds: list[int] = dataclasses.field(default_factory=list)
+    num_old_bytes: int
+    """Length of the prefix that it extends; 0 without one."""
+    kinds: list[int]
     """`Outliner.kind` of each message up to the turn that was extended last; shorter than the messages."""
-    num_old_bytes: int = 0
-    """Length of the prefix that it extends."""
-
-    @property
-    def memory(self) -> int:
-        """Bytes of memory that it takes, roughly."""
-        return PREFIX_BYTES + len(self.history.full) * MESSAGE_BYTES
+    memory: int
+    """Bytes of memory that it takes, roughly."""
 
 
 def prefix_of(text: bytes, history: History, earlier: Prefix | None = None, hashed: blake3 | None = None) -> Prefix:
@@ -71,9 +68,15 @@ def prefix_of(text: bytes, history: History, earlier: Prefix | None = None, hash
     """
     num_bytes, num_old_bytes = len(text) - 1, 0 if earlier is None else earlier.num_bytes
     hashed = (hashed or blake3()).update(memoryview(text)[num_old_bytes:num_bytes])
-    tail = text[max(0, num_bytes - TAIL_BYTES) : num_bytes]
-    kinds = [] if earlier is None else earlier.kinds
-    return Prefix(num_bytes, hashed.digest(DIGEST_BYTES), tail, history, kinds, num_old_bytes)
+    return Prefix(
+        num_bytes=num_bytes,
+        digest=hashed.digest(DIGEST_BYTES),
+        tail=text[max(0, num_bytes - TAIL_BYTES) : num_bytes],
+        history=history,
+        num_old_bytes=num_old_bytes,
+        kinds=[] if earlier is None else earlier.kinds,
+        memory=PREFIX_BYTES + len(history.full) * MESSAGE_BYTES,
+    )
 
 
 class Prefixes:

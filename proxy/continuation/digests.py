@@ -169,11 +169,6 @@ def reply_digest(message: Json) -> bytes:
     return text_digest(text) if isinstance(text, str) and len(text.strip()) >= MIN_REPLY else b""
 
 
-def is_empty(message: Json) -> bool:
-    """Return whether a reply has neither text nor tool calls."""
-    return not message.get("tool_calls") and not canonical_content(message.get("content"))
-
-
 def argument_digests(message: Json) -> frozenset[bytes]:
     """Return the digests of the texts among the arguments of a message's tool calls."""
     calls = message.get("tool_calls")

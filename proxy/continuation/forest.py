@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import History, argument_digests, is_empty, reply_digest, tool_call_ids
+from proxy.continuation.digests import History, argument_digests, canonical_content, reply_digest, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds
 from turnwise.types import Json, Outcome, Role, Turn
 
@@ -111,7 +111,7 @@ class KnownTurn:
             reply_digest=reply_digest(turn.response),
             is_aborted=turn.outcome is Outcome.ABORTED,
             is_truncated=truncates_prompt(turn.sampling),
-            is_empty=is_empty(turn.response),
+            is_empty=not turn.response.get("tool_calls") and not canonical_content(turn.response.get("content")),
             role=role or turn.role or Role.MAIN,
             side_task=root.side_task,
             system_digest=root.system_digest,
@@ -182,23 +182,13 @@ class Forest:
         same = self.by_prompt[turn.prompt_digest]
         return [each for each in same if each.turn_id != turn.turn_id and each.parent_turn_id == turn.parent_turn_id]
 
-    def left_out(self, turn: KnownTurn, history: History) -> list[KnownTurn]:
-        """Return the turns beside a new one whose prompt its call repeats, and whose reply the call leaves out.
-
-        Args:
-            turn: the new turn.
-            history: the messages of its call.
-        """
-        parent = self.by_id.get(turn.parent_turn_id or "")
-        first = 0 if parent is None else parent.num_messages
+    def left_out(self, parent: KnownTurn | None, history: History) -> list[KnownTurn]:
+        """Return the turns after `parent` whose prompt a conversation repeats, and whose reply it leaves out."""
+        parent_id, first = (None, 0) if parent is None else (parent.turn_id, parent.num_messages)
         replies = set(history.replies)
-        left = [digest for end, digest in enumerate(history.messages[first:], first + 1) if end not in replies]
+        prompts = [digest for end, digest in enumerate(history.messages[first:], first + 1) if end not in replies]
         return [
-            each
-            for digest in left
-            for each in self.by_prompt.get(digest, ())
-            if each is not turn and each.parent_turn_id == turn.parent_turn_id
-            if not each.has_child and each.ended_at <= turn.started_at
+            turn for digest in prompts for turn in self.by_prompt.get(digest, ()) if turn.parent_turn_id == parent_id
         ]
 
     def deepest(self, conversation: Conversation) -> KnownTurn | None:

@@ -132,24 +132,14 @@ def break_reason(conversation: Conversation, forest: Forest, parent: KnownTurn |
     num_replied, history = conversation.num_replied, conversation.history
     first = 0 if parent is None else parent.num_messages
     if not forest.by_id or num_replied <= first:
-        return "edited_history" if _drops_reply(conversation, forest, parent) else None
+        left_out = [turn for turn in forest.left_out(parent, history) if turn.prompt_digest != history.messages[-1]]
+        return None if all(turn.is_aborted for turn in left_out) else "edited_history"
     messages_digests = {turn.messages_digest for turn in forest.by_id.values()}
     if not messages_digests.isdisjoint(history.messages[first:num_replied]):
         return "tools_changed"
     if any(history.dialogue[index] in forest.by_dialogue for index in history.replies if first <= index < num_replied):
         return "system_changed"
     return "edited_history"
-
-
-def _drops_reply(conversation: Conversation, forest: Forest, parent: KnownTurn | None) -> bool:
-    """Return whether the conversation repeats the prompt of a turn after `parent`, and then leaves its reply out."""
-    parent_id, first = (None, 0) if parent is None else (parent.turn_id, parent.num_messages)
-    continued = conversation.history.messages[first:-1]
-    return any(
-        turn.parent_turn_id == parent_id and not turn.is_aborted
-        for digest in continued
-        for turn in forest.by_prompt.get(digest, ())
-    )
 
 
 def sampled_thinking(forest: Forest, parent: KnownTurn) -> dict[int, str]:

@@ -180,7 +180,10 @@ def corrections(turn: KnownTurn, forest: Forest, history: History) -> list[Corre
         found.append(Correction(discarded, Found(Role.RETRY, "sampled_again")))
     # The session's reward is not for a reply with nothing in it, after which the harness asks again.
     empty = [
-        other.turn_id for other in forest.left_out(turn, history) if other.is_empty and other.role is not Role.RETRY
+        other.turn_id
+        for other in forest.left_out(parent, history)
+        if other.is_empty and not other.has_child and other.ended_at <= turn.started_at and other.role is not Role.RETRY
+        if other is not turn
     ]
     if empty:
         found.append(Correction(empty, Found(Role.RETRY, "empty_reply")))

@@ -85,8 +85,7 @@ class Sessions:
             InvalidRequest: the session id is not valid.
             Unauthorized: the session of a session key was deleted.
         """
-        session_id = principal.session_id or call.session_id
-        caller = Caller(principal.tenant, principal.key_id, call.policy_id)
+        session_id, caller = call.session_id, Caller(principal.tenant, principal.key_id, call.policy_id)
         if session_id is None:
             return await self._infer(call, principal, caller)
         if principal.session_id is not None:
@@ -148,9 +147,8 @@ class Sessions:
 
     async def _read(self, call: Call, principal: Principal) -> Conversation:
         """Compute the digests of a call's conversation, over what the served template reads."""
-        session_id = principal.session_id or call.session_id
-        if session_id is not None:
-            owner = principal.tenant, "session", session_id, b""
+        if call.session_id is not None:
+            owner = principal.tenant, "session", call.session_id, b""
         else:
             asked = next((each for each in call.messages if each.get("role") not in SYSTEM_ROLES), {})
             owner = principal.tenant, "key", principal.key_id, message_digest(asked)

@@ -8,16 +8,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from proxy.dialects.base import (
-    IDENTITY,
-    MESSAGES,
-    STREAM,
-    Action,
-    Call,
-    Dialect,
-    WireRoute,
-)
-from proxy.dialects.captured import sampled_tokens
+from proxy.dialects.base import IDENTITY, MESSAGES, STREAM, Action, Call, Dialect, WireRoute, sampled_tokens
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, Turn
 

@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from proxy.dialects.base import STREAM, Call, Dialect, WireRoute
-from proxy.dialects.captured import sampled_tokens
+from proxy.dialects.base import STREAM, Call, Dialect, WireRoute, sampled_tokens
 from proxy.dialects.chat import check_kinds, number_of_choices
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, Turn

@@ -10,8 +10,7 @@ import abc
 from typing import ClassVar
 
 from proxy.continuation.plan import Plan
-from proxy.dialects.base import Call
-from proxy.dialects.captured import Captured
+from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Answer
 from turnwise.errors import EngineRefused
 from turnwise.types import Json

@@ -14,7 +14,7 @@ from turnwise.errors import ClientLeft, InvalidRequest, TooLarge
 from turnwise.json_scan import scan
 from turnwise.types import Json
 
-JSON_HEADER = (b"content-type", b"application/json")
+JSON = b"application/json"
 SCANNED_HERE_BYTES = 32 * 2**10
 """Longer bodies are scanned in a thread."""
 JOINED_HERE_BYTES = 4 * 2**20
@@ -170,9 +170,11 @@ async def check_limits(
     return 0 if is_short else scan(raw, max_depth, max_containers, max_strings)
 
 
-async def send_whole(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    """Send a JSON reply."""
-    raw = [JSON_HEADER, (b"content-length", str(len(body)).encode())]
+async def send_whole(
+    send: Send, status: int, body: bytes, headers: dict[str, str] | None = None, content_type: bytes = JSON
+) -> None:
+    """Send a whole reply."""
+    raw = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
     raw += [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from blake3 import blake3
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from proxy.auth import Principal
 from proxy.calls.capture import Running
@@ -27,7 +27,7 @@ from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_bod
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
-from proxy.routes.reply_sender import ReplySender
+from proxy.routes.reply_sender import Endpoint, ReplySender
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import queries
 from turnwise.store.database import Connection
@@ -103,23 +103,15 @@ class Place:
                 services.budgets.charge(self.principal, num_tokens)
 
 
-class SampleEndpoint:
+class SampleEndpoint(Endpoint):
     """An endpoint of one dialect that samples."""
 
     def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
-        self._services = services
-        self._dialect = dialect
+        super().__init__(services, dialect)
         self._route = route
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        reply = ReplySender(send, self._dialect)
-        try:
-            await self._serve(scope, receive, reply)
-        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
-            await reply.fail(error, self._services)
-
-    async def _serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+        """Answer a call, or repeat the answer to the call that it retries."""
         services = self._services
         headers = dict(scope["headers"])
         query: dict[str, str] = {}
@@ -128,8 +120,8 @@ class SampleEndpoint:
             headers = self._dialect.normalise_headers(headers, query)
         principal = await services.authenticator.authenticate(headers)
         principal.require("call")
-        if named := scope.get("path_params", {}).get("session_id"):
-            principal.require_session(named)
+        if principal.session_id is not None and (named := scope.get("path_params", {}).get("session_id")):
+            principal.require_session(named)  # before the body is read
         place = Place(services, principal, scope["extensions"][LEFT])
         try:
             with cancelled_when_client_leaves(place.left):
@@ -169,8 +161,6 @@ class SampleEndpoint:
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None or call.conversation_id is not None:
             await self._resume(call, principal)
-        if call.session_source in EXPLICIT_SOURCES and call.session_id is not None:
-            principal.require_session(call.session_id)
         identity = identify_request(call, principal, digest)
         if is_marked or identity.idempotency_key is not None:
             earlier = await services.replays.find(identity, is_retry=is_marked)
@@ -225,14 +215,13 @@ class SampleEndpoint:
         """
         previous, fetch = call.previous_turn_id, self._services.database.fetch
         if call.conversation_id is not None:
-            session_id = principal.session_id or call.session_id
-            if session_id is None:
+            if call.session_id is None:
                 raise InvalidRequest(
                     "`conversation` is not served, because the setting `ignored_ids` contains it; send the "
                     "conversation as `input`",
                     param="conversation",
                 )
-            previous = await fetch(newest_turn, principal.tenant, session_id, call.conversation_id)
+            previous = await fetch(newest_turn, principal.tenant, call.session_id, call.conversation_id)
         if previous is None:  # the first call of the conversation
             return
         earlier = (await self._read_turns([previous], principal)).get(previous)
@@ -282,20 +271,27 @@ class SampleEndpoint:
             call.dropped_fields = sorted(own_fields.intersection(call.body))
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}
         call.dialect = self._dialect
-        identify(call, scope, headers, settings.ignored_ids)
+        identify(call, scope, headers, settings.ignored_ids, principal)
         if call.idempotency_key is None:
             return call, blake3(raw).digest(DIGEST_BYTES)
         return call, keyed_digest(call) if call.previous_turn_id is None and not turn_ids else None
 
 
-def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:
-    """Set the session, step and idempotency key that the request names.
+def identify(
+    call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str], principal: Principal
+) -> None:
+    """Set the session, step and idempotency key that the request names; a session key's session is its own.
 
     Raises:
         InvalidRequest: an invalid session id or step, or an idempotency key that is too long.
+        Forbidden: the caller's key is for another session than the one that the request names.
     """
     metadata = call.body.get("metadata") or {}
     name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
+    if principal.session_id is not None:
+        if call.session_id is not None and call.session_source in EXPLICIT_SOURCES:
+            principal.require_session(call.session_id)
+        call.session_id = principal.session_id
     if header := headers.get(b"x-step"):
         call.step = _step(header.decode("latin-1"), is_metadata=False)
     elif "step" in metadata:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 import orjson
@@ -18,8 +18,7 @@ from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_bod
 from proxy.http.connections import LEFT
 from proxy.routes import upstream
 from proxy.routes.calls import SampleEndpoint, identify, query_of
-from proxy.routes.reply_sender import ReplySender
-from turnwise.types import Json
+from proxy.routes.reply_sender import Endpoint, ReplySender
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -40,57 +39,30 @@ class ModelConvertor(StringConvertor):
     regex = r"(?!.*:[a-z]+[A-Z][A-Za-z]*$).+"
 
 
-Answer = Callable[[Scope, Receive, Principal, Dialect], Awaitable[Json]]
-
-
-class QueryEndpoint:
-    """An endpoint of one dialect that answers without sampling."""
+class CountEndpoint(Endpoint):
+    """An endpoint of one dialect that counts the tokens of a prompt."""
 
     def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
-        self._services = services
-        self._dialect = dialect
+        super().__init__(services, dialect)
         self._route = route
-        answers: dict[Action, Answer] = {
-            Action.COUNT_TOKENS: self._count_tokens,
-            Action.LIST_MODELS: self._list_models,
-            Action.GET_MODEL: self._get_model,
-        }
-        self._answer = answers[route.action]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        headers = dict(scope["headers"])
-        dialect = registry.dialect_of_headers(headers, self._dialect)
-        reply = ReplySender(send, dialect)
-        try:
-            headers = dialect.normalise_headers(headers, query_of(scope))
-            with cancelled_when_client_leaves(scope["extensions"][LEFT]):
-                principal = await self._services.authenticator.authenticate(headers)
-                answer = await self._answer(scope, receive, principal, dialect)
-            await reply.whole(orjson.dumps(answer))
-        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
-            await reply.fail(error, self._services)
-
-    async def _count_tokens(self, scope: Scope, receive: Receive, principal: Principal, _: Dialect) -> Json:
-        """Return the length of a prompt, continued from a stored turn or rendered by the engine."""
-        principal.require("call")
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+        """Answer with the length of a prompt, continued from a stored turn or rendered by the engine."""
         services, settings = self._services, self._services.settings
-        headers = dict(scope["headers"])
-        with await services.bodies.reserve(principal, headers):
-            call = await self._read_counted(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
-        await services.model_names.name_policy(call, principal)
-        identify(call, scope, headers, settings.ignored_ids)
-        continued = await services.sessions.continued_length(call, principal)
-        if continued is not None:
-            return self._dialect.encode_count(continued)
-        engine = services.pool.route(principal.key_id)
-        rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
-        rendered |= {"messages": call.messages, "model": engine.model}
-        if arguments := template_arguments(call.body):
-            rendered["chat_template_kwargs"] = arguments
-        return self._dialect.encode_count(len(await engine.tokenise(rendered)))
+        headers = self._dialect.normalise_headers(dict(scope["headers"]), query_of(scope))
+        with cancelled_when_client_leaves(scope["extensions"][LEFT]):
+            principal = await services.authenticator.authenticate(headers)
+            principal.require("call")
+            with await services.bodies.reserve(principal, headers):
+                call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
+            await services.model_names.name_policy(call, principal)
+            identify(call, scope, headers, settings.ignored_ids, principal)
+            num_tokens = await services.sessions.continued_length(call, principal)
+            if num_tokens is None:
+                num_tokens = await self._rendered_length(call, principal)
+        await reply.whole(orjson.dumps(self._dialect.encode_count(num_tokens)))
 
-    async def _read_counted(self, raw: bytes, scope: Scope) -> Call:
+    async def _read(self, raw: bytes, scope: Scope) -> Call:
         """Return the chat call whose prompt is counted."""
         settings = self._services.settings
         body = await parse_object(raw, **settings.json_limits)
@@ -100,21 +72,50 @@ class QueryEndpoint:
         call.original = {field: value for field, value in body.items() if field not in UNREPEATED_FIELDS}
         return call
 
-    async def _list_models(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
-        return dialect.encode_models(await self._models(principal))
+    async def _rendered_length(self, call: Call, principal: Principal) -> int:
+        """Return the number of tokens of a prompt that the engine renders."""
+        engine = self._services.pool.route(principal.key_id)
+        rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
+        rendered |= {"messages": call.messages, "model": engine.model}
+        if arguments := template_arguments(call.body):
+            rendered["chat_template_kwargs"] = arguments
+        return len(await engine.tokenise(rendered))
 
-    async def _get_model(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
-        name = scope["path_params"]["model"]
-        if self._services.pool.find_policy(principal.tenant, name) is None:
-            self._services.model_names.check(name)
-        models = await self._models(principal)
-        listed = next((model for model in models if model["id"] == name), models[0])
-        return dialect.encode_model({**listed, "id": name})
 
-    async def _models(self, principal: Principal) -> list[Json]:
-        """Return the models to list, as OpenAI describes them."""
-        answer = await self._services.pool.route(principal.key_id).ask("GET", "/v1/models")
-        return self._services.model_names.listed(answer["data"])
+class ModelsEndpoint(Endpoint):
+    """An endpoint of one dialect that lists the models, or describes the one in its path.
+
+    Several formats have the same path, so the answer is in that of the client.
+    """
+
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:  # noqa: ARG002  it has no body
+        """Answer with the models, or with one."""
+        services, headers = self._services, dict(scope["headers"])
+        reply.dialect = dialect = registry.dialect_of_headers(headers, self._dialect)
+        name = scope["path_params"].get("model")
+        with cancelled_when_client_leaves(scope["extensions"][LEFT]):
+            principal = await services.authenticator.authenticate(dialect.normalise_headers(headers, query_of(scope)))
+            if name is not None and services.pool.find_policy(principal.tenant, name) is None:
+                services.model_names.check(name)
+            answer = await services.pool.route(principal.key_id).ask("GET", "/v1/models")
+        models = services.model_names.listed(answer["data"])
+        if name is None:
+            shown = dialect.encode_models(models)
+        else:
+            listed = next((model for model in models if model["id"] == name), models[0])
+            shown = dialect.encode_model({**listed, "id": name})
+        await reply.whole(orjson.dumps(shown))
+
+
+def _endpoint(services: Services, dialect: Dialect, route: WireRoute) -> Endpoint:
+    """Return the endpoint that serves a dialect's route."""
+    match route.action:
+        case Action.SAMPLE:
+            return SampleEndpoint(services, dialect, route)
+        case Action.COUNT_TOKENS:
+            return CountEndpoint(services, dialect, route)
+        case Action.LIST_MODELS | Action.GET_MODEL:
+            return ModelsEndpoint(services, dialect)
 
 
 class DataPlane:
@@ -128,10 +129,8 @@ class DataPlane:
         self._exact: dict[tuple[str, str], ASGIApp] = {}
         self._patterns: list[tuple[str, re.Pattern[str], ASGIApp]] = []
         register_url_convertor("model", ModelConvertor())
-        served: list[tuple[WireRoute, ASGIApp]] = [
-            (route, (SampleEndpoint if route.action is Action.SAMPLE else QueryEndpoint)(services, dialect, route))
-            for dialect in registry.DIALECTS
-            for route in dialect.routes
+        served: list[tuple[WireRoute, Endpoint]] = [
+            (route, _endpoint(services, dialect, route)) for dialect in registry.DIALECTS for route in dialect.routes
         ]
         served += [
             (WireRoute(path=path, summary="Passed to the upstream"), upstream.Upstream(services, path))

@@ -1,18 +1,19 @@
-"""Send one reply of the data plane: whole, streamed, or as an error in the dialect's own shape."""
+"""Endpoints of the data plane, and their replies: whole, streamed, or an error in the dialect's own shape."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from proxy.dialects.base import Call, Dialect
 from proxy.http import problems
-from proxy.http.asgi import send_whole
+from proxy.http.asgi import JSON, send_whole
 from turnwise.errors import StoreError, TurnwiseError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class ReplySender:
 
     def __init__(self, send: Send, dialect: Dialect) -> None:
         self._send = send
-        self._dialect = dialect
+        self.dialect = dialect
+        """Whose shape an error has."""
         self._started = False
         self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
@@ -43,10 +45,10 @@ class ReplySender:
         self.parts: list[bytes] = []
         """The events that were sent."""
 
-    async def whole(self, body: bytes) -> None:
+    async def whole(self, body: bytes, *, status: int = 200, content_type: bytes = JSON) -> None:
         """Send a whole body."""
         self._started = True
-        await send_whole(self._send, 200, body, self.headers)
+        await send_whole(self._send, status, body, self.headers, content_type)
 
     async def part(self, data: bytes, *, is_last: bool = False) -> None:
         """Send some events, or a comment."""
@@ -95,6 +97,26 @@ class ReplySender:
         status, body, headers = problems.answer(error)
         services.metrics.refused.labels(problems.code_of(error)).inc()
         if not self._started:
-            await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
+            await send_whole(self._send, status, self.dialect.encode_error(status, body), headers)
             return
         await self.part(self.call.encoder.error(body), is_last=True)
+
+
+class Endpoint(abc.ABC):
+    """One endpoint of a dialect. It is plain ASGI; whatever it raises is reported in the dialect's shape."""
+
+    def __init__(self, services: Services, dialect: Dialect) -> None:
+        self._services = services
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        reply = ReplySender(send, self._dialect)
+        try:
+            await self.serve(scope, receive, reply)
+        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
+            await reply.fail(error, self._services)
+
+    @abc.abstractmethod
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+        """Serve one request by sending its reply."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.http_client import Access, Disconnected, HttpClient
 from proxy.http.asgi import cancelled_when_client_leaves, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import query_of
-from proxy.routes.reply_sender import ReplySender
+from proxy.routes.reply_sender import Endpoint, ReplySender
 from turnwise.errors import EngineUnavailable, NotFound
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ CONNECT_SECONDS = 5.0
 PASSED_HEADERS = (b"content-type", b"accept")
 
 
-class Upstream:
+class Upstream(Endpoint):
     """One route that is passed on."""
 
     def __init__(self, services: Services, path: str) -> None:
-        self._services = services
+        super().__init__(services, ChatCompletions())
         self._path = path
         settings = services.settings
         key = settings.upstream_api_key
@@ -51,41 +51,34 @@ class Upstream:
             access=Access(bearer_key=None if key is None else key.get_secret_value()),
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        reply = ReplySender(send, ChatCompletions())
-        try:
-            with cancelled_when_client_leaves(scope["extensions"][LEFT]):
-                await self._serve(scope, receive, send)
-        except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
-            await reply.fail(error, self._services)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+        """Pass a request on, and its answer back."""
         settings, headers = self._services.settings, dict(scope["headers"])
-        principal = await self._services.authenticator.authenticate(headers)
-        principal.require("call")
-        if not self._client:
-            raise NotFound(
-                f"{self._path} is not served: the engine only generates text; "
-                "the setting `upstream` names a server that such requests are passed to",
-                code="no_route",
-            )
-        with await self._services.bodies.reserve(principal, headers):
-            await self._pass_on(scope, await read_body(receive, max_bytes=settings.max_body_bytes), headers, send)
+        with cancelled_when_client_leaves(scope["extensions"][LEFT]):
+            principal = await self._services.authenticator.authenticate(headers)
+            principal.require("call")
+            if not self._client:
+                raise NotFound(
+                    f"{self._path} is not served: the engine only generates text; "
+                    "the setting `upstream` names a server that such requests are passed to",
+                    code="no_route",
+                )
+            with await self._services.bodies.reserve(principal, headers):
+                body = await read_body(receive, max_bytes=settings.max_body_bytes)
+                status, content_type, content = await self._ask(self._client, scope, body, headers)
+        await reply.whole(content, status=status, content_type=content_type.encode("latin-1"))
 
-    async def _pass_on(self, scope: Scope, body: bytes, headers: dict[bytes, bytes], send: Send) -> None:
-        assert self._client
-        settings = self._services.settings
+    async def _ask(
+        self, client: HttpClient, scope: Scope, body: bytes, headers: dict[bytes, bytes]
+    ) -> tuple[int, str, bytes]:
+        """Return the status, the content type and the content of the upstream's answer."""
         passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
         path = self._path.removeprefix("/v1") + (
             "?" + scope["query_string"].decode("latin-1") if query_of(scope) else ""
         )
         try:
-            with await self._client.request("POST", path, body, passed) as answer:
-                content = await answer.read(settings.max_reply_bytes)
+            with await client.request("POST", path, body, passed) as answer:
+                content = await answer.read(self._services.settings.max_reply_bytes)
         except Disconnected as error:
             raise EngineUnavailable(f"the upstream of {self._path} cannot be reached ({error}); retry") from error
-        kind = (answer.content_type or "application/json").encode("latin-1")
-        sent = [(b"content-type", kind), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": answer.status, "headers": sent})
-        await send({"type": "http.response.body", "body": content})
+        return answer.status, answer.content_type or "application/json", content

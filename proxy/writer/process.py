@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from proxy.dialects.captured import read_logprobs
+from proxy.dialects.base import read_logprobs
 from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing

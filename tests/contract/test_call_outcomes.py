@@ -21,6 +21,7 @@ from turnwise_fake_engine.script import Reply, Rule
 
 from proxy.engines.http_client import Answer
 from proxy.engines.vllm.engine import Vllm
+from turnwise.errors import EngineUnavailable
 from turnwise.processes.supervisor import is_ready
 from turnwise.types import Outcome
 
@@ -135,6 +136,18 @@ def test_a_reload_before_the_first_token_shows_in_the_versions_of_a_turn(
         http.post("/sessions/s/v1/chat/completions", json={**CHAT, "stream": stream}).raise_for_status()
         (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
     assert (turn["policy_version_first"], turn["policy_version_last"]) == (first, 2)
+
+
+def test_a_call_that_fails_is_stored_with_the_version_that_its_engine_had_at_the_end(tmp_path: Path, monkeypatch):
+    async def fail_after_reload(engine: Vllm, *_: Any) -> None:
+        engine.apply_label("2")
+        raise EngineUnavailable("the engine has ended")
+
+    monkeypatch.setattr(Vllm, "sample", fail_after_reload)
+    with in_process_proxy(tmp_path) as (http, _):
+        assert http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code == 503
+        (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
+    assert (turn["outcome"], turn["policy_version_first"], turn["policy_version_last"]) == ("error", 2, 2)
 
 
 @pytest.mark.parametrize("stream", [True, False])

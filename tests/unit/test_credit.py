@@ -67,6 +67,15 @@ def test_with_propagated_credit_the_sessions_own_line_overrides_those_of_steps_a
     assert session_reward([*lines, line(10)], Credit.STEP_WISE) == 13
 
 
+@pytest.mark.parametrize("credit", Credit)
+def test_the_named_rewards_of_a_session_are_the_parts_of_its_reward(credit: Credit) -> None:
+    """With propagated credit the lines for the session alone count once there are any, also of their names."""
+    lines = [line(1, "a", step=0), line(2, "a"), line(10, "b")]
+    given = assign_credit(steps(0), lines, credit)
+    assert given.by_name == {"a": 2 if credit is Credit.PROPAGATE else 3, "b": 10}
+    assert sum(given.by_name.values()) == given.reward
+
+
 def test_with_propagated_credit_every_turn_gets_the_sessions_reward_unshaped() -> None:
     credit = assign_credit(steps(0, 1), [line(2)], Credit.PROPAGATE, gamma=0.9, reward_bonus_coeff=0.5)
     assert credit.turn_rewards == credit.turn_returns == {"t1": 2, "t2": 2}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from turnwise.errors import BadCheckpoint
+from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
@@ -144,10 +144,15 @@ def copy_tokenizer(source: str, directory: Path) -> None:
 
 
 def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
-    """Return the model in training mode without dropout, with an adapter for LoRA."""
+    """Return the model in training mode without dropout, with an adapter for LoRA.
+
+    Raises:
+        SettingsError: No layer of the model is in `lora_targets`.
+    """
     if spec.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
 
+        _check_targets(model, spec)
         adapter = LoraConfig(
             r=spec.lora_rank,
             lora_alpha=LORA_ALPHA,
@@ -157,6 +162,18 @@ def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
         model = get_peft_model(model, adapter)
     model.train()
     return _without_dropout(cast("nn.Module", model))
+
+
+def _check_targets(model: Any, spec: PolicySpec) -> None:
+    names = [name for name, _ in model.named_modules()]
+    if any(f".{name}".endswith(f".{target}") for name in names for target in spec.lora_targets):
+        return
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    raise SettingsError(
+        f"lora_targets={list(spec.lora_targets)} names no layer of the model {spec.model!r}: set it in [trainer] to "
+        f"some of its linear layers, {sorted({name.rpartition('.')[2] for name in linear})}"
+    )
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:

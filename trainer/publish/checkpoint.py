@@ -30,13 +30,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from trainer.parallel import World
 from turnwise import version_directory
-from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
 from turnwise.files import lock, synchronise, write_whole
 from turnwise.types import Json
 from turnwise.version_directory import LATEST, STATE_FILE
@@ -140,7 +141,11 @@ class Checkpoints:
         return version == 0 or self.state_directory(version).is_dir()
 
     def write_policy(self, version: int, write: Callable[[Path], None], manifest: Json) -> Path:
-        """Write a version for engines and return its directory; `write` fills an empty one with the model's files."""
+        """Write a version for engines and return its directory; `write` fills an empty one with the model's files.
+
+        Raises:
+            NotWritten: It cannot be written, as on a full disk.
+        """
         place = self.policy_directory(version)
         with _appearing(place) as staging:
             write(staging)
@@ -157,7 +162,8 @@ class Checkpoints:
             group: The processes; None for one alone.
 
         Raises:
-            BadCheckpoint: A process could not write, or wrote into another directory.
+            NotWritten: A process could not write, as on a full disk.
+            BadCheckpoint: A process wrote into another directory.
         """
         place = self.state_directory(version)
         if group is not None and torch.distributed.get_rank() != 0:
@@ -286,11 +292,8 @@ def check_shared(checkpoints: Checkpoints, world: World) -> None:
 
 
 def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
-    try:
-        with _without_warning():
-            state_dict_saver.save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        raise BadCheckpoint(f"the trainer state {str(path)!r} cannot be written: {error}") from error
+    with _writing(path), _without_warning():
+        state_dict_saver.save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
 
 
 def _check_shards(path: Path) -> None:
@@ -364,6 +367,24 @@ def _unused(place: Path, until: str) -> Path:
 
 
 @contextlib.contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """Let what goes wrong while files are written be one sentence: each library has its own error for a full disk.
+
+    Raises:
+        NotWritten: The files cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        free = shutil.disk_usage(place.parent if place.parent.exists() else place.anchor).free
+        raise NotWritten(
+            f"{str(place)!r} cannot be written: {cause}. {free // 2**20} MiB are free there; the groups are not "
+            "recorded, and the next start trains them again"
+        ) from error
+
+
+@contextlib.contextmanager
 def _appearing(place: Path) -> Iterator[Path]:
     """Yield an empty directory; when the block succeeds, sync it and rename it to its place.
 
@@ -373,13 +394,14 @@ def _appearing(place: Path) -> Iterator[Path]:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        yield staging
-        for path in [*staging.rglob("*"), staging]:
-            synchronise(path)
-        if place.exists():
-            place.replace(replaced)
-        staging.replace(place)
-        synchronise(place.parent)
+        with _writing(place):
+            yield staging
+            for path in [*staging.rglob("*"), staging]:
+                synchronise(path)
+            if place.exists():
+                place.replace(replaced)
+            staging.replace(place)
+            synchronise(place.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

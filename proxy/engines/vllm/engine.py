@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import orjson
 
 from proxy.continuation.plan import Plan
-from proxy.dialects.base import Call
-from proxy.dialects.captured import Captured
+from proxy.dialects.base import Call, Captured
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Answer
 from proxy.engines.vllm import requirements

@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from proxy.continuation.encoded_ids import EncodedIds
-from proxy.dialects.captured import SENT, Captured, Choice
+from proxy.dialects.base import SENT, Captured, Choice
 from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')

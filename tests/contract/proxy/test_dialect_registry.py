@@ -70,8 +70,8 @@ def test_an_unexpected_error_is_answered_in_the_shape_of_its_dialect_and_logged(
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(Sessions, "continued_length", fail)
-    monkeypatch.setattr(Upstream, "_serve", fail)
-    monkeypatch.setattr(SampleEndpoint, "_serve", fail)
+    monkeypatch.setattr(Upstream, "serve", fail)
+    monkeypatch.setattr(SampleEndpoint, "serve", fail)
     body = {"messages": [{"role": "user", "content": "Hello."}], "model": "fake", "max_tokens": 1}
     for number, path in enumerate(("/v1/messages/count_tokens", "/v1/messages", "/v1/embeddings"), start=1):
         answer = client.post(path, json=body)

@@ -12,6 +12,7 @@ from support.in_process import in_process_proxy
 from proxy.auth import Principal
 from proxy.calls import relay
 from proxy.calls.replays import Replays, RequestIdentity, identify_request
+from proxy.continuation.digests import History
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.roles import Correction, Found
 from proxy.dialects.chat import ChatCompletions
@@ -29,7 +30,7 @@ def identity(
     call = ChatCompletions().parse(
         {"messages": [{"role": "user", "content": text}], **fields}, max_choices=1, max_messages=9
     )
-    call.idempotency_key = key
+    call.idempotency_key, call.session_id = key, principal.session_id
     digest = repr((text, fields)).encode() if call.idempotency_key is None else None
     return identify_request(call, principal, digest)
 
@@ -176,7 +177,7 @@ def test_the_answer_of_a_deleted_session_is_not_repeated(path: str, tmp_path: Pa
 def test_a_stored_turn_is_answered_although_the_roles_of_earlier_turns_cannot_be_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def correct(turn: KnownTurn, _: Forest) -> list[Correction]:
+    def correct(turn: KnownTurn, _: Forest, __: History) -> list[Correction]:
         return [Correction([turn.turn_id], Found(Role.SIDE, "asks_for_title"))]
 
     async def do(self: Writer, change: Any, *arguments: Any) -> Any:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 import torch
+from safetensors.torch import save_file
 from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
 from torch.distributed.checkpoint import state_dict_saver
 
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.train import OnPolicyWorkflow
-from turnwise.errors import BadCheckpoint, Conflict, SettingsError
+from turnwise.errors import BadCheckpoint, Conflict, NotWritten, SettingsError
 from turnwise.store import trained, versions
 from turnwise.store.tables import groups
 from turnwise.version_directory import find_versions
@@ -126,6 +130,33 @@ def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them
     (aside,) = (tmp_path / "policies").glob("unpublished-v000003-1.until-*")
     assert (aside / "model.safetensors").is_file()
     assert list((tmp_path / "policies").glob("unpublished-v000003.trainer-1.until-*"))
+
+
+@contextlib.contextmanager
+def no_file_over(num_bytes: int) -> Iterator[None]:
+    """Let writes beyond so many bytes of a file fail in the block, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("what", ["version", "values", "tensors"])
+def test_a_write_that_fails_is_one_sentence_whatever_library_writes_and_leaves_no_part(place, what):
+    """It is no error that lasts: `turnwise up` starts the trainer again, when there may be space."""
+    checkpoints, large = Checkpoints(place, keep=1), {"w": torch.zeros(100_000)}
+    write = {
+        "version": lambda: checkpoints.write_policy(1, lambda staging: save_file(large, staging / "weights"), {}),
+        "values": lambda: checkpoints.write_state(1, large, {}),
+        "tensors": lambda: checkpoints.write_state(1, {}, {"model": large}),
+    }[what]
+    checkpoints.open()
+    with no_file_over(50_000), pytest.raises(NotWritten, match=r"v000001.* cannot be written: .* MiB are free there"):
+        write()
+    assert sorted(found.name for found in place.iterdir()) == [".lock"]
+    checkpoints.close()
 
 
 def test_a_version_that_was_set_aside_is_removed_by_the_first_start_after_a_week(place):

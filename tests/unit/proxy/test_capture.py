@@ -18,8 +18,7 @@ from proxy.continuation.forest import KnownTurn
 from proxy.continuation.memory import LiveSession, known_turns
 from proxy.continuation.plan import Plan
 from proxy.continuation.sessions import Placement
-from proxy.dialects.base import Call
-from proxy.dialects.captured import SENT, Captured, Choice
+from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.engine import Lane
 from proxy.engines.vllm.engine import Vllm, request

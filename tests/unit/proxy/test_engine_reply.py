@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from proxy.continuation.encoded_ids import encode_ids
-from proxy.dialects.captured import SENT, Captured, read_logprobs
+from proxy.dialects.base import SENT, Captured, read_logprobs
 from proxy.engines.vllm.reply import read_parts
 from proxy.settings import ProxySettings
 

@@ -17,8 +17,7 @@ from proxy.calls.replays import Attempt, RequestIdentity
 from proxy.continuation.memory import LiveSession
 from proxy.continuation.sessions import Placement
 from proxy.dialects import sse
-from proxy.dialects.base import Dialect
-from proxy.dialects.captured import read_logprobs
+from proxy.dialects.base import Dialect, read_logprobs
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
