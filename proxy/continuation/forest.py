@@ -19,6 +19,8 @@ TURN_BYTES = 660
 """Memory of a turn without its id and texts: the object, its digests and times, and its index entries."""
 FOREST_BYTES = 1_000
 """Memory of a forest without turns."""
+TRUNCATION = "truncate_prompt_tokens"
+"""Request field, stored with a turn's sampling, that lets the engine leave out the begin of a prompt."""
 AGENTS = frozenset({Role.MAIN, Role.SUB_AGENT})
 """Roles of chains that are an agent's own work."""
 
@@ -34,11 +36,6 @@ class Root(NamedTuple):
 
 NO_ROOT = Root(None, b"")
 """Of a turn that extends another."""
-
-
-def truncates_prompt(fields: Json) -> bool:
-    """Return whether request fields, or those stored with a turn, let the engine leave out the begin of a prompt."""
-    return fields.get("truncate_prompt_tokens") is not None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -110,7 +107,7 @@ class KnownTurn:
             arguments=argument_digests(turn.response),
             reply_digest=reply_digest(turn.response),
             is_aborted=turn.outcome is Outcome.ABORTED,
-            is_truncated=truncates_prompt(turn.sampling),
+            is_truncated=turn.sampling.get(TRUNCATION) is not None,
             is_empty=not turn.response.get("tool_calls") and not canonical_content(turn.response.get("content")),
             role=role or turn.role or Role.MAIN,
             side_task=root.side_task,

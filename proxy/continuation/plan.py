@@ -16,7 +16,7 @@ import numpy as np
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import has_media
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
-from proxy.continuation.forest import Forest, KnownTurn, truncates_prompt
+from proxy.continuation.forest import TRUNCATION, Forest, KnownTurn
 from proxy.continuation.outline import Continued
 from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import Call, template_arguments
@@ -116,7 +116,7 @@ def _reason_not_to_extend(call: Call, parent: KnownTurn, template: ChatTemplate 
     # With these fields the prompt ends inside the last message, which the client wrote.
     if body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False:
         return "prefill"
-    if parent.is_truncated or truncates_prompt(body):
+    if parent.is_truncated or body.get(TRUNCATION) is not None:
         return "truncated_prompt"
     return None
 

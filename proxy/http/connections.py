@@ -203,7 +203,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._parse(head + rest)
 
     def _offers_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and any(name == UPGRADE for name, _ in self.headers)
+        return any(name == UPGRADE for name, _ in self.headers)
 
     def on_message_begin(self) -> None:
         """Prepare for a new request."""
@@ -214,7 +214,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the size of a complete head."""
         self._in_head = False
-        if self._offers_upgrade():
+        if self.parser.should_upgrade() and self._offers_upgrade():
             return
         num_header_bytes = sum(map(len, itertools.chain.from_iterable(self.headers)))
         if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > self.max_head_bytes:
@@ -224,7 +224,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timer: the request is complete."""
-        if self._offers_upgrade():
+        if self.parser.should_upgrade() and self._offers_upgrade():
             return
         self._is_whole = True
         self._disarm()
