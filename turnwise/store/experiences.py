@@ -194,6 +194,8 @@ def _experience(
     turn_ids = tuple(turn.turn_id for turn in sequence.turns)
     steps = tuple(turn.seq if turn.step is None else turn.step for turn in sequence.turns)
     group_id = session.group_id or session.session_id
+    # After a roll back in the middle of a turn, the version of its last token is the older one.
+    versions = [version for turn in sequence.turns for version in (turn.policy_version_first, turn.policy_version_last)]
     return Experience(
         eid=EID(batch=group_id, task=session.task_id or "", run=session.run, step=steps[0], suffix=turn_ids[0]),
         session_id=session.session_id,
@@ -213,8 +215,8 @@ def _experience(
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),
         turn_advantages=_advantages(turn_ids, updates_of),
         reward=credit.reward,
-        policy_version_first=min(turn.policy_version_first for turn in sequence.turns),
-        policy_version_last=max(turn.policy_version_last for turn in sequence.turns),
+        policy_version_first=min(versions),
+        policy_version_last=max(versions),
         split=session.split,
         trained_in=tuple(update for update, advantages in updates_of if not advantages.keys().isdisjoint(turn_ids)),
         metrics={"num_turns": len(turn_ids), "num_tokens": int(sequence.loss_mask.sum())},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,12 +79,14 @@ def verify_served(
     """
     report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
     report.checked["sessions"] = 0
+    instants = ((each["version"], each["activated_at"]) for each in client.policies())
+    served_at = {version: datetime.fromisoformat(instant) for version, instant in instants if instant is not None}
     for number, session in enumerate(sessions, 1):
         session_id = session["session_id"]
         turns = [_turn(each) for each in client.turns(session_id)]
         if client.session(session_id)["num_turns"] != session["num_turns"]:
             report.not_checked["sessions that got turns meanwhile"] += 1
-        elif check_turns(session_id, session["num_turns"], turns, report) and checker is not None:
+        elif check_turns(session_id, session["num_turns"], turns, report, served_at) and checker is not None:
             for turn in filter(is_trainable, turns):
                 if draw.random() < share:
                     checker.check(turn, f"session {session_id!r} turn {turn.turn_id!r}", report)
@@ -100,4 +103,6 @@ def _turn(found: Json) -> Turn:
         token_ids=np.array(found["token_ids"], np.int32),
         logprobs=np.array(found["logprobs"], np.float32),
         outcome=Outcome(found["outcome"]),
+        created_at=datetime.fromisoformat(found["created_at"]),
+        duration_seconds=found["duration_seconds"],
     )

@@ -56,15 +56,17 @@ def verify(
     report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
     report.checked["sessions"] = 0  # so that a filter that selects none is seen
     try:
-        for policy in all_policies(database):
+        found = list(all_policies(database))
+        for policy in found:
             check_weights(policy, report)
+        served_at = {policy.version: policy.activated_at for policy in found if policy.activated_at is not None}
         with database.read() as conn:
             for update in all_updates(conn):
                 check_update(conn, update, report)
             num_sessions = count_sessions(conn, wanted)
             for number, record in enumerate(session_records(conn, wanted), 1):
                 session = record.session
-                is_sound = check_turns(session.session_id, session.num_turns, record.turns, report)
+                is_sound = check_turns(session.session_id, session.num_turns, record.turns, report, served_at)
                 check_record(record, report)
                 if is_sound and checker is not None:
                     _check_logprobs(record, checker, report, lambda: draw.random() < share)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from turnwise.types import Turn
 from turnwise.verify.report import Report
 
 
-def check_turns(session_id: str, num_turns: int, turns: Sequence[Turn], report: Report) -> bool:
+def check_turns(
+    session_id: str, num_turns: int, turns: Sequence[Turn], report: Report, served_at: Mapping[int, datetime]
+) -> bool:
     """Check the turns of a session: order, parents, lengths, logprobs and versions; return whether all is sound.
 
     Args:
@@ -19,6 +22,7 @@ def check_turns(session_id: str, num_turns: int, turns: Sequence[Turn], report: 
         num_turns: Its number of turns, as recorded with it.
         turns: Its turns, in order of `seq`.
         report: Gets what is found.
+        served_at: When engines began to serve each version, the last time.
     """
     before = report.num_mismatches
     known: dict[str, Turn] = {}
@@ -27,7 +31,7 @@ def check_turns(session_id: str, num_turns: int, turns: Sequence[Turn], report: 
         report.checked["turns"] += 1
         report.checked["sampled tokens"] += int(turn.token_ids.size)
         place = f"session {session_id!r} turn {turn.turn_id!r}"
-        for field, problem in _problems(turn, seq, known):
+        for field, problem in _problems(turn, seq, known, served_at):
             report.add("structure", f"{place} {field}", problem)
         known[turn.turn_id] = turn
     if num_turns != len(turns):
@@ -36,18 +40,24 @@ def check_turns(session_id: str, num_turns: int, turns: Sequence[Turn], report: 
     return report.num_mismatches == before
 
 
-def _problems(turn: Turn, seq: int, known: dict[str, Turn]) -> list[tuple[str, str]]:
+def _problems(turn: Turn, seq: int, known: dict[str, Turn], served_at: Mapping[int, datetime]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if turn.seq != seq:
         found.append(("seq", f"is {turn.seq}, {seq} turns were stored before it"))
     found += _prompt_problems(turn, known)
-    if turn.policy_version_first > turn.policy_version_last:
+    if turn.policy_version_first > turn.policy_version_last and not _was_rolled_back(turn, served_at):
         found.append(("policy_version_first", f"{turn.policy_version_first} > last, {turn.policy_version_last}"))
     if is_trainable(turn):
         found += _sample_problems(turn)
     if min((*turn.prompt_delta[turn.prompt_delta < 0], *turn.token_ids[turn.token_ids < 0]), default=0) < 0:
         found.append(("token_ids", "a token id is negative"))
     return found
+
+
+def _was_rolled_back(turn: Turn, served_at: Mapping[int, datetime]) -> bool:
+    """Return whether the version of a turn's last token may have been activated while the turn was sampled."""
+    began_at = served_at.get(turn.policy_version_last)
+    return began_at is not None and began_at >= turn.created_at - timedelta(seconds=turn.duration_seconds)
 
 
 def _prompt_problems(turn: Turn, known: dict[str, Turn]) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from turnwise_fake_engine import running_fake_engine
 
 from turnwise.commands.cli import main
 from turnwise.store.database import Database
+from turnwise.store.serving import activate_version
 from turnwise.store.tables import sessions, turns
 from turnwise.store.versions import publish_version
 from turnwise.types import PolicyVersion
@@ -83,6 +84,18 @@ def test_a_changed_turn_is_named(values: dict, field: str, problem: str, databas
     first = report["mismatches"][0]
     assert first["place"] == f"session 's' turn 's-t2' {field}"
     assert problem in first["problem"]
+
+
+def test_a_turn_in_which_an_older_version_was_activated_is_sound(database: Database, tmp_path: Path) -> None:
+    """A roll back under a running call: version 2 sampled its first token and version 1 its last one."""
+    with database.write() as connection:
+        changed = sa.update(turns).where(turns.c.turn_id == "s-t2")
+        connection.execute(changed.values(policy_version_first=2, policy_version_last=1))
+    assert verify(tmp_path)[1]["mismatches"][0]["problem"] == "2 > last, 1"
+    with database.write() as connection:
+        activate_version(connection, 1)
+    problems = verify(tmp_path)[1]["mismatches"]
+    assert [each["place"] for each in problems if each["check"] == "structure"] == []
 
 
 def test_a_missing_turn_is_named(database: Database, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from support.ledger_samples import add_session, finish, make_turn
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import (
     digests,
+    experiences,
     groups,
     history,
     idempotency,
@@ -502,3 +503,18 @@ def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_ch
     chains = {turn.turn_id: turn.chain_id for turn in stored}
     assert chains == {"t1": "t1", "t2": "t1", "t3": "t3", "t4": "t4", "t5": "t3"}
     assert session.num_chains == 3
+
+
+def test_the_versions_of_a_chain_are_the_oldest_and_the_newest_also_after_a_roll_back_within_a_turn(
+    database: Database,
+) -> None:
+    """Version 3 sampled the second turn's first token. The chain is not one that version 2 sampled alone."""
+    add_session(database, turns=0)
+    first = make_turn("t1", policy_version_first=2, policy_version_last=2)
+    second = make_turn("t2", first, policy_version_first=3, policy_version_last=2)
+    with database.write() as connection:
+        ledger.append_turns(connection, [first, second])
+    finish(database)
+    with database.read() as connection:
+        (chain,) = experiences.experiences(connection, experiences.SessionFilter(), experiences.PER_CHAIN)
+    assert (chain.policy_version_first, chain.policy_version_last) == (2, 3)
