@@ -215,6 +215,17 @@ async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it
         assert stage.loads == [["v1"], ["v1"] * 3]
 
 
+async def test_an_engine_that_a_dead_driver_left_paused_with_the_active_version_is_resumed(stage: Stage):
+    stage.publish(1)
+    async with stage.process() as process:
+        await process.follow()
+    engine = stage.engines[1].state
+    engine.running.clear()
+    async with stage.process() as process:
+        assert process.versions == [1, 1]
+        assert engine.running.is_set()
+
+
 def write_probe(directory: str) -> None:
     """Write a trainer's probe beside the weights: a text, and its logprobs under these weights."""
     text = [40, 41, 42, 43]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session
+from support.ledger_samples import add_session, finish
+from support.store_fill import acknowledge
 
 from turnwise.errors import InvalidRequest
-from turnwise.store import feedback
+from turnwise.store import claims, feedback
 from turnwise.store.database import Database
 from turnwise.types import Feedback, FeedbackKind, Session, Split
 
@@ -44,3 +45,14 @@ def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_sp
     for field in ("tenant", "task_id", "split", "policy_id", "user_id"):
         assert getattr(made, field) == getattr(original, field), field
     assert (made.session_id, made.group_id, made.group_size) == ("feedback-1-1", "feedback-1", 2)
+
+
+def test_a_rating_after_training_makes_the_session_ready_again_where_revisions_are_trained(database: Database) -> None:
+    add_session(database, "s", tenant="t")
+    finish(database, "s", tenant="t")
+    with database.write() as conn:
+        acknowledge(conn, 1, "s")
+        said = Feedback(session_id="s", tenant="t", kind=FeedbackKind.BOOLEAN, name="thumb", content={"value": True})
+        for retrain, ready in ((False, (0, 0)), (True, (0, 1))):
+            feedback.add(conn, said, reward=0.5, retrain=retrain)
+            assert claims.num_claimable(conn) == ready
