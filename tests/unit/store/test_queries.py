@@ -10,9 +10,20 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
+from support.store_fill import acknowledge
 
 from turnwise.errors import NotFound
-from turnwise.store import experiences, history, ledger, queries, session_changes, session_records, versions
+from turnwise.store import (
+    experiences,
+    history,
+    ledger,
+    lineage,
+    queries,
+    session_changes,
+    session_records,
+    trained,
+    versions,
+)
 from turnwise.store.database import Database
 from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus, Split, utc_now
@@ -117,6 +128,22 @@ def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) ->
     assert queries.stored_turn(connection, "default", "s", request_key="other") is None
     assert queries.sessions_of_turns(connection, "default", ["t4", "t9"]) == {"t4": "s"}
     assert queries.sessions_of_turns(connection, "other", ["t4"]) == {}
+
+
+def test_a_name_finds_the_session_of_its_tenant_alone(database: Database) -> None:
+    """Another tenant's session of the same name has a call with a key, a reward, and an update that trained it."""
+    add_session(database, "s")
+    add_session(database, "s", tenant="t")
+    with database.write() as connection:
+        turn = make_turn("t9", tenant="t", request_key="key")
+        ledger.append_turns(connection, [turn])
+    finish(database, "s", tenant="t")
+    with database.write() as connection:
+        acknowledge(connection, 1, "s")
+        for tenant, is_theirs in (("default", False), ("t", True)):
+            assert bool(queries.stored_turn(connection, tenant, "s", request_key="key")) is is_theirs
+            assert bool(lineage.session_lines(connection, tenant, "s")) is is_theirs
+            assert trained.last_updates(connection, tenant, ["s"]) == ({"s": 1} if is_theirs else {})
 
 
 def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> None:
