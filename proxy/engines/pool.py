@@ -319,6 +319,7 @@ class EnginePool:
             Overloaded: all places are taken.
         """
         if self.num_served >= self._max_concurrent_calls:
+            self._metrics.limited.labels("proxy").inc()
             raise Overloaded(f"{self.num_served} calls are in flight, which is the limit; retry after a second")
 
     async def _update_served(self, session: Session) -> None:

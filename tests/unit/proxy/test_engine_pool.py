@@ -109,6 +109,7 @@ async def test_a_call_over_the_limit_is_refused_with_the_time_to_retry(pool: Eng
     pool.num_served = 1
     with pytest.raises(Overloaded, match="1 calls are in flight"):
         pool.check_limit()
+    assert b'\nturnwise_limited_total{limit="proxy"} 1.0\n' in pool._metrics.render()
 
 
 async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool: EnginePool):
