@@ -14,7 +14,7 @@ from support.algorithms import selected as selected_by
 from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for, train
 
-from trainer.learning.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on
+from trainer.learning.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on, session_digest
 from trainer.learning.selection import SelectionRule
 from turnwise.store import ledger, queries
 from turnwise.store.database import Database
@@ -154,6 +154,10 @@ def test_a_session_that_is_trained_again_is_not_its_own_baseline():
     again = selected([single("a", 1.0)], window, chosen="rloo")
     assert advantages_of(again) == {"a": [0.5]}
     assert sorted(row.value for row in moved_on(window, again.single_rows)) == [0.5, 1.0]
+
+
+def test_sessions_of_one_name_of_two_tenants_are_two_sessions_of_the_window():
+    assert session_digest(("a", "s")) != session_digest(("b", "s"))
 
 
 def test_the_window_keeps_the_latest_values_of_each_kind():

@@ -22,7 +22,9 @@ def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
             KeyRole.TRAINER,
             "nightly",
         )
-        revoked = keys.revoke_key(connection, key_id)
+        with pytest.raises(NotFound):
+            keys.revoke_key(connection, key_id, tenant="another")
+        revoked = keys.revoke_key(connection, key_id, tenant="acme")
         assert revoked.revoked_at is not None
         assert keys.revoke_key(connection, key_id) == revoked
         assert keys.verify_key(connection, key) is None

@@ -368,6 +368,17 @@ def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database: Da
         assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"new") == [0]
 
 
+def test_tenants_have_answers_of_their_own_to_one_key_for_sessions_of_one_name(database: Database) -> None:
+    add_session(database, "s", turns=2)
+    add_session(database, "s", tenant="other", turns=0)
+    with database.write() as connection:
+        for _ in range(2):
+            for tenant, turns in (("default", 2), ("other", 0)):
+                lines = [Reward(session_id="s", tenant=tenant, value=1)]
+                assert ledger.add_rewards(connection, lines, idempotency_key="k") == [turns]
+        assert queries.counts(connection).num_rewards == 2
+
+
 def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> None:
     """Otherwise the corrected post under the same key would be refused forever."""
     add_session(database)

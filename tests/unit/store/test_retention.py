@@ -105,6 +105,13 @@ def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_m
     assert sizes(database) == {}
 
 
+def test_the_deletion_of_an_end_user_leaves_that_of_the_same_name_of_another_tenant(database: Database) -> None:
+    for tenant in ("x", "y"):
+        add_session(database, "s", tenant=tenant, user_id="kim")
+    deleted = retention.delete_all(database, lambda connection: retention.delete_user(connection, "x", "kim"))
+    assert deleted.sessions == (("x", "s"),)
+
+
 def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database: Database) -> None:
     """Its group is still expected to become complete."""
     add_session(database, "old", group_id="g", group_size=3)

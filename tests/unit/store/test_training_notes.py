@@ -36,6 +36,9 @@ def test_the_note_of_a_session_is_about_the_group_of_its_own_tenant(database: Da
     add_session(database, group_id="g", group_size=2)
     add_session(database, "other", tenant="another", group_id="g", group_size=3)
     assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. Group 'g' has 0 of 2 sessions")
+    with database.read() as connection:
+        theirs = queries.session(connection, "another", "other")
+        assert "Group 'g' has 0 of 3 sessions" in groups.describe_training(connection, theirs)
 
 
 def test_the_note_of_a_session_without_a_reward_states_that_it_waits_for_one(database: Database) -> None:
