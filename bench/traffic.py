@@ -35,8 +35,9 @@ from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
 from trainer.learning.advantages import moved_on
 from trainer.learning.selection import SelectionRule
+from trainer.ledger import FinishedBatch
 from trainer.pacing import Position, Rewind, SourceRule
-from trainer.source import FinishedBatch, LedgerSource
+from trainer.source import LedgerSource
 from turnwise.processes.stack import command, free_port
 from turnwise.store import serving
 from turnwise.store.arms import held_out_arms

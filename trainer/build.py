@@ -11,11 +11,13 @@ from torch.nn import Parameter
 
 from trainer.evaluate import LedgerEvaluator
 from trainer.learning.optimizer import make_optimizer
+from trainer.ledger import UpdateIds
+from trainer.pacing import StopFlag
 from trainer.policy.agent import PolicyAgent
 from trainer.policy.critic import Critic
 from trainer.policy.model import Policy
 from trainer.settings import TrainerSettings
-from trainer.source import LedgerSource, UpdateIds
+from trainer.source import LedgerSource
 from turnwise.store.database import Database
 from turnwise.types import Policy as NamedPolicy
 from turnwise.types import PolicyKind
@@ -32,6 +34,8 @@ class Shared:
     model: Policy
     """They train adapters of it, in turns (`State.enter`)."""
     update_ids: UpdateIds
+    stopped: StopFlag
+    """Set once the process is to stop."""
 
 
 def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
@@ -48,19 +52,25 @@ def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
 
 def make_source(
     settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None, *, with_imported: bool = False
-) -> tuple[LedgerSource, Database]:
-    """Return the source of a policy's experiences, and its store; `policy` None is the default one."""
+) -> LedgerSource:
+    """Return the source of a policy's experiences; `policy` None is the default one."""
     if shared is None:
         db = Database(settings.database.get_secret_value())
-        return LedgerSource(db, settings, with_imported=with_imported, policy=policy), db
-    ids = shared.update_ids
-    return LedgerSource(shared.db, settings, with_imported=with_imported, policy=policy, update_ids=ids), shared.db
+        return LedgerSource(db, settings, with_imported=with_imported, policy=policy)
+    return LedgerSource(
+        shared.db,
+        settings,
+        with_imported=with_imported,
+        policy=policy,
+        update_ids=shared.update_ids,
+        stopped=shared.stopped,
+    )
 
 
-def make_evaluator(settings: TrainerSettings, policy: NamedPolicy | None, db: Database) -> LedgerEvaluator:
-    """Return what measures a policy."""
+def make_evaluator(settings: TrainerSettings, source: LedgerSource) -> LedgerEvaluator:
+    """Return what measures the policy of a source."""
     command, seconds = settings.evaluation_command, settings.evaluation_seconds
-    return LedgerEvaluator(db, command, seconds, settings.proxy_url, policy)
+    return LedgerEvaluator(source.db, command, seconds, settings.proxy_url, source.policy, source.stopped)
 
 
 def make_agent(settings: TrainerSettings, shared: Shared | None = None) -> PolicyAgent:

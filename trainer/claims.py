@@ -16,10 +16,11 @@ from trainer.algorithms.algorithm import Imitation, select
 from trainer.learning.advantages import UNIFORM, is_single
 from trainer.learning.batch import Batch, build
 from trainer.learning.selection import Selection, SelectionRule, joined, num_turns_left_out
+from trainer.ledger import ClaimedBatch
 from trainer.pacing import SMALLEST_PART, Position, Rewind
 from trainer.policy.engine import TrainingEngine
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource
+from trainer.source import LedgerSource
 from trainer.state import State
 from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json

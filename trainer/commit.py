@@ -22,11 +22,11 @@ from torch import Tensor
 
 from trainer.claims import group_keys
 from trainer.learning.selection import Selection
+from trainer.ledger import ClaimedBatch, FinishedBatch, Ledger
 from trainer.policy.engine import TrainingEngine
 from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, FinishedBatch, LedgerSource
 from trainer.state import MOST_RECENT_VERSIONS, State, copied
 from turnwise.experience import Experience
 from turnwise.store.trained import Advantages
@@ -80,7 +80,7 @@ class Commits:
 
     def __init__(
         self,
-        env: LedgerSource,
+        env: Ledger,
         agent: TrainingEngine,
         checkpoints: Checkpoints,
         config: TrainerSettings,

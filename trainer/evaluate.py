@@ -66,21 +66,27 @@ class LedgerEvaluator:
         timeout_seconds: float = 600.0,
         proxy_url: str = DEFAULT_BASE_URL,
         policy: Policy | None = None,
+        stopped: StopFlag | None = None,
     ) -> None:
-        """`policy` is the named policy whose sessions count; None for the default one."""
+        """Prepare evaluations.
+
+        Args:
+            db: The store.
+            command: What plays the sessions; without one, those that others played count.
+            timeout_seconds: Time limit of the command.
+            proxy_url: The proxy, for the command.
+            policy: The named policy whose sessions count; None for the default one.
+            stopped: Ends an evaluation in progress.
+        """
         self._db = db
         self._policy = policy
         self._policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
         self._proxy_url = proxy_url.rstrip("/")
         self._command = list(command)
         self._timeout_seconds = timeout_seconds
-        self._stopped = StopFlag()
+        self._stopped = stopped or StopFlag()
         self._counted: set[SessionKey] | None = None
         """The sessions that were over at the last evaluation. Known by name: clocks of other machines may be off."""
-
-    def stop(self) -> None:
-        """End an evaluation in progress; safe in a signal handler."""
-        self._stopped.set()
 
     def evaluate(self, policy_version: int) -> Json:
         """Return mean reward, turns and count of the eval sessions that ended during the evaluation.

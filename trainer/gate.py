@@ -18,9 +18,9 @@ import numpy as np
 from pydantic import Field
 
 from trainer.learning.batch import Batch, Reals, build
+from trainer.ledger import Ledger
 from trainer.policy.engine import TrainingEngine
 from trainer.policy.memory import OutOfMemory
-from trainer.source import LedgerSource
 from turnwise.experience import Experience
 from turnwise.settings import Settings
 from turnwise.types import Json, SessionKey
@@ -103,7 +103,7 @@ def shifts_of(
 class Gate:
     """Compares the updated weights with held-out sessions; every process calls it in step."""
 
-    def __init__(self, env: LedgerSource, agent: TrainingEngine, rule: GateRule) -> None:
+    def __init__(self, env: Ledger, agent: TrainingEngine, rule: GateRule) -> None:
         self._env = env
         self._agent = agent
         self._rule = rule

@@ -16,15 +16,13 @@ import numpy.typing as npt
 
 from trainer.build import OptimizerLike, Shared, make_agent, make_evaluator, make_source, optimizer_factory
 from trainer.evaluate import Evaluator
-from trainer.pacing import SourceRule, StopFlag, outlast
+from trainer.ledger import ClaimedBatch, Ledger
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource
+from trainer.source import LedgerSource
 from trainer.state import State
 from trainer.train import OnPolicyWorkflow
 from turnwise.experience import Experience
-from turnwise.store import experiences
-from turnwise.store.database import Database
 from turnwise.types import Json
 from turnwise.types import Policy as NamedPolicy
 
@@ -51,13 +49,11 @@ class Entry:
 class ReplayBuffer:
     """The rules of the buffer; its contents are in `State.buffer` alone."""
 
-    def __init__(self, db: Database, *, capacity: int, min_groups: int, sampling: Sampling) -> None:
-        self._db = db
+    def __init__(self, ledger: Ledger, *, capacity: int, min_groups: int, sampling: Sampling) -> None:
+        self._ledger = ledger
         self._capacity = capacity
         self._min_groups = min_groups
         self._sampling: Sampling = sampling
-        self.stopped = StopFlag()
-        """Once it is set, a read that fails is not repeated."""
 
     def add(self, buffer: Json, claimed: ClaimedBatch) -> Json:
         """Return the buffer with a claim's groups in it; the oldest leave when it is full."""
@@ -95,19 +91,13 @@ class ReplayBuffer:
         """Return whether the next group replaces the oldest one."""
         return len(self.entries(buffer)) >= self._capacity
 
-    def read(self, buffer: Json, group_pks: Sequence[int], rule: SourceRule) -> list[Experience]:
+    def read(self, buffer: Json, group_pks: Sequence[int]) -> list[Experience]:
         """Return the experiences of groups of the buffer with the rewards that they have by now.
 
         A group that has left the store has none, even if its number in the store belongs to another group by now.
         """
         held = {(entry.tenant, entry.group_id) for entry in self.entries(buffer) if entry.group_pk in group_pks}
-
-        def read() -> list[Experience]:
-            with self._db.read() as conn:
-                found = experiences.experiences_of_groups(conn, group_pks, roles=rule.train_roles)
-                return [each for each in found if each.group_key in held]
-
-        return outlast(read, self.stopped)
+        return [each for each in self._ledger.experiences_of(group_pks) if each.group_key in held]
 
     @staticmethod
     def entries(buffer: Json) -> list[Entry]:
@@ -145,9 +135,9 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
 
     @classmethod
     def _build(cls, settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None) -> Self:
-        source, db = make_source(settings, policy, shared)
+        source = make_source(settings, policy, shared)
         buffer = ReplayBuffer(
-            db,
+            source,
             capacity=settings.buffer_groups,
             min_groups=settings.buffer_min_groups,
             sampling=settings.buffer_sampling,
@@ -156,15 +146,10 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             source,
             make_agent(settings, shared),
             optimizer_factory(settings),
-            make_evaluator(settings, policy, db),
+            make_evaluator(settings, source),
             buffer,
             settings,
         )
-
-    def stop(self) -> None:
-        """End the loop after the batch in progress; safe in a signal handler."""
-        self.replay_buffer.stopped.set()
-        super().stop()
 
     def step(self, state: State) -> tuple[Json, State]:
         """Move finished groups into the buffer; once it holds enough, train on a sample of it.
@@ -181,7 +166,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             return self.commits.finish_untrained(state, claimed, metrics, None)
         pks, buffer = self.replay_buffer.sample(state.buffer, self.config.groups_per_batch, state.rng())
         state = dataclasses.replace(state, buffer=buffer)
-        sampled = self.replay_buffer.read(buffer, pks, self.config)
+        sampled = self.replay_buffer.read(buffer, pks)
         return self._train(state, dataclasses.replace(claimed, experiences=sampled))
 
 

@@ -3,17 +3,12 @@
 Slow sessions are often the hard tasks. Dropping them because of their age would train on the quick ones alone. So the
 trainer waits instead: it makes no update that would take it more than `max_versions_in_flight` versions ahead of the
 oldest version that an open group was sampled by, or of a pinned version, which samples everything.
-
-What it claimed is kept by a lease. A lease that runs out is taken by a second trainer, if there is one; the
-acknowledgement then fails, since it checks the fencing tokens. Without another trainer no work is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +19,7 @@ from pydantic import Field
 from trainer.sentinels import BOUNDS, Sentinel
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.settings import FromJson, Settings
-from turnwise.store.claims import Claim, renew
-from turnwise.store.database import Database
-from turnwise.store.trainer_status import BEAT_SECONDS, note_sign_of_life
+from turnwise.store.claims import Claim
 from turnwise.types import PolicyVersion, Role
 
 log = logging.getLogger(__name__)
@@ -45,8 +38,8 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
 LOOK_SECONDS = 0.05
 """How long a wait goes on after a stop, at most."""
-JUMP_SECONDS = 30.0
-"""Difference to this process's own clock from which on the database's clock counts as having jumped."""
+FIRST_WAIT_SECONDS = 5.0
+"""How long the first batch of a run waits for further groups, where `wait_seconds` is longer."""
 
 
 class PacingRule(Settings):
@@ -238,46 +231,63 @@ def describe_claim(claim: Claim) -> str:
     return " and ".join(counted + ([f"{num_singles} single sessions"] if num_singles else []))
 
 
-class WaitingLog:
-    """Logs what the trainer waits for, and counts the time in which it was held back."""
+class Wait:
+    """A wait for a batch: when it is over, what it waits for, and for how long it was held back."""
 
-    def __init__(self, rule: SourceRule, report: Callable[[str, float | None], None]) -> None:
-        """`report` takes each line, and the seconds until the batch starts in any case."""
+    def __init__(
+        self, rule: SourceRule, report: Callable[[str, float | None], None], *, is_first: bool = False
+    ) -> None:
+        """Begin to wait.
+
+        Args:
+            rule: When a batch is complete.
+            report: Takes each line on what is waited for, and the seconds until the batch starts in any case.
+            is_first: Whether it is the first batch of a run, which waits shorter.
+        """
         self._rule = rule
         self._report = report
+        self._patience = rule.wait_seconds
+        if is_first and self._patience is not None:
+            self._patience = min(self._patience, FIRST_WAIT_SECONDS)
+        self.started_at = time.monotonic()
+        self.held_seconds = 0.0
+        self._seen_at: float | None = None
+        """When a group or a single session was ready first."""
+        self._held_since: float | None = None
         self._reported: str | None = None
         self._reported_at = 0.0
         self._logged: tuple[int, int, bool, str | None] | None = None
-        self._held_since: float | None = None
-        self.held_seconds = 0.0
 
-    def observe(self, look: Look, seconds_left: float | None, held: str | None) -> None:
-        """Take the state of the wait; report and log it when it changed, at most every few seconds.
+    def is_over(self, look: Look, held: str | None) -> bool:
+        """Take what the ledger holds now, and why nothing may be claimed; return whether a batch is claimed now."""
+        now, num_filled = time.monotonic(), look.num_filled(self._rule)
+        if self._seen_at is None and (look.num_ready or look.num_singles):
+            self._seen_at = now
+        left = None
+        if self._patience is not None and self._seen_at is not None and num_filled >= self._rule.smallest_batch:
+            left = self._seen_at + self._patience - now
+        if self._held_since is not None:
+            self.held_seconds += now - self._held_since
+        self._held_since = None if held is None else now
+        is_full = num_filled >= self._rule.groups_per_batch and held is None
+        if not is_full:
+            self._log(look, left, held, now)
+        return is_full or (held is None and left is not None and left <= 0)
+
+    def _log(self, look: Look, left: float | None, held: str | None, now: float) -> None:
+        """Report and log what is waited for when it changed, at most every few seconds.
 
         The number of open sessions changes with each reward of live traffic: it is reported, and logged with the rest.
         """
-        now = time.monotonic()
-        self._count(held is not None, now)
         report = describe_wait(look, self._rule, None, held)
-        full = look.num_filled(self._rule) >= self._rule.groups_per_batch and held is None
-        is_early = self._reported is not None and now - self._reported_at < REPORT_SECONDS
-        if full or report == self._reported or is_early:
+        if report == self._reported or (self._reported is not None and now - self._reported_at < REPORT_SECONDS):
             return
         self._reported, self._reported_at = report, now
-        self._report(report, seconds_left if held is None else None)
+        self._report(report, left if held is None else None)
         logged = (look.num_ready, look.num_singles, look.num_open > 0, held)
         if logged != self._logged:
             self._logged = logged
-            log.info("%s", describe_wait(look, self._rule, seconds_left, held))
-
-    def end(self) -> None:
-        """The wait is over."""
-        self._count(is_held=False, now=time.monotonic())
-
-    def _count(self, is_held: bool, now: float) -> None:
-        if self._held_since is not None:
-            self.held_seconds += now - self._held_since
-        self._held_since = now if is_held else None
+            log.info("%s", describe_wait(look, self._rule, left, held))
 
 
 def describe_wait(look: Look, rule: SourceRule, seconds_left: float | None, held: str | None) -> str:
@@ -361,78 +371,29 @@ def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
-class SteadyClock:
-    """Compares the database's clock with this process's monotonic clock.
+class Renewal:
+    """Renews something in the ledger from a thread until it is stopped, also while a batch takes long."""
 
-    After a jump forward, as when a virtual machine resumes, all sessions look as if they had been idle for its length.
-    """
-
-    def __init__(self) -> None:
-        self._offset: float | None = None
-        self._jumped_at = -math.inf
-
-    def seconds_since_jump(self, now: datetime.datetime) -> float:
-        """Return for how long the database's clock has run evenly; infinite if no jump was seen.
-
-        Args:
-            now: The database's time.
-        """
-        monotonic = time.monotonic()
-        offset = now.timestamp() - monotonic
-        if self._offset is not None and abs(offset - self._offset) > JUMP_SECONDS:
-            log.warning("the database's clock jumped by %.0f s", offset - self._offset)
-            self._jumped_at = monotonic
-        self._offset = offset
-        return monotonic - self._jumped_at
-
-
-class Lease:
-    """Renews a claim from a thread until it is stopped."""
-
-    def __init__(self, db: Database, claim: Claim, lease_seconds: float) -> None:
-        self.claim = claim
-        self._db = db
-        self._lease_seconds = lease_seconds
+    def __init__(self, what: str, every_seconds: float, renew: Callable[[], object]) -> None:
+        self._what = what
+        self._every_seconds = every_seconds
+        self._renew = renew
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the renewal."""
+        """Renew it no more."""
         self._stopped.set()
         self._thread.join()
 
-    def _keep(self) -> None:
-        while not self._stopped.wait(self._lease_seconds / 3):
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_seconds):
             try:
-                renew(self._db, self.claim, self._lease_seconds)
+                self._renew()
             except LeaseLost:
                 # The ack fails with the same error, in the thread that can act on it.
-                log.warning("the lease on %d groups was lost", len(self.claim.groups))
+                log.warning("%s was lost", self._what)
                 return
             except StoreUnavailable as error:
-                log.warning("the lease could not be renewed, trying again: %s", error)
-
-
-class SignsOfLife:
-    """Tells others from a thread that this process lives, also while a batch takes long."""
-
-    def __init__(self, db: Database, trainer_id: str) -> None:
-        self._db = db
-        self._trainer_id = trainer_id
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._give, name="signs of life", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Give no further sign."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _give(self) -> None:
-        while not self._stopped.wait(BEAT_SECONDS):
-            try:
-                with self._db.write() as conn:
-                    note_sign_of_life(conn, self._trainer_id)
-            except StoreUnavailable as error:
-                log.warning("no sign of life could be stored, trying again: %s", error)
+                log.warning("%s could not be renewed, trying again: %s", self._what, error)

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from trainer.build import Shared
+from trainer.ledger import UpdateIds
 from trainer.pacing import StopFlag, outlast
 from trainer.policy.model import Policy
 from trainer.recorders import Recorder
 from trainer.settings import TrainerSettings
-from trainer.source import UpdateIds
 from trainer.state import State
 from trainer.train import RLWorkflow
 from turnwise.errors import SettingsError
@@ -69,22 +69,17 @@ class Policies:
         self._settings = settings
         self._kind = kind
         self._recorders = recorders
-        db = Database(settings.database.get_secret_value())
-        self._shared = Shared(db=db, model=Policy(settings), update_ids=UpdateIds())
         self._stopped = StopFlag()
+        db = Database(settings.database.get_secret_value())
+        self._shared = Shared(db=db, model=Policy(settings), update_ids=UpdateIds(), stopped=self._stopped)
+        self.workflows: list[RLWorkflow] = []
+        """The workflows that are not closed."""
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
         """By the numbers of the policies."""
         self._errors: dict[int, Exception] = {}
         """Of the policies that were set aside, by their numbers."""
         self._default = self._workflow(None)
-        self._starting = self._default
-        """The workflow whose setup is in progress, which a signal must reach too."""
-
-    @property
-    def workflows(self) -> set[RLWorkflow]:
-        """The workflows of the policies that are trained or set up."""
-        return {self._starting, *(one.workflow for one in tuple(self._trained.values()))}
 
     @property
     def states(self) -> dict[int, State]:
@@ -122,16 +117,11 @@ class Policies:
     def stop(self) -> None:
         """End after the batch in progress; safe in a signal handler."""
         self._stopped.set()
-        for workflow in self.workflows:
-            workflow.stop()
 
     def close(self) -> None:
         """Release what is held, and flush."""
-        for one in self._trained.values():
-            if one.workflow is not self._default:
-                self._close(one.workflow)
-        if DEFAULT_POLICY not in self._errors:
-            self._close(self._default)
+        for workflow in self.workflows[::-1]:  # the default policy's last: it holds what the others send
+            self._close(workflow)
         self._shared.db.close()
 
     def _is_stopped(self) -> bool:
@@ -149,11 +139,11 @@ class Policies:
             shared=self._shared,
         )
         workflow.add_recorders(self._recorders(settings))
+        self.workflows.append(workflow)
         return workflow
 
     def _begin(self, number: int, workflow: RLWorkflow) -> None:
         """Set a policy up, and train it from now on."""
-        self._starting = workflow
         with self._set_aside_on_error(number, workflow):
             if number != DEFAULT_POLICY:
                 self._check_shares_model()
@@ -240,6 +230,7 @@ class Policies:
     def _close(self, workflow: RLWorkflow) -> None:
         if workflow is not self._default:
             workflow.weights = None  # the default policy's
+        self.workflows.remove(workflow)
         workflow.close()
 
 

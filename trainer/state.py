@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from trainer.build import OptimizerLike
 from trainer.learning.advantages import Row, moved_on
 from trainer.learning.optimizer import make_scheduler, set_position
+from trainer.ledger import Ledger
 from trainer.pacing import Rewind
 from trainer.policy.adapters import Adapter
 from trainer.policy.agent import PolicyAgent
@@ -30,7 +31,6 @@ from trainer.policy.critic import Critic
 from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.source import LedgerSource
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import Json, PolicyKind, PolicyVersion, UpdateRecord
 
@@ -248,7 +248,7 @@ class States:
         set_position(older.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
 
-    def with_missed(self, state: State, env: LedgerSource) -> State:
+    def with_missed(self, state: State, env: Ledger) -> State:
         """Return the state with the batches after it that made no version: their count, and their single sessions.
 
         They leave no checkpoint, so the ledger has them.

@@ -21,12 +21,13 @@ from torch import Tensor
 from trainer.build import OptimizerLike, Shared, as_settings, make_agent, make_evaluator, make_source, optimizer_factory
 from trainer.claims import Claims, group_keys, left_out_gauges, num_minibatches
 from trainer.commit import Commits, NewVersion, probe_of
-from trainer.evaluate import Evaluator, LedgerEvaluator
+from trainer.evaluate import Evaluator
 from trainer.gap_check import GapCheck
 from trainer.gate import Gate
 from trainer.learning.advantages import moved_on
 from trainer.learning.batch import trained_turns
 from trainer.learning.selection import TOO_LONG, Selection
+from trainer.ledger import ClaimedBatch
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
@@ -35,7 +36,7 @@ from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource
+from trainer.source import LedgerSource
 from trainer.state import State, States
 from trainer.update import FittingGroups, Updates
 from turnwise.errors import BatchRefused
@@ -196,8 +197,6 @@ class RLWorkflow(abc.ABC):
     def stop(self) -> None:
         """End the loop after the batch in progress, and an evaluation at once; safe in a signal handler."""
         self.env.stop()
-        if isinstance(self.evaluator, LedgerEvaluator):
-            self.evaluator.stop()
 
     def close(self) -> None:
         """Release what is held, and flush."""
@@ -269,8 +268,8 @@ class OnPolicyWorkflow(RLWorkflow):
 
     @classmethod
     def _build(cls, settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None) -> Self:
-        source, db = make_source(settings, policy, shared, with_imported=not settings.algorithm.needs_behaviour)
-        evaluator = make_evaluator(settings, policy, db)
+        source = make_source(settings, policy, shared, with_imported=not settings.algorithm.needs_behaviour)
+        evaluator = make_evaluator(settings, source)
         return cls(source, make_agent(settings, shared), optimizer_factory(settings), evaluator, settings)
 
     def step(self, state: State) -> tuple[Json, State]:

@@ -13,6 +13,7 @@ from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.evaluate import LedgerEvaluator
+from trainer.pacing import StopFlag
 from turnwise.store import keys, queries, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
@@ -115,7 +116,8 @@ child.wait()
 def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path, caplog, ended_by):
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", BRINGS_A_CHILD, str(pid_file)]
-    evaluation = LedgerEvaluator(database, command, timeout_seconds=600.0)
+    stopped = StopFlag()
+    evaluation = LedgerEvaluator(database, command, timeout_seconds=600.0, stopped=stopped)
     with database.write() as connection:
         versions.publish_version(connection, PolicyVersion(version=1, path="v1"))
         serving.fail_version(connection, 1, "so that nobody waits for it")
@@ -123,7 +125,7 @@ def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path
     playing.start()
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the command has started its child")
     if ended_by == "stop":
-        evaluation.stop()
+        stopped.set()
     else:
         evaluation._timeout_seconds = 0.0
     playing.join(WAIT_SECONDS)

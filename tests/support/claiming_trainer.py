@@ -58,8 +58,9 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before the modules that import it from there
     from trainer import source as trainer_source
+    from trainer.ledger import FinishedBatch
     from trainer.pacing import Position, SourceRule
-    from trainer.source import FinishedBatch, LedgerSource
+    from trainer.source import LedgerSource
     from turnwise.errors import LeaseLost
     from turnwise.store import trained
     from turnwise.store.database import Database

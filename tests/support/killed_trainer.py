@@ -38,7 +38,7 @@ FUNCTIONS = {
     "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",
     "acknowledge groups": "turnwise.store.claims:ack",
     "publish in the transaction": "turnwise.store.claims:publish_version",
-    "read the versions in use": "trainer.source:LedgerSource.versions_in_use",
+    "read the versions in use": "trainer.ledger:Ledger.versions_in_use",
 }
 """Steps of the trainer, and the function that does each: the only place in the tests that names these functions."""
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.trainer_ledger import make_model, new_ledger
 
-from trainer import source
-from trainer.pacing import Lease
+from trainer import ledger as trainer_ledger
+from trainer.pacing import Renewal
 from turnwise.store.database import Database
 
 
@@ -33,14 +33,14 @@ def ledger(tmp_path: Path) -> Iterator[Database]:
 @pytest.fixture(autouse=True)
 def no_lease_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stop the threads that renew claims, also of trainers that a test let die; they would look for its database."""
-    held: list[Lease] = []
+    held: list[Renewal] = []
 
-    class NotedLease(Lease):
+    class NotedRenewal(Renewal):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             held.append(self)
 
-    monkeypatch.setattr(source, "Lease", NotedLease)
+    monkeypatch.setattr(trainer_ledger, "Renewal", NotedRenewal)
     yield
     for lease in held:
         lease.stop()

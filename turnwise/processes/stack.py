@@ -20,6 +20,8 @@ from turnwise.processes.ports import free_port
 from turnwise.processes.supervisor import Child
 from turnwise.settings import Settings, variable_name
 
+TRAINER_LOGGERS = tuple(f"trainer.{name}" for name in ("ledger", "pacing", "source", "recorders", "train", "state"))
+"""The loggers whose lines the terminal shows; warnings and errors of all are shown."""
 ENGINE_START_SECONDS = 600.0
 """A large model on a slow disk takes minutes."""
 
@@ -209,7 +211,7 @@ class Stack:
             argv = [*launcher, str(len(gpus)), "-m", "turnwise", "train", *flags]
         else:
             argv = command("train", *flags)
-        shown = lines_of("trainer.pacing", "trainer.source", "trainer.recorders", "trainer.train", "trainer.state")
+        shown = lines_of(*TRAINER_LOGGERS)
         return Child(name="trainer", argv=argv, env=environment, shown_lines=shown, grace_seconds=30.0)
 
     def _database(self, section: str) -> dict[str, str]:

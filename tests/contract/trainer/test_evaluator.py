@@ -14,6 +14,7 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.evaluate import LedgerEvaluator
+from trainer.pacing import StopFlag
 from turnwise.errors import StoreUnavailable
 from turnwise.store import evaluations, serving, versions
 from turnwise.store import ledger as ledger_rows
@@ -63,7 +64,8 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     """A mean over few sessions is often the highest one, and `keep_best` would keep its version."""
     publish(ledger, 5)
     started = tmp_path / "started"
-    evaluation = LedgerEvaluator(ledger, [sys.executable, "-c", PLAYS_FOR_EVER, str(started)])
+    stopped = StopFlag()
+    evaluation = LedgerEvaluator(ledger, [sys.executable, "-c", PLAYS_FOR_EVER, str(started)], stopped=stopped)
     found: list[Json] = []
     playing = threading.Thread(target=lambda: found.append(evaluation.evaluate(5)))
     playing.start()
@@ -74,7 +76,7 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
             evaluation._timeout_seconds = 0.0
             playing.join(WAIT_SECONDS)
     finally:
-        evaluation.stop()
+        stopped.set()
     playing.join(WAIT_SECONDS)
     if ended_by == "stop":
         assert found == [{}]

@@ -17,8 +17,9 @@ from support.waiting import wait_until
 from trainer.algorithms.algorithm import select
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule
-from trainer.pacing import Position, SourceRule, SteadyClock, StopFlag, outlast
-from trainer.source import FinishedBatch, LedgerSource
+from trainer.ledger import FinishedBatch
+from trainer.pacing import Position, SourceRule, StopFlag, outlast
+from trainer.source import LedgerSource, SteadyClock
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.store import groups as groups_of

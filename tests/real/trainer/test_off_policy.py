@@ -4,6 +4,7 @@ import numpy as np
 from support.ledger_samples import add_session, finish
 from support.trainer_ledger import Rollouts, load_model, settings_for
 
+from trainer.ledger import Ledger
 from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer
 from trainer.pacing import Position, SourceRule
 from trainer.source import LedgerSource
@@ -96,7 +97,7 @@ def buffer_json(priorities):
 
 
 def draws(ledger, sampling, priorities, num_draws=400):
-    buffer = ReplayBuffer(ledger, capacity=10, min_groups=1, sampling=sampling)
+    buffer = ReplayBuffer(Ledger(ledger, SourceRule()), capacity=10, min_groups=1, sampling=sampling)
     rng = np.random.default_rng(0)
     drawn = [buffer.sample(buffer_json(priorities), 1, rng)[0][0] for _ in range(num_draws)]
     return np.bincount(drawn, minlength=len(priorities))
@@ -113,7 +114,7 @@ def test_each_sampling_mode_has_its_documented_distribution(ledger):
 
 
 def test_a_sample_holds_no_group_twice(ledger):
-    buffer = ReplayBuffer(ledger, capacity=10, min_groups=1, sampling="uniform")
+    buffer = ReplayBuffer(Ledger(ledger, SourceRule()), capacity=10, min_groups=1, sampling="uniform")
     drawn, after = buffer.sample(buffer_json([1.0] * 5), 9, np.random.default_rng(0))
     assert sorted(drawn) == [0, 1, 2, 3, 4]
     assert [entry.num_uses for entry in buffer.entries(after)] == [1] * 5
@@ -127,9 +128,9 @@ def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path,
     kept, deleted = state.buffer["entries"]
     pks = [kept["group_pk"], deleted["group_pk"]]
     buffer = {"entries": [kept, {**deleted, "group_id": "deleted"}]}
-    both = workflow.replay_buffer.read(state.buffer, pks, workflow.config)
+    both = workflow.replay_buffer.read(state.buffer, pks)
     assert {each.group_key[1] for each in both} == {kept["group_id"], deleted["group_id"]}
-    found = workflow.replay_buffer.read(buffer, pks, workflow.config)
+    found = workflow.replay_buffer.read(buffer, pks)
     assert {each.group_key[1] for each in found} == {kept["group_id"]}
     workflow.close()
 
@@ -140,15 +141,16 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
         add_session(database, "kim", tenant=tenant)
         finish(database, "kim", 1, tenant)
     rule = SourceRule(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
-    buffer = ReplayBuffer(database, capacity=10, min_groups=1, sampling="uniform")
-    batch = LedgerSource(database, rule).next_batch(Position())
+    source = LedgerSource(database, rule)
+    buffer = ReplayBuffer(source, capacity=10, min_groups=1, sampling="uniform")
+    batch = source.next_batch(Position())
     stored = buffer.add({}, batch)
     of_tenant = {entry["tenant"]: entry for entry in stored["entries"]}
     zeta_pk = of_tenant["zeta"]["group_pk"]
     renumbered = {**of_tenant["acme"], "group_pk": zeta_pk}
 
     def sampled(stored):
-        return [each.group_key for each in buffer.read(stored, [zeta_pk], rule)]
+        return [each.group_key for each in buffer.read(stored, [zeta_pk])]
 
     assert sampled({"entries": [of_tenant["zeta"]]}) == [("zeta", "kim")]
     assert sampled({"entries": [renumbered]}) == []

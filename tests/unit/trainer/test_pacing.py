@@ -11,8 +11,7 @@ from support.ledger_samples import add_session, finish
 from support.waiting import wait_until
 
 from trainer import pacing
-from trainer import source as trainer_source
-from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, WaitingLog, describe_wait, why_held
+from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, Wait, describe_wait, why_held
 from trainer.source import LedgerSource
 from turnwise.store import claims, policies, queries, rows, serving, tables, versions
 from turnwise.store.database import Database
@@ -123,9 +122,9 @@ def test_the_number_of_open_sessions_is_reported_and_not_logged_again(caplog, mo
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(pacing, "REPORT_SECONDS", 0.0)
     reports: list[str] = []
-    log = WaitingLog(RULE, lambda text, _: reports.append(text))
+    wait = Wait(RULE, lambda text, _: reports.append(text))
     for num_open in (1, 2, 2, 3, 0):
-        log.observe(Look(num_ready=0, num_open=num_open), None, None)
+        assert not wait.is_over(Look(num_ready=0, num_open=num_open), None)
     counted = [text.partition("at least 8")[2][:20] for text in reports]
     assert counted == ["; 1 open session has", "; 2 open sessions ha", "; 3 open sessions ha", ""]
     assert len(caplog.messages) == 2
@@ -219,7 +218,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
 def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
     add_session(database, "s", group_id="g", group_size=1)
     finish(database, "s")
-    monkeypatch.setattr(trainer_source, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(pacing, "FIRST_WAIT_SECONDS", 0.0)
     patient = {"wait_seconds": 3600.0}
     assert next_batch_within(source_for(database, **patient), Position()) is None
     assert next_batch_within(source_for(database, **patient), Position(is_first_batch=True), 60.0) is not None

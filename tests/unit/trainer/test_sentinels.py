@@ -12,9 +12,10 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.waiting import wait_until
 
 from trainer import sentinels
+from trainer.ledger import ClaimedBatch, UpdateIds
 from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
 from trainer.sentinels import alarms
-from trainer.source import ClaimedBatch, LedgerSource, UpdateIds
+from trainer.source import LedgerSource
 from turnwise.store import claims, ledger, played, serving, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.played import Played

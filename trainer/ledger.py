@@ -1,0 +1,387 @@
+"""The ledger as the trainer uses it: what it reads and records there, through outages, and what it holds meanwhile.
+
+A claimed batch is a lease, which a thread renews while the trainer works on it. A trainer that hangs or dies loses its
+groups without further action: another trainer takes them, and the acknowledgement then fails, since it checks the
+fencing tokens. One that restarts under the same name takes them over at once. An outage of the database does not end
+the trainer: what failed is repeated until it succeeds, or until the trainer is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+
+from trainer.pacing import Renewal, SourceRule, StopFlag, outlast
+from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
+from turnwise.experience import Experience
+from turnwise.store import (
+    claims,
+    evaluations,
+    experiences,
+    groups,
+    policies,
+    serving,
+    trained,
+    trainer_status,
+    versions,
+)
+from turnwise.store.database import Connection, Database, clock
+from turnwise.store.evaluations import SessionLabels
+from turnwise.store.rows import from_micros
+from turnwise.store.trained import Advantages
+from turnwise.store.trainer_status import BEAT_SECONDS, TrainerState, TrainerStatus
+from turnwise.types import DEFAULT_POLICY, GroupKey, Policy, PolicyVersion, SessionKey, UpdateRecord
+
+log = logging.getLogger(__name__)
+
+MOST_ERROR_CHARACTERS = 1000
+"""Of the error that ended the trainer, in its report."""
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedBatch:
+    """Groups that this trainer holds until they are acked."""
+
+    claim: claims.Claim
+    experiences: Sequence[Experience]
+    waited_seconds: float
+    """From the call of `next_batch` to the claim."""
+    held_seconds: float = 0.0
+    """The part of it in which the trainer waited for sessions of older versions, or for the pinned version."""
+    pinned: int | None = None
+    """The version that was pinned at the claim."""
+    num_refills: int = 0
+    """Groups that were claimed in addition, because others had equal rewards."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedBatch:
+    """A batch that was worked on, with all that its acknowledgement records."""
+
+    batch: ClaimedBatch
+    update: UpdateRecord
+    policy: PolicyVersion | None = None
+    """The version that it made."""
+    refused: Mapping[GroupKey, str] = dataclasses.field(default_factory=dict)
+    """Groups that were not trained, with the reason; they are dropped."""
+    trained: Mapping[SessionKey, Advantages] = dataclasses.field(default_factory=dict)
+    """The sessions that were trained, with the advantages of their turns."""
+
+
+class UpdateIds:
+    """The ids of updates, one after the other for all policies of a process: batches are acknowledged later."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def after(self, stored: int) -> int:
+        """Return the id after those that the ledger has and those that were returned before."""
+        self._last = max(self._last, stored) + 1
+        return self._last
+
+
+class Ledger:
+    """What the trainer of one policy reads, holds and records."""
+
+    def __init__(
+        self,
+        db: Database,
+        rule: SourceRule,
+        *,
+        policy: Policy | None = None,
+        update_ids: UpdateIds | None = None,
+        stopped: StopFlag | None = None,
+    ) -> None:
+        """Use the ledger for one policy.
+
+        Args:
+            db: The store.
+            rule: The trainer's name, and which roles it trains.
+            policy: A named policy; None for the default one.
+            update_ids: Of all policies of this process, which share the store; None where there is no other.
+            stopped: Ends the waits of all policies of this process; None where there is no other.
+        """
+        self.db = db
+        self.rule = rule
+        self.policy = policy
+        self.policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
+        self.stopped = stopped or StopFlag()
+        """Set once the trainer is to stop: nothing is waited for, and a batch in progress can still be acked."""
+        self._is_alone = update_ids is None
+        """Whether no other policy of this process uses the store and the flag."""
+        self._update_ids = update_ids or UpdateIds()
+        self._leases: dict[claims.Claim, Renewal] = {}
+        self._signs: Renewal | None = None
+        self._has_failed = False
+        self._is_blocked = False
+        """Whether engines refused the last versions, or a sentinel is beyond its bound: a person has to act."""
+        self._versions: set[int] = set()
+        """The version that the weights came from at the start, and those that were published or recorded since."""
+        self._unacknowledged: set[int] = set()
+        """Published versions whose groups are not acknowledged yet."""
+
+    def open(self, base: PolicyVersion, version: int) -> None:
+        """Take over what an earlier process held; in an empty ledger publish version 0.
+
+        So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process. Versions that
+        it held in memory and did not write fail: engines go back to one that is on disk.
+
+        Args:
+            base: Version 0.
+            version: The version that the weights are.
+
+        Raises:
+            SettingsError: The ledger belongs to another model.
+        """
+        trainer_id = self.rule.trainer_id
+        self._versions = {version}
+        self.report_status("starting")
+        self._signs = Renewal("the sign of life", BEAT_SECONDS, self._give_sign)
+        freed = claims.take_back(self.db, trainer_id, self.policy_id)
+        if freed:
+            log.info("took over %d groups that an earlier process of trainer %r held", freed, trainer_id)
+        with self.db.write() as conn:
+            versions.adopt_base(conn, base)
+            last = trained.last_update(conn, policy_id=self.policy_id)
+            lost = versions.fail_unwritten(conn, last.policy_version if last else 0, self.policy_id)
+        for version in lost:
+            log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
+
+    def stop(self) -> None:
+        """Wait for nothing more, for any policy of this process; a batch in progress can still be acked."""
+        self.stopped.set()
+
+    def close(self) -> None:
+        """Release what is held, for the next process to take over; the waits of other policies go on."""
+        if self._is_alone:
+            self.stop()
+        for held in list(self._leases):
+            self.end_lease(held)
+            self._release(held, "the trainer stopped")
+        if self._signs is not None:
+            self._signs.stop()
+            if not self._has_failed:
+                self.report_status("stopped", state=TrainerState.STOPPED)
+        if self._is_alone:
+            self.db.close()
+
+    def read(self, query: Callable[[Connection], Result]) -> Result:
+        """Return what a query finds, also after an outage of the database."""
+
+        def read() -> Result:
+            with self.db.read() as conn:
+                return query(conn)
+
+        return outlast(read, self.stopped)
+
+    def write(self, change: Callable[[Connection], None]) -> None:
+        """Make a change in one transaction, also after an outage of the database."""
+
+        def write() -> None:
+            with self.db.write() as conn:
+                change(conn)
+
+        outlast(write, self.stopped)
+
+    def hold(self, claim: claims.Claim, seconds: float) -> None:
+        """Renew the lease of a claim from now on, for so many seconds each time."""
+        what = f"the lease on {len(claim.groups)} groups"
+        self._leases[claim] = Renewal(what, seconds / 3, lambda: claims.renew(self.db, claim, seconds))
+
+    def end_lease(self, held: claims.Claim) -> None:
+        """Renew the lease of a claim no more."""
+        lease = self._leases.pop(held, None)
+        if lease is not None:
+            lease.stop()
+
+    def experiences_of(self, group_pks: Sequence[int], *, with_imported: bool = False) -> list[Experience]:
+        """Return the chains of groups, by their numbers in the store, with the rewards that they have by now."""
+        roles = self.rule.train_roles
+        return self.read(
+            lambda conn: list(
+                experiences.experiences_of_groups(conn, group_pks, roles=roles, with_imported=with_imported)
+            )
+        )
+
+    def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
+        """Return the chains of so many imported groups, drawn at random; of all where there are fewer."""
+        stored = self.read(lambda conn: groups.imported_groups(conn, self.policy_id))
+        drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
+        return self.experiences_of(drawn, with_imported=True)
+
+    def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
+        """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
+        roles = self.rule.train_roles
+        return self.read(
+            lambda conn: evaluations.regression_set(conn, num_sessions, labels, roles=roles, policy_id=self.policy_id)
+        )
+
+    def pinned_version(self) -> int | None:
+        """Return the pinned version; None for one that is served until the next version."""
+        state = self.read(lambda conn: serving.serving_state(conn, self.policy_id))
+        return None if state.undone else state.pinned_version
+
+    def first_version(self) -> PolicyVersion | None:
+        """Return the adapter that the policy's training starts from; None for the base model."""
+        version = None if self.policy is None else self.policy.base_version
+        return None if version is None else self.read(lambda conn: versions.get_version(conn, version))
+
+    def newest_version(self) -> int:
+        """Return the highest version that was ever published, of any policy, failed ones included."""
+        newest, _ = self.read(lambda conn: versions.list_versions(conn, limit=1))
+        return newest[0].version if newest else 0
+
+    def versions_in_use(self) -> set[int]:
+        """Return the active version, the one on trial, the hold-out, the pinned and the newest good one.
+
+        And those that named policies started from: they serve them until they have versions of their own.
+        """
+
+        def read(conn: Connection) -> set[int | None]:
+            state = serving.serving_state(conn, self.policy_id)
+            wanted = {one.version for one in (state.pinned, state.newest) if one is not None}
+            return state.in_use | wanted | {policy.base_version for policy in policies.list_policies(conn)}
+
+        return {version for version in self.read(read) if version is not None}
+
+    def best_versions(self, count: int) -> set[int]:
+        """Return so many versions with the best evaluations, by mean reward; of equal ones the newer."""
+        if not count:
+            return set()
+        measured = self.read(lambda conn: evaluations.evaluated_versions(conn, self.policy_id))
+        return set(sorted(measured, key=lambda version: (measured[version], version))[-count:])
+
+    def last_update(self) -> UpdateRecord | None:
+        """Return the policy's update that was committed last."""
+        return self.read(lambda conn: trained.last_update(conn, policy_id=self.policy_id))
+
+    def updates_after(self, update_id: int) -> list[UpdateRecord]:
+        """Return the policy's updates that were committed after this one, oldest first."""
+        return self.read(lambda conn: trained.updates_after(conn, update_id, self.policy_id))
+
+    def next_update_id(self) -> int:
+        """Return the id after those of the ledger and those that this process has given to any policy."""
+        return self._update_ids.after(self.read(trained.last_update_id))
+
+    def publish(self, policy: PolicyVersion, came_from: Sequence[int] = ()) -> None:
+        """Announce a version, or that its files are written; its groups stay claimed until `ack`.
+
+        It is stored as failed if a person undid one of the versions that its weights came from while it was trained.
+
+        Raises:
+            Conflict: Another trainer trains the same policy.
+        """
+
+        def publish(conn: Connection) -> None:
+            trained.check_lineage(conn, self._versions, self.policy_id)
+            undone = serving.serving_state(conn, self.policy_id).undone
+            error = versions.UNDONE if any(version in undone for version in came_from) else None
+            versions.publish_version(conn, dataclasses.replace(policy, error=policy.error or error))
+
+        with self._failing_versions():
+            self.write(publish)
+        self._versions.add(policy.version)
+        self._unacknowledged.add(policy.version)
+
+    def ack(self, finished: Sequence[FinishedBatch]) -> None:
+        """Record batches, their groups and their versions in one transaction; a batch recorded before is left out.
+
+        Raises:
+            LeaseLost: The lease of a batch ran out and another trainer has a group; nothing was recorded.
+            Conflict: Another trainer trains the same policy; nothing was recorded.
+        """
+        recorded = {one.update.policy_version for one in finished}
+
+        def ack(conn: Connection) -> None:
+            if any(one.policy is not None for one in finished):
+                trained.check_lineage(conn, self._versions | recorded, self.policy_id)
+            for one in finished:
+                claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained)
+
+        for one in finished:
+            self.end_lease(one.batch.claim)
+        try:
+            with self._failing_versions():
+                self.write(ack)
+        except (Conflict, LeaseLost):
+            for one in finished:
+                self._release(one.batch.claim, "another trainer trains their policy")
+            raise
+        self._versions |= recorded
+        self._unacknowledged -= recorded
+
+    def announce_weights(self, url: str | None) -> None:
+        """Store where the weights in memory are handed out; None removes the address.
+
+        Engines read directories while the address is not known, so training does not depend on it.
+        """
+        try:
+            with self.db.write() as conn:
+                trainer_status.announce_weights(conn, self.rule.trainer_id, url, from_micros(clock(conn)))
+        except StoreUnavailable as error:
+            log.warning("the address of the weights was not stored, engines read directories: %s", error)
+
+    def report_status(
+        self, text: str, seconds_left: float | None = None, state: TrainerState = TrainerState.RUNNING
+    ) -> None:
+        """Store what the trainer is doing, for the page; training does not depend on it."""
+        if state is TrainerState.RUNNING and self._is_blocked:
+            state = TrainerState.BLOCKED
+        if self.policy is not None:
+            text = f"policy {self.policy.name!r}: {text}"
+        try:
+            with self.db.write() as conn:
+                now = from_micros(clock(conn))
+                starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
+                trainer_id = self.rule.trainer_id
+                status = TrainerStatus(
+                    trainer_id=trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
+                )
+                trainer_status.report_status(conn, status)
+        except StoreUnavailable as error:
+            log.warning("the trainer's status was not stored: %s", error)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Report that this error ends the trainer."""
+        self._has_failed = True
+        self.report_status(f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=TrainerState.DIED)
+
+    def _give_sign(self) -> None:
+        with self.db.write() as conn:
+            trainer_status.note_sign_of_life(conn, self.rule.trainer_id)
+
+    def _release(self, held: claims.Claim, reason: str) -> None:
+        """Let others claim the groups of a batch that is not recorded."""
+        try:
+            claims.release(self.db, held, reason)
+        except LeaseLost:
+            log.info("the groups of an unfinished batch were taken by another trainer already")
+        except StoreUnavailable as error:
+            log.warning("the groups of an unfinished batch are free when their lease ends: %s", error)
+
+    @contextlib.contextmanager
+    def _failing_versions(self) -> Iterator[None]:
+        """Fail the versions without an acknowledgement if another trainer has their groups, or trains their policy.
+
+        Engines go back to a version whose groups are recorded. What these versions sampled keeps its logprobs.
+        """
+        try:
+            yield
+        except (Conflict, LeaseLost) as error:
+            reason = f"{versions.OVERTAKEN}: {error}"
+            self.write(lambda conn: self._fail_unacknowledged(conn, reason))
+            raise
+
+    def _fail_unacknowledged(self, conn: Connection, reason: str) -> None:
+        for version in sorted(self._unacknowledged):
+            with contextlib.suppress(NotFound):  # deleted with its policy
+                serving.fail_version(conn, version, reason)
+                log.warning("version %d fails: %s", version, reason)
