@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -50,6 +51,22 @@ def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(pr
         chat(proxy, **{"content-type": "application/json; charset=utf-8"}),
     ]
     assert [answer.status_code for answer in served] == [200] * 4
+
+
+@pytest.mark.parametrize("kind", ["application/octet-stream", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_post_without_a_body_is_served_whatever_type_its_client_names(proxy: RunningProxy, kind: str):
+    """aiohttp, fetch and Ruby name these types for an empty body. PHP's curl sends an empty one in chunks."""
+    bodies: tuple[bytes | Iterator[bytes], ...] = (b"", iter([]))
+    for number, content in enumerate(bodies):
+        session = f"{kind[:4]}-{number}"
+        httpx2.post(f"{proxy.v1}/sessions", json={"session_id": session}).raise_for_status()
+        ended = httpx2.post(f"{proxy.v1}/sessions/{session}/end", content=content, headers={"content-type": kind})
+        assert (ended.status_code, ended.json()["status"]) == (200, "ended")
+    missing = httpx2.post(f"{proxy.v1}/rewards", content=b"", headers={"content-type": kind})
+    assert (missing.status_code, missing.json()["error"]["message"]) == (422, "`body` is missing.")
+    for body in (b"{}", iter([b"{}"])):
+        refused = httpx2.post(f"{proxy.v1}/sessions", content=body, headers={"content-type": kind})
+        assert refused.status_code == 415
 
 
 def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_address(
