@@ -6,6 +6,7 @@ not claimed: every batch may draw them again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Collection
@@ -22,7 +23,6 @@ from trainer.policy.engine import TrainingEngine
 from trainer.settings import TrainerSettings
 from trainer.source import LedgerSource
 from trainer.state import State
-from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)
@@ -47,10 +47,7 @@ class Claims:
 
     def next(self, state: State) -> ClaimedBatch | Rewind | None:
         """Return the next batch, or the request to go on from another version; None where there is none in time."""
-        world = self._agent.world
-        found = self._env.next_batch(self._position(state), self.patience) if world.is_first else None
-        claimed: ClaimedBatch | Rewind | None = world.share(found)
-        return claimed
+        return self._agent.world.from_first(lambda: self._env.next_batch(self._position(state), self.patience))
 
     def refilled(self, claimed: ClaimedBatch, state: State) -> ClaimedBatch:
         """Return the batch with further groups in the place of those of equal rewards, as far as there are any.
@@ -58,7 +55,7 @@ class Claims:
         With `refill_seconds` all are replaced: Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling. Without it, a
         quarter of the batch is to have an advantage. Nothing is waited for while other policies could train.
         """
-        config, world = self.config, self._agent.world
+        config = self.config
         patience = 0.0 if self.patience == 0 else config.refill_limit
         most, until = MAX_REFILL_FACTOR * len(claimed.claim.groups), time.monotonic() + patience
         size = claimed.claim.size(config.singles_per_group)
@@ -69,8 +66,8 @@ class Claims:
             missing = needed - (claimed.claim.size(config.singles_per_group) - num_uniform)
             if missing <= 0:
                 break
-            at = self._position(state)
-            more = world.share(self._env.refill(claimed, missing, at, until) if world.is_first else None)
+            refill = functools.partial(self._env.refill, claimed, missing, self._position(state), until)
+            more = self._agent.world.from_first(refill)
             if more is None:
                 break
             claimed = more
@@ -112,10 +109,9 @@ class Claims:
 
     def _drawn(self, state: State, imitation: Imitation) -> Selection:
         """Return what is trained of imported sessions that are drawn for this batch."""
-        progress, world = state.progress, self._agent.world
+        progress = state.progress
         rng = np.random.default_rng([progress.seed, progress.num_batches, _DRAW])
-        found: list[Experience]
-        found = world.share(self._env.imported(imitation.num_groups, rng) if world.is_first else None)
+        found = self._agent.world.from_first(lambda: self._env.imported(imitation.num_groups, rng))
         keys = sorted({experience.group_key for experience in found})
         drawn = select(found, keys, imitation.algorithm, self.config)
         if not drawn.experiences:

@@ -128,16 +128,12 @@ class Commits:
 
     def next_version(self, state: State) -> int:
         """Return the number of the version that follows, in all processes."""
-        world = self._agent.world
-        newest = max(self._env.newest_version(), state.progress.policy_version) if world.is_first else 0
-        version: int = world.share(newest + 1)
-        return version
+        at = state.progress.policy_version
+        return 1 + self._agent.world.from_first(lambda: max(self._env.newest_version(), at))
 
     def _next_update(self) -> int:
         """Return the id of the update that follows, in all processes."""
-        world = self._agent.world
-        update_id: int = world.share(self._env.next_update_id() if world.is_first else None)
-        return update_id
+        return self._agent.world.from_first(self._env.next_update_id)
 
     def commit(
         self,

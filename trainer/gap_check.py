@@ -176,10 +176,9 @@ class GapCheck:
 
     def _with_weights(self, versions: Iterable[int]) -> set[int]:
         """Return the versions whose weights can be loaded."""
-        world = self._agent.world
-        known = {one for one in versions if one >= 0 and self._checkpoints.has_state(one)} if world.is_first else None
-        shared: set[int] = world.share(known)
-        return shared
+        return self._agent.world.from_first(
+            lambda: {one for one in versions if one >= 0 and self._checkpoints.has_state(one)}
+        )
 
     def _compare_under_own_weights(self, found: BatchGap, members: Iterable[int]) -> None:
         by_version: dict[int, list[int]] = defaultdict(list)

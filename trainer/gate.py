@@ -116,9 +116,8 @@ class Gate:
         """
         rule, world = self._rule, self._agent.world
         labels = [*GOOD_LABELS, *BAD_LABELS]
-        found: Sequence[Experience]
-        found, labels_of = world.share(self._env.regression_set(rule.gate_sessions, labels) if world.is_first else None)
-        found = self._comparable(found)
+        known, labels_of = world.from_first(lambda: self._env.regression_set(rule.gate_sessions, labels))
+        found = self._comparable(known)
         credit = [np.zeros(len(experience.turn_ids)) for experience in found]
         batch = build(found, credit, policy_version=policy_version)
         try:

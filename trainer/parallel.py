@@ -51,13 +51,14 @@ class World:
         """Whether this process claims, writes and acks."""
         return self.rank == 0
 
-    def share(self, item: Any) -> Any:
-        """Return what the first process gives, in all processes."""
+    def from_first(self, ask: Callable[[], Item]) -> Item:
+        """Return in all processes what the first one gets, which alone asks."""
         if self.size == 1:
-            return item
-        box: list[Any] = [item]
+            return ask()
+        box: list[Any] = [ask() if self.is_first else None]
         dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]
+        found: Item = box[0]
+        return found
 
     def gather(self, item: Item) -> list[Item]:
         """Return what each process gives, in all processes."""

@@ -126,8 +126,7 @@ class Policies:
 
     def _is_stopped(self) -> bool:
         """Return whether to end; all processes of a trainer end after the same batch."""
-        is_stopped: bool = self._default.agent.world.share(self._stopped.is_set())
-        return is_stopped
+        return self._default.agent.world.from_first(self._stopped.is_set)
 
     def _workflow(self, policy: NamedPolicy | None) -> RLWorkflow:
         settings = settings_of(self._settings, policy)

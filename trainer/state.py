@@ -32,7 +32,7 @@ from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.types import Json, PolicyKind, PolicyVersion, UpdateRecord
+from turnwise.types import Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -231,8 +231,7 @@ class States:
         Without a state of that very version, the newest state before it is taken.
         """
         known = [version for version in state.progress.recent_versions if version < to.version]
-        world = self._agent.world
-        version = world.share(self._newest_with_state([*known, to.version], to.version) if world.is_first else None)
+        version = self._agent.world.from_first(lambda: self._newest_with_state([*known, to.version], to.version))
         try:
             older = self.of_version(version, self._config.seed)
         except BadCheckpoint as error:
@@ -253,9 +252,7 @@ class States:
 
         They leave no checkpoint, so the ledger has them.
         """
-        world = self._agent.world
-        missed: list[UpdateRecord]
-        missed = world.share(env.updates_after(state.progress.update_id) if world.is_first else None)
+        missed = self._agent.world.from_first(lambda: env.updates_after(state.progress.update_id))
         for update in missed:
             rows = [Row(*row) for row in update.metrics.get("singles", ())]
             state = dataclasses.replace(state, singles=moved_on(state.singles, rows)).with_progress(
@@ -302,14 +299,14 @@ class States:
 
     def _read(self, version: int) -> dict[str, Any]:
         """Read the plain values of a version's state in the first process, for all; each reads its own tensors."""
-        world = self._agent.world
-        saved: dict[str, Any] | BadCheckpoint | None = None
-        if world.is_first:
+
+        def read() -> dict[str, Any] | BadCheckpoint:
             try:
-                saved = self._checkpoints.read_state(version)
+                return self._checkpoints.read_state(version)
             except BadCheckpoint as error:
-                saved = error
-        found: dict[str, Any] | BadCheckpoint = world.share(saved)
+                return error
+
+        found = self._agent.world.from_first(read)
         if isinstance(found, BadCheckpoint):
             raise found
         return found

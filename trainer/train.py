@@ -40,7 +40,7 @@ from trainer.source import LedgerSource
 from trainer.state import State, States
 from trainer.update import FittingGroups, Updates
 from turnwise.errors import BatchRefused
-from turnwise.types import Json, PolicyKind, UpdateRecord
+from turnwise.types import Json, PolicyKind
 from turnwise.types import Policy as NamedPolicy
 from turnwise.version_directory import base_version, read_manifest
 
@@ -139,9 +139,9 @@ class RLWorkflow(abc.ABC):
         if world.is_first:
             self.checkpoints.open()
         check_shared(self.checkpoints, world)
-        self._apply_memory_limits(world.share(read_limits(self.config.policies_dir) if world.is_first else None))
-        last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
-        self.states.first = world.share(self.env.first_version() if world.is_first else None)
+        self._apply_memory_limits(world.from_first(lambda: read_limits(self.config.policies_dir)))
+        last = world.from_first(self.env.last_update)
+        self.states.first = world.from_first(self.env.first_version)
         state = self.states.of_version(last.policy_version if last else None, seed, reports_changes=True)
         if world.is_first:
             self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
@@ -236,7 +236,7 @@ class RLWorkflow(abc.ABC):
             yield
             return
         with contextlib.nullcontext() if self.weights is None else self.weights.engines_asleep():
-            self.agent.world.share(None)  # the other processes wait for the first one
+            self.agent.world.from_first(lambda: None)  # the other processes wait for the first one
             try:
                 yield
             finally:

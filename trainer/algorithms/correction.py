@@ -73,7 +73,7 @@ class Correction(Weighed):
             BatchRefused: The teacher gave no reply at all.
         """
         prompts = [hinted_prompt(batch.experiences[member]) for member in members]
-        replies, unscored = scorer.world.share(self._replies(prompts) if scorer.world.is_first else None)
+        replies, unscored = scorer.world.from_first(lambda: self._replies(prompts))
         if not any(map(len, replies)):
             raise BatchRefused(f"the teacher gave no reply ({unscored}); the log says what was wrong")
         experiences = list(batch.experiences)

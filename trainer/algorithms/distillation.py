@@ -65,8 +65,7 @@ class Distillation(GRPO):
         Raises:
             BatchRefused: All advantages are those of teachers, and they scored nothing.
         """
-        world = scorer.world
-        found: TeacherScores = world.share(self._teachers().score(batch, members) if world.is_first else None)
+        found = scorer.world.from_first(lambda: self._teachers().score(batch, members))
         if not self.settings.with_rewards and not found.is_scored.any():
             raise BatchRefused(f"no teacher scored a chain ({found.unscored}); the log names what was wrong")
         return with_teachers(batch, found, self.settings.coef)

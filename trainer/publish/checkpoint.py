@@ -281,7 +281,7 @@ def check_shared(checkpoints: Checkpoints, world: World) -> None:
     """
     if world.size == 1:
         return
-    nonce = world.share(checkpoints.write_nonce() if world.is_first else None)
+    nonce = world.from_first(checkpoints.write_nonce)
     found = world.gather((socket.gethostname(), checkpoints.is_shared(nonce)))
     strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
     if strange:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
@@ -215,8 +215,8 @@ class TwoProcesses:
     def __init__(self, is_shared_there: bool) -> None:
         self._is_shared_there = is_shared_there
 
-    def share(self, item: object) -> object:
-        return item
+    def from_first(self, ask: Callable[[], object]) -> object:
+        return ask()
 
     def gather(self, item: tuple[str, bool]) -> list[tuple[str, bool]]:
         return [item, ("host-b", self._is_shared_there)]
