@@ -196,8 +196,13 @@ class Ledger:
         what = f"the lease on {len(claim.groups)} groups"
         self._leases[claim] = Renewal(what, seconds / 3, lambda: claims.renew(self.db, claim, seconds))
 
+    @property
+    def held_groups(self) -> list[int]:
+        """The keys of the groups that this trainer holds, also where their lease has run out without its knowledge."""
+        return [group_pk for claim in list(self._leases) for group_pk in claim.group_pks]
+
     def end_lease(self, held: claims.Claim) -> None:
-        """Renew the lease of a claim no more."""
+        """Renew the lease of a claim no more, and hold it no more."""
         lease = self._leases.pop(held, None)
         if lease is not None:
             lease.stop()
@@ -306,15 +311,20 @@ class Ledger:
             for one in finished:
                 claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained)
 
-        for one in finished:
-            self.end_lease(one.batch.claim)
+        batches = [one.batch.claim for one in finished]
+        for lease in map(self._leases.get, batches):
+            if lease is not None:  # it is the trainer's until it is recorded, also through an outage of the database
+                lease.stop()
         try:
             with self._failing_versions():
                 self.write(ack)
         except (Conflict, LeaseLost):
-            for one in finished:
-                self._release(one.batch.claim, "another trainer trains their policy")
+            for held in batches:
+                self._release(held, "another trainer trains their policy")
             raise
+        finally:
+            for held in batches:
+                self.end_lease(held)
         self._versions |= recorded
         self._unacknowledged -= recorded
 

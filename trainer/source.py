@@ -154,6 +154,7 @@ class LedgerSource(Ledger):
                 min_policy_version=at.min_policy_version,
                 with_imported=self._with_imported,
                 policy_id=self.policy_id,
+                held=self.held_groups,
             )
 
         return outlast(claim, self.stopped)
@@ -207,7 +208,9 @@ class LedgerSource(Ledger):
     def _read_look(self, conn: Connection, state: ServingState, at: Position, now: datetime) -> Look:
         """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
         of = self.policy_id
-        num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported, policy_id=of)
+        num_ready, num_singles = claims.num_claimable(
+            conn, with_imported=self._with_imported, policy_id=of, held=self.held_groups
+        )
         since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
         look = Look(
             num_ready=num_ready,
@@ -235,7 +238,8 @@ class LedgerSource(Ledger):
         if rule.unrewarded_seconds is not None:
             changes.append(groups.unrewarded(now - timedelta(seconds=rule.unrewarded_seconds), now))
         undone = {state.undone, versions.alarmed_versions(conn, state.active)}
-        return changes + [claims.undone(conn, each, self.policy_id) for each in undone if each]
+        held = self.held_groups
+        return changes + [claims.undone(conn, each, self.policy_id, held=held) for each in undone if each]
 
     def _watch(self, look: Look) -> Look:
         """Return the look with the alarm of the sentinels, which are read and stored now and then."""

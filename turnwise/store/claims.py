@@ -4,7 +4,8 @@ A claim holds a fencing token per group, which increases by one with every new h
 update checks every token, so a trainer with an expired lease cannot record an update, and a group is trained exactly
 once, whichever process is killed. A group that was deleted meanwhile is no loss of the lease. Leases use the database's
 clock, which only decides when another trainer may claim: if the clock jumps, a group becomes claimable too early, or at
-most `LONGEST_LEASE_SECONDS` too late.
+most `LONGEST_LEASE_SECONDS` too late. A trainer names the groups that it holds, so that it never claims them again
+itself, however late it renews their lease.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from turnwise.store import rows
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
 from turnwise.store.rows import from_micros, to_micros
-from turnwise.store.statements import unindexed
+from turnwise.store.statements import is_among, unindexed
 from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.store.trained import Advantages, record_trained
 from turnwise.store.versions import publish_version
@@ -97,6 +98,7 @@ def claim(
     min_policy_version: int | None = None,
     with_imported: bool = False,
     policy_id: int = DEFAULT_POLICY,
+    held: Collection[int] = (),
     now: datetime.datetime | None = None,
 ) -> Claim | None:
     """Claim the groups of a policy that have been ready longest, including groups with an expired lease.
@@ -110,6 +112,7 @@ def claim(
         min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
         with_imported: Claim groups of imported sessions too.
         policy_id: The policy.
+        held: Keys of the groups that the trainer holds, which it does not claim again.
         now: Replaces the database's own time in tests.
 
     Returns:
@@ -117,7 +120,8 @@ def claim(
     """
     with db.write() as conn:
         instant = clock(conn, now)
-        stale = None if min_policy_version is None else _stale(instant, policy_id, min_policy_version)
+        sampled = _is_claimable(conn, instant, policy_id, held)
+        stale = None if min_policy_version is None else _stale(sampled, min_policy_version)
         num_stale = 0 if stale is None else len(stale.make(conn))
         leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
@@ -128,7 +132,7 @@ def claim(
                 (groups.c.fencing_token + 1).label("fencing_token"),
                 _IS_SINGLE.label("is_single"),
             )
-            .where(_is_claimable(instant, policy_id, with_imported=with_imported))
+            .where(_is_claimable(conn, instant, policy_id, held, with_imported=with_imported))
             .order_by(groups.c.ready_at, groups.c.group_pk)
             .limit(max_groups * singles_per_group)
             .with_for_update(skip_locked=True)
@@ -152,19 +156,28 @@ def claim(
     return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
 
 
-def undone(conn: sa.Connection, versions: range, policy_id: int = DEFAULT_POLICY) -> Change:
-    """Drop the groups of a policy that could be claimed and that these versions sampled."""
+def undone(
+    conn: sa.Connection, versions: range, policy_id: int = DEFAULT_POLICY, *, held: Collection[int] = ()
+) -> Change:
+    """Drop the groups of a policy that could be claimed and that these versions sampled; `held` as for `claim`."""
     first = groups.c.policy_version_first
     is_undone = sa.and_(first >= versions.start, first < versions.stop)
-    wanted = sa.and_(_is_claimable(clock(conn), policy_id), is_undone)
+    wanted = sa.and_(_is_claimable(conn, clock(conn), policy_id, held), is_undone)
     return drop(wanted, "undone", "dropped %d groups of versions that were undone")
 
 
 def num_claimable(
-    conn: sa.Connection, *, with_imported: bool = False, policy_id: int = DEFAULT_POLICY
+    conn: sa.Connection,
+    *,
+    with_imported: bool = False,
+    policy_id: int = DEFAULT_POLICY,
+    held: Collection[int] = (),
 ) -> tuple[int, int]:
-    """Count a policy's groups and single sessions that could be claimed now, or whose lease has expired."""
-    claimable = _is_claimable(clock(conn), policy_id, with_imported=with_imported)
+    """Count a policy's groups and single sessions that could be claimed now, or whose lease has expired.
+
+    `held`, as for `claim`, are not counted.
+    """
+    claimable = _is_claimable(conn, clock(conn), policy_id, held, with_imported=with_imported)
     singles = sa.func.coalesce(sa.func.sum(sa.case((_IS_SINGLE, 1), else_=0)), 0)
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
@@ -290,10 +303,14 @@ def ack(
     return True
 
 
-def _is_claimable(instant: int, policy_id: int, *, with_imported: bool = False) -> sa.ColumnElement[bool]:
-    """Return the SQL condition for a group of a policy that may be claimed."""
+def _is_claimable(
+    conn: sa.Connection, instant: int, policy_id: int, held: Collection[int], *, with_imported: bool = False
+) -> sa.ColumnElement[bool]:
+    """Return the SQL condition for a group of a policy that may be claimed by a trainer that holds some."""
     until = groups.c.leased_until
     lapsed = sa.or_(until <= instant, until > instant + _lease_micros(LONGEST_LEASE_SECONDS))
+    if held:
+        lapsed = sa.and_(lapsed, sa.not_(is_among(conn.dialect, groups.c.group_pk, held)))
     is_ready = sa.or_(
         groups.c.status == GroupStatus.READY.value, sa.and_(groups.c.status == GroupStatus.CLAIMED.value, lapsed)
     )
@@ -306,9 +323,9 @@ def _lease_micros(lease_seconds: float) -> int:
     return int(min(lease_seconds, LONGEST_LEASE_SECONDS) * 1e6)
 
 
-def _stale(instant: int, policy_id: int, min_policy_version: int) -> Change:
+def _stale(claimable: sa.ColumnElement[bool], min_policy_version: int) -> Change:
     """Drop the groups that could be claimed and have an older turn."""
-    wanted = sa.and_(_is_claimable(instant, policy_id), groups.c.policy_version_first < min_policy_version)
+    wanted = sa.and_(claimable, groups.c.policy_version_first < min_policy_version)
     done = f"dropped %d groups with a turn older than policy version {min_policy_version} (max_staleness)"
     return drop(wanted, "stale", done)
 

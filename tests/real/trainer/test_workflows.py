@@ -29,7 +29,7 @@ from trainer.publish.checkpoint import Checkpoints
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import queries, serving, trained, versions
-from turnwise.store.tables import turns
+from turnwise.store.tables import groups, turns
 from turnwise.store.trainer_status import trainer_statuses
 from turnwise.version_directory import read_manifest, weights_digest
 
@@ -103,6 +103,26 @@ def test_a_version_is_published_from_memory_then_written_then_acknowledged(tmp_p
     train(settings_for(tmp_path, model, total_batches=1))
     look()
     assert seen == [(1, False, False), (1, True, False), (1, True, True)]
+
+
+def test_a_trainer_whose_leases_ran_out_claims_other_groups_and_records_those_that_it_holds(tmp_path, model, ledger):
+    """As after a stop of the process, or a jump of the database's clock, while no state contains the first batch."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    workflow = OnPolicyWorkflow.build_from_config(
+        settings_for(tmp_path, model, checkpoint_every=2, wait_seconds=None), enable_jit=False
+    )
+    _, state = workflow.step(workflow.setup(0))
+    with ledger.write() as connection:
+        connection.execute(sa.update(groups).where(groups.c.status == "claimed").values(leased_until=1))
+    workflow.learn(state)
+    workflow.close()
+    assert groups_by_status(ledger) == {"trained": 6}
+    with ledger.read() as connection:
+        views, _ = trained.list_updates(connection, "default")
+    assert [{session.group_id for session in view.sessions} for view in views] == [
+        {"a-3", "a-4", "a-5"},
+        {"a-0", "a-1", "a-2"},
+    ]
 
 
 def test_a_version_that_was_not_written_fails_at_the_restart_and_its_number_is_not_used_again(

@@ -93,6 +93,25 @@ def test_a_renewed_lease_does_not_expire(database: Database) -> None:
     assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW + MINUTE) is None
 
 
+def test_what_a_trainer_holds_is_not_claimed_counted_or_dropped_for_it_after_its_lease(database: Database) -> None:
+    """As after a stop of the process, or a jump of the database's clock. Another trainer may claim it."""
+    add_ready(database, "a", "b")
+    held = claim(database, max_groups=1).group_pks
+    with database.write() as connection:
+        connection.execute(sa.update(tables.groups).where(tables.groups.c.group_pk.in_(held)).values(leased_until=1))
+    with database.read() as connection:
+        assert claims.num_claimable(connection, held=held) == (0, 1)
+        assert claims.num_claimable(connection) == (0, 2)
+    with database.write() as connection:
+        claims.undone(connection, range(1), held=held).make(connection)
+    add_ready(database, "c")
+    too_old = {"max_groups": 10, "lease_seconds": 60, "min_policy_version": 1}
+    assert claims.claim(database, "t", held=held, **too_old) is None
+    statuses = {name: (row.status, row.reason) for name, row in group_rows(database).items()}
+    assert statuses == {"a": ("claimed", None), "b": ("dropped", "undone"), "c": ("dropped", "stale")}
+    assert claim(database, "other").group_pks == held
+
+
 def test_leases_are_measured_by_the_databases_own_clock(database: Database) -> None:
     add_ready(database, "a")
     assert abs(claim(database).leased_until - MINUTE - utc_now()) < MINUTE / 2
