@@ -18,6 +18,7 @@ from turnwise.store.database import Database
 pytest_plugins = [
     "support.collection",
     "support.engines",
+    "support.lossy_gateway",
     "support.node_projects",
     "support.proxies",
     "support.served_engine",

@@ -1,6 +1,6 @@
-"""Run an original class and Turnwise's on the same scripted model, and print the results as one line of JSON.
+"""Run an original class and Turnwise's on the same proxy, and print the results as one line of JSON.
 
-This runs in the environment of `setup.sh`, never in the project's: `originals.py versions | compare CASES`.
+This runs in the environment of `setup.sh`, never in the project's: `originals.py versions | compare URL CASES`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 gc.disable()  # almost nothing that is imported becomes garbage
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-
-from support.stand_in_proxy import StandIn, serving  # noqa: E402  the path is set above
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from turnwise.workflows import trinity as ours  # noqa: E402
 
 Json = dict[str, Any]
+MODEL = "fake"
 
 
 def without_multi_modal_modules() -> None:
@@ -44,7 +43,8 @@ class Scripted:
         return len(self.plan["calls"])
 
     def ask(self, step_num: int) -> Json:
-        return {"model": "m", "messages": [{"role": "user", "content": f"step {step_num}"}], "n": self.plan.get("n", 1)}
+        messages = [{"role": "user", "content": f"step {step_num}"}]
+        return {"model": MODEL, "messages": messages, "n": self.plan.get("n", 1)}
 
     def continues(self, step_num: int) -> bool:
         if step_num == self.plan.get("break"):
@@ -79,14 +79,14 @@ class Scripted:
         return self.judge(exps, *args, **kwargs)
 
 
-def original_model(state: StandIn) -> Any:
+def original_model(base_url: str) -> Any:
     from trinity.common.config import InferenceModelConfig
     from trinity.common.models.model import ModelWrapper
 
     config = InferenceModelConfig(
-        model_path="m", engine_type="external", enable_openai_api=True, enable_history=True, api_key="none"
+        model_path=MODEL, engine_type="external", enable_openai_api=True, enable_history=True, api_key="none"
     )
-    return ModelWrapper(config=config, api_address=f"{state.base_url}/sessions/original")
+    return ModelWrapper(config=config, api_address=base_url)
 
 
 def made_by(base: type, task: Any, model: Any, plan: Json) -> Json:
@@ -118,25 +118,26 @@ def plain(exp: Any) -> Json:
     }
 
 
-def compare_trinity(name: str, plan: Json) -> Json:
-    """Run one plan with the original class and with Turnwise's."""
+def compare_trinity(url: str, number: int, name: str, plan: Json) -> Json:
+    """Run one plan with the original class and with Turnwise's, each in a session of its own."""
     from trinity.common.workflows import step_wise_workflow as originals
     from trinity.common.workflows.workflow import Task as OriginalTask
 
-    with serving(StandIn()) as state:
-        original = made_by(getattr(originals, name), OriginalTask(), original_model(state), plan)
-        model = ours.ModelWrapper(state.base_url, model="m")
-        ported = made_by(getattr(ours, name), ours.Task(), model, plan)
-        return {"original": original, "ours": ported, "ledger": [[t["session_id"], t["step"]] for t in state.turns]}
+    original_session = original_model(f"{url}/sessions/original-{number}")
+    original = made_by(getattr(originals, name), OriginalTask(), original_session, plan)
+    model = ours.ModelWrapper(url, model=MODEL)
+    ported = made_by(getattr(ours, name), ours.Task(), model, plan)
+    steps = [turn["step"] for turn in model.client.turns(model.session_id)]
+    return {"original": original, "ours": ported, "stored_steps": steps}
 
 
-def compare(cases: str) -> Json:
+def compare(url: str, cases: str) -> Json:
     """Run all cases of Trinity-RFT, then verl, in this one process: importing them takes longer than running them."""
     without_multi_modal_modules()
-    pairs = [compare_trinity(name, plan) for name, plan in json.loads(cases)]
+    pairs = [compare_trinity(url, number, name, plan) for number, (name, plan) in enumerate(json.loads(cases))]
     from verl_batches import batches
 
-    return {"trinity": pairs, "verl": batches()}
+    return {"trinity": pairs, "verl": batches(url)}
 
 
 def versions() -> Json:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from support.stand_in_proxy import StandIn, serving
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
@@ -74,7 +73,7 @@ def plain(batch: DataProto) -> Json:
     return {"tensors": tensors, "others": others, "num_batch_ids": len(batch_ids), "meta": batch.meta_info}
 
 
-def batches() -> Json:
+def batches(url: str) -> Json:
     episodes = [two_steps(), None, Episode(id="a:2", trajectories=[Trajectory()]), one_long_step()]
     ids = ["a"] * 4
     by_mode = {}
@@ -85,7 +84,7 @@ def batches() -> Json:
     return {
         **{mode: plain(batch) for mode, batch in by_mode.items()},
         "verl": apply_verls_functions(by_mode["trajectory"]),
-        "executed": executed(),
+        "executed": executed(url),
     }
 
 
@@ -121,7 +120,7 @@ class Asking(Workflow):
         raise TerminationEvent(TerminationReason.ENV_DONE)
 
 
-def executed() -> Json:
+def executed(url: str) -> Json:
     """Execute a real verl batch into a real verl batch; tasks with equal ids are not adjacent."""
     tasks = [{"q": "x", "reward": 1.0}, {"q": "y", "reward": 2.0}, {"q": "x", "reward": 1.0}]
     asked = DataProto.from_dict(
@@ -130,16 +129,16 @@ def executed() -> Json:
         meta_info={"validate": True},
     )
 
-    async def go(state: StandIn) -> DataProto:
-        async with AsyncClient(state.base_url) as client:
+    async def go() -> Json:
+        async with AsyncClient(url) as client:
             engine = AgentWorkflowEngine(
                 Asking, {}, SessionRolloutEngine(client), config=config(stepwise=False), n_parallel_tasks=2
             )
             try:
-                return await engine.execute_tasks_verl(asked)
+                batch = await engine.execute_tasks_verl(asked)
             finally:
                 engine.shutdown()
+            sessions = [session async for session in client.sessions() if session["task_id"] in ("a", "b")]
+            return {**plain(batch), "splits": [session["split"] for session in sessions]}
 
-    with serving(StandIn()) as state:
-        batch = asyncio.run(go(state))
-        return {**plain(batch), "splits": [session["split"] for session in state.sessions.values()]}
+    return asyncio.run(go())

@@ -1,4 +1,4 @@
-"""The client against a stand-in over real HTTP."""
+"""The client against a proxy over real HTTP."""
 
 import asyncio
 import dataclasses
@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 
+import httpx2
 import pytest
-from support.stand_in_proxy import StandIn, serving
+from support.control_plane import wait_for_status
+from support.tiny_checkpoints import write_adapter, write_weights
 
 from proxy.routes.rewards import RewardLine
 from proxy.routes.sessions import NewSession
@@ -18,77 +20,83 @@ from turnwise.types import Session
 
 
 @pytest.fixture
-def proxy():
-    with serving(StandIn()) as state:
-        yield state
+def proxy(empty_proxy):
+    return empty_proxy
 
 
 @pytest.fixture
 def client(proxy, monkeypatch):
     monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
-    with Client(proxy.base_url) as made:
+    with Client(proxy.url) as made:
         yield made
 
 
-def ask(openai_client, text="hi"):
-    return openai_client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+def ask(openai_client, text="hi", **kwargs):
+    return openai_client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], **kwargs)
+
+
+def refusal(status, retry_after):
+    error = {"message": "too much at once", "type": "rate_limit_error", "param": None, "code": None}
+    return httpx2.Response(status, headers={"retry-after": retry_after}, json={"error": error})
 
 
 def test_a_key_that_was_not_copied_whole_is_refused_before_it_is_sent(proxy):
     with pytest.raises(errors.InvalidRequest, match="ASCII"):
-        Client(proxy.base_url, "tw-12ab…")
+        Client(proxy.url, "tw-12ab…")
 
 
-def test_creating_a_session_again_after_a_lost_answer_returns_the_existing_one(proxy, client):
+def test_creating_a_session_again_after_a_lost_answer_returns_the_existing_one(proxy, client, gateway):
     """A retried creation must not create a second, empty session."""
-    proxy.lose_answers = 1
+    gateway.num_lost = 1
     session = client.create_session(task_id="t")
-    assert list(proxy.sessions) == [session.session_id]
+    assert [stored.session_id for stored in proxy.sessions()] == [session.session_id]
 
 
-def test_a_reward_whose_answer_was_lost_is_written_once(proxy, client):
+def test_a_reward_whose_answer_was_lost_is_written_once(proxy, client, gateway):
     """The generated idempotency key stays the same over the retries of one call."""
     session = client.create_session()
     ask(session.openai())
-    proxy.lose_answers = 2
+    gateway.num_lost = 2
     assert session.reward(1.0) == 1
-    assert proxy.rewards == [{"session_id": session.session_id, "value": 1.0}]
+    assert [(line.session_id, line.value) for line in proxy.rewards()] == [(session.session_id, 1.0)]
 
 
 def test_lists_are_read_page_by_page_in_order(client, monkeypatch):
     monkeypatch.setattr(wire, "PAGE_SIZE", 2)
     made = [client.create_session().session_id for _ in range(5)]
-    assert [session["session_id"] for session in client.sessions()] == made
+    assert [session["session_id"] for session in client.sessions()] == made[::-1]
 
 
-def test_policies_are_published_listed_and_activated(client, monkeypatch):
+def test_policies_are_published_listed_and_activated(proxy, client, monkeypatch, tmp_path):
     monkeypatch.setattr(wire, "PAGE_SIZE", 1)
-    assert client.publish_policy("/a")["version"] == 0
-    assert client.publish_policy("/b", kind="lora")["kind"] == "lora"
-    assert [policy["path"] for policy in client.policies()] == ["/a", "/b"]
-    assert client.activate(1)["version"] == 1
+    weights, adapter = write_weights(tmp_path / "weights"), write_adapter(tmp_path / "adapter")
+    version = client.publish_policy(str(weights))["version"]
+    wait_for_status(proxy, version)
+    assert client.publish_policy(str(adapter), kind="lora")["kind"] == "lora"
+    assert [policy["path"] for policy in client.policies()][:2] == [str(adapter), str(weights)]
+    assert client.activate(version)["version"] == version
 
 
 def test_a_turn_id_with_a_choice_number_is_escaped_in_the_url(client):
     session = client.create_session()
-    session.openai().chat.completions.create(model="m", n=2, messages=[{"role": "user", "content": "x"}])
-    assert client.turn("chatcmpl-0#1")["turn_id"] == "chatcmpl-0#1"
+    turn_id = f"{ask(session.openai(), n=2).id}#1"
+    assert client.turn(turn_id)["turn_id"] == turn_id
 
 
-def test_a_refusal_with_retry_after_is_retried_after_that_time(proxy, client):
+def test_a_refusal_with_retry_after_is_retried_after_that_time(client, gateway):
     """The server's value, in seconds, is the minimum time before the next attempt."""
-    proxy.refusals = [(429, {"retry-after": "0.3"})]
+    gateway.refusals = [refusal(429, "0.3")]
     began = time.monotonic()
     client.create_session()
     assert time.monotonic() - began >= 0.3
 
 
-def test_retries_are_limited_and_the_last_refusal_is_the_error(proxy, monkeypatch):
+def test_retries_are_limited_and_the_last_refusal_is_the_error(gateway, monkeypatch):
     monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
-    proxy.refusals = [(429, {"retry-after": "0"})] * 3
-    with Client(proxy.base_url, max_retries=2) as client, pytest.raises(errors.Overloaded, match="too much at once"):
+    gateway.refusals = [refusal(429, "0") for _ in range(3)]
+    with Client(max_retries=2) as client, pytest.raises(errors.Overloaded, match="too much at once"):
         client.create_session()
-    assert len(proxy.requests) == 3
+    assert len(gateway.requests) == 3
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_a_base_url_with_or_without_v1_is_the_same_proxy():
 
 def test_an_asynchronous_client_serves_several_event_loops(proxy):
     """A connection belongs to the loop that opened it; a client created outside any loop may be used in each."""
-    with Client(proxy.base_url) as client:
+    with Client(proxy.url) as client:
         openai_client = client.create_session().openai_async()
 
         async def call():
@@ -139,37 +147,37 @@ def test_an_asynchronous_client_serves_several_event_loops(proxy):
             await client.transport.aclose()
             return reply.choices[0].message.content
 
-        assert [asyncio.run(call()) for _ in range(2)] == ["re:hi", "re:hi"]
+        assert [asyncio.run(call()) for _ in range(2)] == ["hi", "hi"]
 
 
-def test_the_asynchronous_client_has_the_same_methods(proxy, monkeypatch):
+def test_the_asynchronous_client_has_the_same_methods(proxy, gateway, monkeypatch, tmp_path):
     monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
     monkeypatch.setattr(wire, "PAGE_SIZE", 2)
 
     async def go():
-        async with AsyncClient(proxy.base_url) as client:
+        async with AsyncClient(proxy.url) as client:
             await client.wait_until_ready(5.0)
             session = await client.create_session(task_id="t")
-            for step in (0, 0, 1):
-                await ask(session.openai_async(step=step))
-            proxy.refusals = [(503, {"retry-after": "0"})]
-            proxy.lose_answers = 1
+            turn_ids = [(await ask(session.openai_async(step=step))).id for step in (0, 0, 1)]
+            gateway.refusals = [refusal(503, "0")]
+            gateway.num_lost = 1
             assert await session.reward(0.5, step=0) == 2
             assert [turn["step"] async for turn in session.turns()] == [0, 0, 1]
-            assert [e["turn_ids"] async for e in client.experiences()] == [[f"chatcmpl-{k}"] for k in range(3)]
-            assert (await client.turn("chatcmpl-1"))["step"] == 0
+            assert (await client.turn(turn_ids[1]))["step"] == 0
             assert (await session.end(reason="env_done"))["termination_reason"] == "env_done"
+            assert [e["turn_ids"] async for e in client.experiences()] == [[turn_id] for turn_id in turn_ids]
             assert (await client.session(session.session_id))["status"] == "ended"
             assert [s["session_id"] async for s in client.sessions()] == [session.session_id]
-            assert (await client.activate(4))["version"] == 4
-            assert (await client.publish_policy("/a"))["version"] == 0
-            assert [policy["path"] async for policy in client.policies()] == ["/a"]
-            assert [await client.served_model() for _ in range(2)] == ["served", "served"]
+            weights = write_weights(tmp_path / "weights")
+            version = (await client.publish_policy(str(weights)))["version"]
+            assert str(weights) in [policy["path"] async for policy in client.policies()]
+            assert (await client.activate(version))["version"] == version
+            assert [await client.served_model() for _ in range(2)] == ["fake", "fake"]
             with pytest.raises(errors.NotFound):
                 await client.session("nobody")
-        assert len(proxy.rewards) == 1
 
     asyncio.run(go())
+    assert [line.value for line in proxy.rewards()] == [0.5]
 
 
 @pytest.mark.parametrize(("synchronous", "asynchronous"), [(Client, AsyncClient), (SessionHandle, AsyncSessionHandle)])

@@ -17,7 +17,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import httpx2
 import pytest
+import sqlalchemy as sa
 from support.commands import warm_commands
 from support.migrated import migrated
 from support.ports import free_port
@@ -27,10 +29,11 @@ from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready, tail_of
-from turnwise.store import queries
+from turnwise.store import lineage, queries
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
 from turnwise.store.session_filter import SessionFilter
+from turnwise.types import Reward, Session
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -39,7 +42,7 @@ GONE_SECONDS = 60.0
 WRITER = b"proxy.writer.process"
 WORKER = b"proxy.main"
 """Part of the command line that identifies the writing process."""
-ALL_TURNS = 1_000_000
+ALL_ROWS = 1_000_000
 BROKEN = frozenset({"faulted", "aborted"})
 """Outcomes of calls with an incomplete reply."""
 
@@ -65,15 +68,32 @@ class RunningProxy:
 
     def turns(self, session_id: str | None = None) -> list[TurnView]:
         """Return all stored turns, of one session or of all."""
+        with self._reading() as connection:
+            listed, _ = queries.sessions(connection, SessionFilter(session_id=session_id), limit=ALL_ROWS)
+            return [
+                view
+                for each in listed
+                for view in queries.turns(connection, each.tenant, each.session_id, limit=ALL_ROWS)[0]
+            ]
+
+    def sessions(self) -> list[Session]:
+        """Return all stored sessions, the oldest first."""
+        with self._reading() as connection:
+            return queries.sessions(connection, SessionFilter(), limit=ALL_ROWS)[0][::-1]
+
+    def rewards(self) -> list[Reward]:
+        """Return all stored lines of rewards, in order of arrival."""
+        with self._reading() as connection:
+            found, _ = queries.session_rows(connection, SessionFilter(), limit=ALL_ROWS, after=None)
+            by_session = lineage.rewards_of(connection, [row.session_pk for row in found])
+            return sorted((line for lines in by_session.values() for line in lines), key=lambda line: line.reward_id)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sa.Connection]:
         database = Database(self.database_url)
         try:
             with database.read() as connection:
-                listed, _ = queries.sessions(connection, SessionFilter(session_id=session_id), limit=ALL_TURNS)
-                return [
-                    view
-                    for each in listed
-                    for view in queries.turns(connection, each.tenant, each.session_id, limit=ALL_TURNS)[0]
-                ]
+                yield connection
         finally:
             database.close()
 
@@ -238,6 +258,13 @@ def shared_engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
     yield shared_proxy.engine
     shared_proxy.engine.state.script.rules.clear()
     shared_proxy.engine.state.script.faults.clear()
+
+
+@pytest.fixture
+def empty_proxy(shared_proxy: ProxyAndEngine) -> Iterator[RunningProxy]:
+    """The module's proxy, whose store has no session of another test."""
+    yield shared_proxy.proxy
+    httpx2.delete(f"{shared_proxy.proxy.url}/v1/tenant").raise_for_status()
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
-"""rLLM's `AgentWorkflowEngine`, rule by rule, over sessions of the stand-in proxy."""
+"""rLLM's `AgentWorkflowEngine`, rule by rule, over sessions of a proxy."""
 
 import asyncio
 import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
-from support.stand_in_proxy import StandIn, encode, serving
 
-from turnwise.client import AsyncClient, wire
+from turnwise.client import AsyncClient
 from turnwise.errors import InvalidRequest, RolloutFailed
 from turnwise.workflows import (
     AgentWorkflowEngine,
@@ -23,20 +23,10 @@ from turnwise.workflows import (
     Workflow,
 )
 
-
-@pytest.fixture(scope="module")
-def served():
-    with serving(StandIn()) as state:
-        yield state
-
-
-@pytest.fixture
-def proxy(served, monkeypatch):
-    monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
-    for kept in (served.sessions, served.turns, served.rewards, served.requests):
-        kept.clear()
-    served.answers_by_key.clear()
-    return served
+PUBLISHED = 1
+"""The version that samples."""
+LONGEST_PROMPT = 32768
+"""Tokens of the engine's context; a character is one."""
 
 
 class Chat(Workflow):
@@ -78,7 +68,7 @@ def config(*, stepwise=False, filtering=None):
 
 def execute(proxy, tasks, task_ids=None, *, workflow=Chat, model=None, engine_args=None, validate=False):
     async def go():
-        async with AsyncClient(proxy.base_url) as client:
+        async with AsyncClient(proxy.url) as client:
             rollouts = SessionRolloutEngine(client, model=model)
             rollouts.validate = validate
             return await execute_on(
@@ -174,52 +164,56 @@ def test_without_raise_on_error_the_last_error_is_returned_and_other_episodes_ar
 def test_each_run_is_a_session_and_equal_ids_are_a_group(proxy):
     """The ledger stores task, run, group and size, and ends each session with the episode's reason and reward."""
     execute(proxy, [{"q": 1}, {"q": 1}, {"q": 2}], ["a", "a", "b"])
-    sessions = sorted(proxy.sessions.values(), key=lambda session: (session["task_id"], session["run"]))
-    assert [(s["task_id"], s["run"], s["group_size"], s["split"]) for s in sessions] == [
+    sessions = sorted(proxy.sessions(), key=lambda session: (session.task_id, session.run))
+    assert [(s.task_id, s.run, s.group_size, s.split) for s in sessions] == [
         ("a", 0, 2, "train"),
         ("a", 1, 2, "train"),
         ("b", 0, 1, "train"),
     ]
-    assert sessions[0]["group_id"] == sessions[1]["group_id"] != sessions[2]["group_id"]
-    assert {(s["status"], s["termination_reason"]) for s in sessions} == {("ended", "env_done")}
-    assert [proxy.rewards_of(s["session_id"]) for s in sessions] == [
-        [{"session_id": s["session_id"], "value": 1.0}] for s in sessions
-    ]
+    assert sessions[0].group_id == sessions[1].group_id != sessions[2].group_id
+    assert {(s.status, s.termination_reason) for s in sessions} == {("ended", "env_done")}
+    assert sorted((line.session_id, line.value) for line in proxy.rewards()) == sorted(
+        (s.session_id, 1.0) for s in sessions
+    )
 
 
 def test_the_ledger_holds_exactly_the_turns_of_the_episodes(proxy):
     """An episode's steps hold the captured tokens and the version that sampled them."""
     episodes = execute(proxy, [{"q": k, "rewards": [0.0, 1.0]} for k in range(6)])
     outputs = [step.model_output for episode in episodes for t in episode.trajectories for step in t.steps]
-    captured = {turn["turn_id"]: turn for turn in proxy.turns}
+    captured = {view.turn.turn_id: view for view in proxy.turns()}
     assert {output.turn_id for output in outputs} == set(captured)
     for output in outputs:
-        turn = captured[output.turn_id]
-        assert (output.prompt_ids, output.completion_ids, output.logprobs) == (
-            turn["prompt_token_ids"],
-            turn["token_ids"],
-            turn["logprobs"],
-        )
-        assert output.weight_version == 3
+        view = captured[output.turn_id]
+        assert output.prompt_ids == view.prompt_token_ids.tolist()
+        assert output.completion_ids == view.turn.token_ids.tolist()
+        assert np.float32(output.logprobs).tolist() == view.turn.logprobs.tolist()
+        assert output.finish_reason == view.turn.finish_reason
+        assert output.weight_version == view.turn.policy_version_first == PUBLISHED
 
 
 def test_a_failed_attempt_is_a_session_of_its_own_without_a_reward(proxy):
     """Without a reward it is never trained; the group waits for the attempt that counts."""
     execute(proxy, [{"q": 1, "crashes": 1}], ["a"])
-    first, second = proxy.sessions.values()
-    assert (first["termination_reason"], second["termination_reason"]) == ("retried", "env_done")
-    assert proxy.rewards_of(first["session_id"]) == []
-    assert len(proxy.turns_of(first["session_id"])) == len(proxy.turns_of(second["session_id"])) == 1
+    first, second = proxy.sessions()
+    assert (first.termination_reason, second.termination_reason) == ("retried", "env_done")
+    assert [line.session_id for line in proxy.rewards()] == [second.session_id]
+    assert first.num_turns == second.num_turns == 1
+
+
+def rewards_by_seq(proxy):
+    """Return the reward of each turn, in their order; every line is for one turn."""
+    value_of = {line.turn_id: line.value for line in proxy.rewards()}
+    return [value_of.pop(view.turn.turn_id) for view in proxy.turns()] + list(value_of)
 
 
 def test_step_rewards_go_to_the_turns_they_belong_to(proxy):
     """With stepwise advantage each turn gets its step's own reward, already shaped; the session discounts nothing."""
     args = {"config": config(stepwise=True), "workflow_args": {}}
     execute(proxy, [{"q": 1, "rewards": [0.5, 2.0]}], ["a"], engine_args={"config": args["config"]})
-    (session,) = proxy.sessions.values()
-    assert session["credit"] == "step_wise"
-    assert "gamma" not in session
-    assert [(line["turn_id"], line["value"]) for line in proxy.rewards] == [("chatcmpl-0", 0.5), ("chatcmpl-1", 2.0)]
+    (session,) = proxy.sessions()
+    assert (session.credit, session.gamma) == ("step_wise", 0.0)
+    assert rewards_by_seq(proxy) == [0.5, 2.0]
 
 
 class TwoAgents(Chat):
@@ -238,9 +232,9 @@ class TwoAgents(Chat):
 def test_several_trajectories_keep_their_own_rewards_without_stepwise_advantage(proxy):
     """The solver's turn gets 1 and the judge's -0.5, not their sum 0.5; the session's credit says that turns differ."""
     execute(proxy, [{"q": 1}], ["a"], workflow=TwoAgents)
-    (session,) = proxy.sessions.values()
-    assert (session["credit"], session["task_id"]) == ("step_wise", "a")
-    assert [(line["turn_id"], line["value"]) for line in proxy.rewards] == [("chatcmpl-0", 1.0), ("chatcmpl-1", -0.5)]
+    (session,) = proxy.sessions()
+    assert (session.credit, session.task_id) == ("step_wise", "a")
+    assert rewards_by_seq(proxy) == [1.0, -0.5]
 
 
 class Foreign:
@@ -265,10 +259,10 @@ def test_any_object_with_a_get_model_response_is_an_engine():
     assert foreign.seen == ["7", "7"]
 
 
-def test_a_reply_needs_no_second_request(proxy):
+def test_a_reply_needs_no_second_request(proxy, gateway):
     """Tokens, logprobs and version come with the reply: one POST for the session, one a call, two at the end."""
     (episode,) = execute(proxy, [{"q": 1, "rewards": [0.0, 1.0]}], ["a"])
-    methods = [(request.method, request.url.path.rpartition("/")[2]) for request in proxy.requests]
+    methods = [(request.method, request.url.path.rpartition("/")[2]) for request in gateway.requests]
     assert methods == [
         ("POST", "sessions"),
         ("GET", "models"),
@@ -278,26 +272,30 @@ def test_a_reply_needs_no_second_request(proxy):
         ("POST", "end"),
     ]
     outputs = [step.model_output for step in episode.trajectories[0].steps]
-    assert [output.logprobs for output in outputs] == [turn["logprobs"] for turn in proxy.turns]
+    assert [np.float32(output.logprobs).tolist() for output in outputs] == [
+        view.turn.logprobs.tolist() for view in proxy.turns()
+    ]
 
 
-def test_a_reply_without_logprobs_is_completed_from_the_ledger(proxy):
+def test_a_reply_without_logprobs_is_completed_from_the_ledger(proxy, gateway):
     """The caller's own parameters have priority; the stored turn has what the reply lacks."""
 
     async def go():
-        async with AsyncClient(proxy.base_url) as client:
-            engine = SessionRolloutEngine(client, model="m", sampling_params={"logprobs": False})
+        async with AsyncClient(proxy.url) as client:
+            engine = SessionRolloutEngine(client, model="fake", sampling_params={"logprobs": False})
             return await engine.get_model_response([{"role": "user", "content": "x"}], application_id="mine")
 
     output = asyncio.run(go())
-    assert (output.completion_ids, output.logprobs) == (encode("re:x"), proxy.turns[0]["logprobs"])
-    assert proxy.requests[-1].url.path == "/v1/turns/chatcmpl-0"
+    (view,) = proxy.turns()
+    assert (output.completion_ids, len(output.completion_ids)) == (view.turn.token_ids.tolist(), 2)
+    assert np.float32(output.logprobs).tolist() == view.turn.logprobs.tolist()
+    assert gateway.requests[-1].url.path == f"/v1/turns/{view.turn.turn_id}"
 
 
 def test_validation_runs_are_never_trained_on(proxy):
     """`validate` makes the sessions evaluations."""
     execute(proxy, [{"q": 1}], validate=True)
-    assert [session["split"] for session in proxy.sessions.values()] == ["eval"]
+    assert [session.split for session in proxy.sessions()] == ["eval"]
 
 
 def test_a_failed_batch_leaves_no_run_active(proxy):
@@ -344,28 +342,27 @@ def test_sampling_outside_a_run_needs_a_name_for_its_session(proxy):
     """Without an engine's session, rLLM's `application_id` names one."""
 
     async def go():
-        async with AsyncClient(proxy.base_url) as client:
+        async with AsyncClient(proxy.url) as client:
             engine = SessionRolloutEngine(client, sampling_params={"temperature": 0.5})
             with pytest.raises(InvalidRequest, match="application_id"):
                 await engine.get_model_response([{"role": "user", "content": "x"}])
             return await engine.get_model_response([{"role": "user", "content": "x"}], application_id="mine")
 
     output = asyncio.run(go())
-    assert (output.completion_ids, output.completion_length) == (encode("re:x"), 4)
-    assert [turn["session_id"] for turn in proxy.turns] == ["mine"]
+    (view,) = proxy.turns()
+    assert view.turn.session_id == "mine"
+    assert (output.completion_ids, output.completion_length) == (view.turn.token_ids.tolist(), 2)
 
 
-def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy, monkeypatch):
+def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy):
     """The engine's refusal becomes rLLM's termination reason for it, and is not retried."""
 
     class Long(Chat):
         async def run(self, task, uid, **kwargs):
             self.reset(task, uid)
-            proxy.refusals.append((400, {}))
-            await self.rollout_engine.get_model_response([{"role": "user", "content": "x"}])
+            await self.rollout_engine.get_model_response([{"role": "user", "content": "x" * LONGEST_PROMPT}])
 
-    monkeypatch.setattr(proxy, "refusal", "this model's maximum context length is 8 tokens")
-    (episode,) = execute(proxy, [{"q": 1}], workflow=Long, model="m")
+    (episode,) = execute(proxy, [{"q": 1}], workflow=Long)
     assert episode.termination_reason is TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED
 
 

@@ -1,10 +1,9 @@
-"""rLLM's ready workflows: an agent counts down in an environment, over the stand-in proxy."""
+"""rLLM's ready workflows: an agent counts down in an environment, over a proxy."""
 
 import asyncio
 import time
 
 import pytest
-from support.stand_in_proxy import StandIn, serving
 
 from turnwise.client import AsyncClient
 from turnwise.errors import InvalidRequest
@@ -67,17 +66,11 @@ class Counter(BaseAgent):
         return Action(action=response)
 
 
-@pytest.fixture
-def proxy():
-    with serving(StandIn()) as state:
-        yield state
-
-
 def run(proxy, workflow_cls, task, **workflow_args):
     async def go():
-        async with AsyncClient(proxy.base_url) as client:
+        async with AsyncClient(proxy.url) as client:
             arguments = {"agent_cls": Counter, "env_cls": Countdown, **workflow_args}
-            rollouts = SessionRolloutEngine(client, model="m")
+            rollouts = SessionRolloutEngine(client, model="fake")
             engine = AgentWorkflowEngine(workflow_cls, arguments, rollouts, n_parallel_tasks=1)
             try:
                 (episode,) = await engine.execute_tasks([task], ["t"])
@@ -105,7 +98,7 @@ def test_the_loop_ends_as_in_rllm_and_each_step_has_its_reward_and_its_turn(
     episode = run(proxy, workflow_cls, {"actions": actions}, **arguments)
     steps = episode.trajectories[0].steps
     assert (episode.termination_reason, [step.reward for step in steps]) == (reason, rewards)
-    assert [step.model_output.turn_id for step in steps] == [turn["turn_id"] for turn in proxy.turns]
+    assert [step.model_output.turn_id for step in steps] == [view.turn.turn_id for view in proxy.turns()]
 
 
 def test_a_reply_that_was_cut_off_ends_the_run():
@@ -172,9 +165,9 @@ def test_a_slow_environment_does_not_block_the_event_loop(proxy):
             return super().step(action)
 
     async def go():
-        async with AsyncClient(proxy.base_url) as client:
+        async with AsyncClient(proxy.url) as client:
             arguments = {"agent_cls": Counter, "env_cls": Slow}
-            rollouts = SessionRolloutEngine(client, model="m")
+            rollouts = SessionRolloutEngine(client, model="fake")
             engine = AgentWorkflowEngine(SingleTurnWorkflow, arguments, rollouts, n_parallel_tasks=2)
             try:
                 return await engine.execute_tasks([{"actions": 1}] * 2)

@@ -1,4 +1,4 @@
-"""Trinity-RFT's workflows, rule by rule, over sessions of the stand-in proxy."""
+"""Trinity-RFT's workflows, rule by rule, over sessions of a proxy."""
 
 import asyncio
 import dataclasses
@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import openai
 import pytest
-from support.stand_in_proxy import StandIn, serving
 
 from turnwise.errors import InvalidRequest
 from turnwise.workflows.trinity import (
@@ -23,29 +22,15 @@ from turnwise.workflows.trinity import (
 )
 
 
-@pytest.fixture(scope="module")
-def served():
-    with serving(StandIn()) as state:
-        yield state
-
-
-@pytest.fixture
-def proxy(served):
-    for kept in (served.sessions, served.turns, served.rewards):
-        kept.clear()
-    served.answers_by_key.clear()
-    return served
-
-
 @pytest.fixture
 def model(proxy):
-    wrapper = ModelWrapper(proxy.base_url)
+    wrapper = ModelWrapper(proxy.url)
     yield wrapper
     wrapper.client.close()
 
 
 def ask(client, text="x", **kwargs):
-    return client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **kwargs)
+    return client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], **kwargs)
 
 
 @dataclasses.dataclass
@@ -144,7 +129,7 @@ def run_task(model, task, *, mode="sequential", **kwargs):
 
 
 def last_session(proxy):
-    return list(proxy.sessions.values())[-1]
+    return proxy.sessions()[-1]
 
 
 @pytest.mark.parametrize("kind", STEPPED)
@@ -157,10 +142,10 @@ def test_every_experience_of_a_step_gets_its_reward_and_number_and_the_ledger_a_
     assert [(exp.eid.step, exp.reward) for exp in run(workflow)] == [(0, 0.5), (1, 1.0), (1, 1.0), (2, 2.0)]
     assert workflow.seen == [1, 2, 1]
     session = last_session(proxy)
-    assert [(line["step"], line["value"]) for line in proxy.rewards] == [(0, 0.5), (1, 1.0), (2, 2.0)]
-    assert {line["session_id"] for line in proxy.rewards} == {session["session_id"]}
-    assert [turn["step"] for turn in proxy.turns] == [0, 1, 1, 2]
-    ended = (session["credit"], session["task_id"], session["termination_reason"])
+    assert [(line.step, line.value) for line in proxy.rewards()] == [(0, 0.5), (1, 1.0), (2, 2.0)]
+    assert {line.session_id for line in proxy.rewards()} == {session.session_id}
+    assert [view.turn.step for view in proxy.turns()] == [0, 1, 1, 2]
+    ended = (session.credit, session.task_id, session.termination_reason)
     assert ended == ("step_wise", "t", "max_turns_exceeded")
 
 
@@ -170,7 +155,7 @@ def test_a_step_that_returns_false_is_the_last(proxy, model, kind):
     made = run(make(kind, model, stop_after=1))
     assert [exp.eid.step for exp in made] == [0, 1, 1]
     assert kind in STEPPED or [exp.metrics for exp in made] == [{"actual_env_steps": 2}] * 3
-    assert last_session(proxy)["termination_reason"] == "env_done"
+    assert last_session(proxy).termination_reason == "env_done"
 
 
 @pytest.mark.parametrize("kind", STEPPED)
@@ -179,7 +164,7 @@ def test_a_step_without_calls_is_judged_and_gives_no_experience(proxy, model, ki
     workflow = make(kind, model, calls=(1, 0, 1))
     assert [exp.eid.step for exp in run(workflow)] == [0, 2]
     assert workflow.seen == [1, 0, 1]
-    assert [line["step"] for line in proxy.rewards] == [0, 2]
+    assert [line.step for line in proxy.rewards()] == [0, 2]
 
 
 @pytest.mark.parametrize("broken", [{"break_in_step": 1}, {"break_in_reward": 1}])
@@ -189,9 +174,10 @@ def test_an_exception_loses_no_turn_and_no_earlier_reward(proxy, model, kind, br
     workflow = make(kind, model, **broken)
     with pytest.raises(RuntimeError, match="crashed"):
         run(workflow)
-    assert [(turn["step"], turn["outcome"]) for turn in proxy.turns] == [(0, "exact"), (1, "exact"), (1, "exact")]
-    assert [(line["step"], line["value"]) for line in proxy.rewards] == [(0, 0.5)]
-    assert (last_session(proxy)["status"], last_session(proxy)["termination_reason"]) == ("ended", "error")
+    turns = [(view.turn.step, view.turn.outcome) for view in proxy.turns()]
+    assert turns == [(0, "exact"), (1, "exact"), (1, "exact")]
+    assert [(line.step, line.value) for line in proxy.rewards()] == [(0, 0.5)]
+    assert (last_session(proxy).status, last_session(proxy).termination_reason) == ("ended", "error")
     assert [exp.reward for exp in workflow.experiences] == [0.5, None, None]
 
 
@@ -205,8 +191,8 @@ def test_a_run_has_one_reward_and_counts_its_steps(proxy, model, kind):
     ]
     assert workflow.seen == [4]
     session = last_session(proxy)
-    assert proxy.rewards == [{"session_id": session["session_id"], "value": 0.5}]
-    assert session["credit"] == "propagate"
+    assert [(line.session_id, line.step, line.value) for line in proxy.rewards()] == [(session.session_id, None, 0.5)]
+    assert session.credit == "propagate"
 
 
 @pytest.mark.parametrize("kind", PROPAGATED)
@@ -215,7 +201,7 @@ def test_a_run_without_any_call_is_judged_too(proxy, model, kind):
     workflow = make(kind, model, calls=(0, 0, 0))
     assert run(workflow) == []
     assert workflow.seen == [0]
-    assert [line["value"] for line in proxy.rewards] == [0.5]
+    assert [line.value for line in proxy.rewards()] == [0.5]
 
 
 @pytest.mark.parametrize("kind", PROPAGATED)
@@ -223,13 +209,13 @@ def test_after_an_exception_a_run_may_still_be_rewarded(proxy, model, kind):
     """Without a reward it is never trained; all turns are stored."""
     with pytest.raises(RuntimeError):
         run(make(kind, model, break_in_step=1))
-    assert (len(proxy.turns), proxy.rewards, last_session(proxy)["termination_reason"]) == (3, [], "error")
+    assert (len(proxy.turns()), proxy.rewards(), last_session(proxy).termination_reason) == (3, [], "error")
 
 
 @pytest.mark.parametrize("kind", [Stepped, Propagated])
 def test_history_is_required(proxy, kind):
     """A model without history cannot be judged step by step."""
-    model = ModelWrapper(proxy.base_url, enable_history=False)
+    model = ModelWrapper(proxy.url, enable_history=False)
     with pytest.raises(InvalidRequest, match="enable_history=True"):
         make(kind, model)
     with pytest.raises(InvalidRequest, match="enable_history=True"):
@@ -257,16 +243,7 @@ def test_a_second_run_of_one_object_is_a_second_session(proxy, model):
     workflow = make(Stepped, model)
     run(workflow)
     run(workflow)
-    assert len(proxy.sessions) == 2
-    assert [len(proxy.turns_of(session_id)) for session_id in proxy.sessions] == [4, 4]
-
-
-def test_an_abandoned_stream_is_in_the_ledger_but_is_not_an_experience(proxy, model):
-    """Trinity does not record it; here it is stored as aborted and excluded from the experiences."""
-    ask(model.get_openai_client())
-    proxy.turns[0]["outcome"] = "aborted"
-    assert model.extract_experience_from_history() == []
-    assert len(proxy.turns) == 1
+    assert [session.num_turns for session in proxy.sessions()] == [4, 4]
 
 
 def test_the_ids_of_an_experience_omit_the_narrower_parts():
@@ -341,9 +318,9 @@ def test_the_runner_numbers_runs_and_fills_in_the_rest(proxy, model, kind, mode)
     assert [exp.eid.rid for exp in made] == [f"b/t/{run}" for run in (5, 6, 7) for _ in range(4)]
     assert made[0].info["use_count"] == 0
     assert made[0].info["task_index"] == {"i": 1}
-    assert (made[0].info["model_version"], made[0].info["model_version_drift"]) == (3, 0)
-    assert {(s["group_id"], s["group_size"]) for s in proxy.sessions.values()} == {("b/t", 3)}
-    assert sorted(session["run"] for session in proxy.sessions.values()) == [5, 6, 7]
+    assert (made[0].info["model_version"], made[0].info["model_version_drift"]) == (1, 0)
+    assert {(session.group_id, session.group_size) for session in proxy.sessions()} == {("b/t", 3)}
+    assert sorted(session.run for session in proxy.sessions()) == [5, 6, 7]
     assert "time/run_execution" in status.metrics[0]
 
 
@@ -393,18 +370,18 @@ def test_a_failed_run_is_excluded_and_the_others_are_kept(proxy, model):
     assert (status.ok, status.completed_runs, status.total_runs) == (False, 2, 3)
     assert "the tool crashed" in status.message
     assert [exp.eid.run for exp in made] == [0, 2]
-    assert len(proxy.turns) == 3
+    assert len(proxy.turns()) == 3
 
 
 def test_without_partial_runs_the_first_failure_is_the_last_run(proxy, model):
     """Later runs are not started."""
     task = task_of(Stepped, plan=Plan(break_in_step=0))
     status, _ = run_task(model, task, repeat_times=3, collect_partial_runs=False)
-    assert (status.completed_runs, len(proxy.sessions)) == (0, 1)
+    assert (status.completed_runs, len(proxy.sessions())) == (0, 1)
 
 
 def test_experiences_of_an_evaluation_are_not_returned(proxy, model):
     """The status has the result; the sessions are evaluations."""
     status, made = run_task(model, task_of(Stepped, is_eval=True))
     assert (status.ok, made) == (True, [])
-    assert last_session(proxy)["split"] == "eval"
+    assert last_session(proxy).split == "eval"

@@ -29,11 +29,6 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 @pytest.fixture
-def proxy(shared_proxy):
-    return shared_proxy.proxy
-
-
-@pytest.fixture
 def fake_engine(shared_proxy):
     shared_proxy.engine.calls.clear()
     yield shared_proxy.engine

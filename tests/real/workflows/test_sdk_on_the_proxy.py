@@ -228,23 +228,3 @@ def test_three_python_implementations_of_one_agent_give_the_same_credit(client, 
     rewards = [json.loads(line)["turn_rewards"] for line in left["http"]]
     assert rewards == ([[0.5], [2.0], [2.0]] if credit == "step_wise" else [[0.75]] * 3)
     assert [json.loads(line)["turn_steps"] for line in left["http"]] == [[0], [1], [1]]
-
-
-def test_a_rollout_engines_record_is_the_stored_turn(client):
-    """Ids, logprobs, finish reason and version, each equal."""
-
-    async def go():
-        async with AsyncClient(client.base_url) as made:
-            return await SessionRolloutEngine(made, model="fake").get_model_response(
-                [{"role": "user", "content": "hi"}], application_id="mine"
-            )
-
-    output = asyncio.run(go())
-    (turn,) = client.turns("mine", prompt="whole")
-    assert (output.prompt_ids, output.completion_ids) == (turn["prompt_token_ids"], turn["token_ids"])
-    assert output.logprobs == turn["logprobs"]
-    assert (output.finish_reason, output.weight_version, output.turn_id) == (
-        turn["finish_reason"],
-        turn["policy_version_first"],
-        turn["turn_id"],
-    )
