@@ -8,6 +8,8 @@ chain as soon as the session has another chain.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Sequence
@@ -21,21 +23,29 @@ from turnwise.types import Json, Role
 
 SCANNED_CHARACTERS = 4000
 """Of a message that is searched for what it asks for."""
+MAX_SEARCHED = 256
+"""Searches whose result is kept: an agent sends its system message with every call."""
 PROBE_TOKENS = 4
 """A call that may sample no more than these tokens only tests the connection."""
 
 
-class TextPattern(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TextPattern:
     """How texts ask for something."""
 
     words: tuple[str, ...]
     """Lower-case words: a text without any of them does not match, and a search for words takes little time."""
     pattern: re.Pattern[str]
 
-    def is_in(self, text: str) -> bool:
-        """Return whether a text asks for it."""
-        lowered = text.lower()
-        return any(map(lowered.__contains__, self.words)) and self.pattern.search(text) is not None
+    def is_in(self, *texts: str) -> bool:
+        """Return whether one of the texts asks for it."""
+        return any(_asks_for(self, text) for text in texts)
+
+
+@functools.lru_cache(MAX_SEARCHED)
+def _asks_for(asked: TextPattern, text: str) -> bool:
+    lowered = text.lower()
+    return any(map(lowered.__contains__, asked.words)) and asked.pattern.search(text) is not None
 
 
 SHIPPED_PROMPTS = (
@@ -129,7 +139,7 @@ def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None, *, is_n
     assert root is not None
     if not forest.agent_roots:
         is_compaction = not is_named and root.side_task == "asks_for_summary"
-        is_shipped = is_compaction and SHIPPED.is_in(_asked_text(call.messages))
+        is_shipped = is_compaction and SHIPPED.is_in(*_asked_texts(call.messages))
         return Found(Role.SIDE, "asks_for_summary") if is_shipped else Found(Role.MAIN, "first_chain")
     if root.side_task is not None:
         return Found(Role.SIDE, root.side_task)
@@ -216,11 +226,12 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
     if isinstance(limit, int) and limit <= PROBE_TOKENS:
         return "probe"
     if any(message.get("role") == "assistant" for message in messages):
-        return "asks_for_summary" if COMPACTION.is_in((_last_text if tools else _asked_text)(messages)) else None
+        texts = (_last_text(messages),) if tools else _asked_texts(messages)
+        return "asks_for_summary" if COMPACTION.is_in(*texts) else None
     if tools:
         return None
-    text = _asked_text(messages)
-    return next((name for name, pattern in TASKS.items() if pattern.is_in(text)), None)
+    texts = _asked_texts(messages)
+    return next((name for name, pattern in TASKS.items() if pattern.is_in(*texts)), None)
 
 
 def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTERS) -> str:
@@ -232,9 +243,9 @@ def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTER
     return "\n".join(texts)[:limit]
 
 
-def _asked_text(messages: Sequence[Json]) -> str:
+def _asked_texts(messages: Sequence[Json]) -> tuple[str, ...]:
     """Return the texts that say what a call without a history asks for."""
-    return f"{_system_text(messages)}\n{_last_text(messages)}"
+    return _system_text(messages), _last_text(messages)
 
 
 def _last_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTERS) -> str:

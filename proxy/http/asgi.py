@@ -166,7 +166,8 @@ async def check_limits(
     if len(raw) > SCANNED_HERE_BYTES:
         return await asyncio.to_thread(scan, raw, max_depth, max_containers, max_strings, max_string_bytes)
     has_few_strings = len(raw) <= max_strings or raw.count(b'"') <= max_strings
-    is_short = has_few_strings and raw.count(b"[") + raw.count(b"{") <= min(max_depth, max_containers)
+    num_containers = len(raw) - len(raw.translate(None, b"[{"))  # in less time than two counts
+    is_short = has_few_strings and num_containers <= min(max_depth, max_containers)
     return 0 if is_short else scan(raw, max_depth, max_containers, max_strings)
 
 
