@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -26,10 +28,15 @@ from proxy.writer.process import GC_ALLOCATIONS
 from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging
 
+log = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.0003
 """How long a thread that reads the store waits for the interpreter while the event loop runs."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of the usual clients keep an idle connection, so that none sends into one that is closing."""
+FILES_PER_CALL = 2
+"""Open files of a call: the client's connection and the engine's."""
+OTHER_FILES = 100
+"""Open files of an idle process: the database, its children, the libraries."""
 
 
 def run(settings: ProxySettings) -> int:
@@ -51,6 +58,23 @@ def run_worker() -> None:
     except TurnwiseError as error:
         peers.report_failure(error)
         sys.exit(1)
+
+
+def allow_open_files(num_calls: int) -> None:
+    """Raise this process's limit of open files as far as the system allows; log a warning if that is not enough."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses its own "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_PER_CALL * num_calls + OTHER_FILES
+    if resource.RLIM_INFINITY != allowed < needed:
+        log.warning(
+            "this process may open %d files, and %d concurrent calls need %d: raise the hard limit (`ulimit -Hn`, "
+            "LimitNOFILE of systemd), or lower max_concurrent_calls",
+            allowed,
+            num_calls,
+            needed,
+        )
 
 
 class _Server(uvicorn.Server):
@@ -92,6 +116,7 @@ class _Server(uvicorn.Server):
             TurnwiseError: the services cannot start.
         """
         settings, worker = self._settings, self._worker
+        allow_open_files(settings.max_concurrent_calls)
         directory = None if worker is None else worker.metrics_directory
         with self.capture_signals():
             async with running_services(settings, self._peers, directory) as services:

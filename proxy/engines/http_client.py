@@ -209,6 +209,7 @@ class HttpClient:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._tls
                 )
+            connection.watch_peer()
         except TimeoutError as error:
             raise NotConnected(f"no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:  # an impossible host name is a ValueError
@@ -312,7 +313,18 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set up a new connection."""
         self._transport = transport
-        set_keep_alive(transport)
+
+    def watch_peer(self) -> None:
+        """Let TCP notice that the server's host has vanished; the connection is closed if that cannot be set.
+
+        Raises:
+            OSError: this process may open no further file, for example.
+        """
+        try:
+            set_keep_alive(self._transport)
+        except OSError:
+            self.abort()
+            raise
 
     def data_received(self, data: bytes) -> None:
         """Parse received data."""

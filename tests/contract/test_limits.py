@@ -7,6 +7,8 @@ import contextlib
 import re
 import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,3 +224,19 @@ def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, s
         assert post_half() == (429, "overloaded")
         assert post_half(**{"x-stainless-retry-count": "1"}) == (429, "overloaded")
         assert post_half(**{"idempotency-key": "k"}) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(("most", "warning"), [(3000, ""), (500, "may open 500 files, and 1024 concurrent calls need")])
+def test_the_proxy_takes_the_open_files_that_the_system_allows_and_warns_if_they_are_too_few(most, warning):
+    """Shells and systemd start processes with a soft limit of 1,024: less than 1,024 calls need."""
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, int(sys.argv[1])))\n"
+        "from proxy.main import allow_open_files\n"
+        "allow_open_files(1024)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(most)], capture_output=True, check=True, text=True)
+    assert int(done.stdout) == most
+    assert warning in done.stderr
+    assert bool(done.stderr) == bool(warning)

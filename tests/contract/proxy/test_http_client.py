@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 
 import pytest
 import uvloop
 
-from proxy.engines.http_client import BUFFERED_BYTES, AnswerTooLong, Disconnected, HttpClient
+from proxy.engines.http_client import BUFFERED_BYTES, AnswerTooLong, Disconnected, HttpClient, NotConnected
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18
@@ -301,3 +303,23 @@ def test_nothing_is_kept_of_a_request_that_is_cancelled_while_it_connects():
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(cancel_in_each_round())
+
+
+def test_a_connection_for_which_no_file_can_be_opened_fails_at_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of its own the call would wait for the whole time in which a connection must open."""
+
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def script(server, reader, writer):
+        await server.wait_for_the_end(reader)
+
+    async def connect() -> None:
+        async with serving(script) as (server, client):
+            monkeypatch.setattr("os.dup", refuse)
+            with pytest.raises(NotConnected, match="Too many open files"):
+                await get(client)
+            monkeypatch.undo()
+            await asyncio.wait_for(server.has_lost.wait(), 30)
+
+    uvloop.run(connect())
