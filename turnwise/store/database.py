@@ -28,6 +28,8 @@ import sqlalchemy as sa
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable, TurnwiseError
 from turnwise.store.rows import to_micros
 from turnwise.store.statements import execute
+from turnwise.store.tables import metadata, policies
+from turnwise.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most processes never migrate
     from alembic.config import Config
@@ -54,6 +56,12 @@ _LOGIN_REFUSED = re.compile(
 )
 _PERMANENT = ("28", "3D000", "57014", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY")
 """Beginnings of SQLSTATEs and SQLite's error names: no login, no database, `statement_timeout`; a broken file."""
+_MOVE = (
+    "move its sessions with `turnwise archive` of the {maker} that made it and `turnwise archive --restore` of this "
+    "one (docs/operations.md, Upgrades), or name another database with --database"
+)
+_DEFAULT_POLICY = sa.select(policies.c.policy_id).where(policies.c.policy_id == DEFAULT_POLICY)
+_NO_FILE = ("SQLITE_CANTOPEN", "SQLITE_READONLY")
 _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
 
 
@@ -128,6 +136,9 @@ class Database:
         found = self._revision()
         if found is not None and found not in _known_revisions():
             raise SchemaMismatch(self._mismatch(found))
+        if found == _head():
+            self._check_tables()
+            return
         from alembic import command
 
         config = alembic_config()
@@ -150,6 +161,7 @@ class Database:
         found = self._revision()
         if found != _head():
             raise SchemaMismatch(self._mismatch(found))
+        self._check_tables()
 
     def prepare(self) -> bool:
         """Migrate the tables to this release if that is safe; return whether they were changed.
@@ -163,6 +175,7 @@ class Database:
         """
         found = self._revision()
         if found == _head():
+            self._check_tables()
             return False
         if self.dialect != "sqlite" or not (self._is_empty() if found is None else found in _known_revisions()):
             raise SchemaMismatch(self._mismatch(found))
@@ -175,13 +188,38 @@ class Database:
                 return None
             return conn.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
+    def _check_tables(self) -> None:
+        """Check that tables at the newest revision are those of this release: until 0.2 several commits have this one.
+
+        Raises:
+            SchemaMismatch: another commit made them.
+        """
+        with self.read() as conn:
+            columns_of = sa.inspect(conn).get_multi_columns()
+            found = {name: {each["name"] for each in columns} for (_, name), columns in columns_of.items()}
+            differing = [
+                f"{table.name}.{column}"
+                for table in metadata.sorted_tables
+                for column in sorted(set(table.columns.keys()) ^ found.get(table.name, set()))
+            ]
+            if not differing and conn.execute(_DEFAULT_POLICY).first() is None:
+                differing = ["the row of the default policy"]
+        if differing:
+            raise SchemaMismatch(
+                f"{self._name()} has the tables of another commit before release 0.2 (they differ in {differing[0]}): "
+                f"{_MOVE.format(maker='commit')}"
+            )
+
+    def _name(self) -> str:
+        return self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=True)
+
     def _is_empty(self) -> bool:
         with self.read() as conn:
             return not set(sa.inspect(conn).get_table_names()) - {"alembic_version"}
 
     def _mismatch(self, found: str | None) -> str:
         """Return the reason why the tables do not fit this release, and what to do."""
-        name = self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=True)
+        name = self._name()
         if found is None and not self._is_empty():
             return f"{name} has tables, but none of Turnwise's: name another database with --database"
         if found is None:
@@ -189,8 +227,7 @@ class Database:
         if found not in _known_revisions():
             return (
                 f"{name} is at schema revision {found!r}, which this release does not know (it needs {_head()!r}): "
-                "move its sessions with `turnwise archive` of the release that made it and `turnwise archive "
-                "--restore` of this one (docs/operations.md, Upgrades), or name another database with --database"
+                f"{_MOVE.format(maker='release')}"
             )
         return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
 
@@ -199,12 +236,14 @@ class Database:
 
         Raises:
             SettingsError: the database is PostgreSQL, or the file exists.
+            SchemaMismatch: the database has no tables of this release: its name is wrong, for example.
             StoreUnavailable: the database cannot be read, or the copy cannot be written.
         """
         if self.dialect != "sqlite":
             raise SettingsError("online backup is for SQLite; use `pg_dump --format custom` for PostgreSQL")
         if target.exists():
             raise SettingsError(f"{str(target)!r} exists; name a new file")
+        self.check_schema()
         with attributed(), self._engine.connect() as conn:
             execute(conn, "VACUUM INTO ?", (str(target),))
 
@@ -333,11 +372,18 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
         connect_args={"timeout": lock_timeout_seconds, "isolation_level": None, "check_same_thread": False},
     )
 
-    @sa.event.listens_for(engine, "connect")
-    def _configure(driver_connection: Any, _record: Any) -> None:
-        _write_ahead(driver_connection, time.monotonic() + lock_timeout_seconds)
+    @sa.event.listens_for(engine, "do_connect")
+    def _connect(_dialect: Any, _record: Any, args: Any, options: Any) -> sqlite3.Connection:
+        try:
+            connection: sqlite3.Connection = sqlite3.connect(*args, **options)
+            _write_ahead(connection, time.monotonic() + lock_timeout_seconds)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname.startswith(_NO_FILE):
+                error.args = (f"{error}: {url.database!r}, which this process must read and write, with its directory",)
+            raise
         for pragma in ("synchronous=FULL", "foreign_keys=ON"):
-            driver_connection.execute(f"PRAGMA {pragma}")
+            connection.execute(f"PRAGMA {pragma}")
+        return connection
 
     @sa.event.listens_for(engine, "begin")
     def _begin(conn: sa.Connection) -> None:

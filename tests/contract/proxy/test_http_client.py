@@ -305,7 +305,7 @@ def test_nothing_is_kept_of_a_request_that_is_cancelled_while_it_connects():
         runner.run(cancel_in_each_round())
 
 
-def test_a_connection_for_which_no_file_can_be_opened_fails_at_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_gets_no_open_file_fails_at_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit of its own the call would wait for the whole time in which a connection must open."""
 
     def refuse(_: int) -> int:

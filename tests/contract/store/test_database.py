@@ -108,6 +108,17 @@ def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> Non
         database.close()
 
 
+def test_a_file_that_cannot_be_opened_or_written_is_named(tmp_path: Path) -> None:
+    missing, locked = tmp_path / "nowhere" / "x.db", tmp_path / "x.db"
+    locked.mkdir()
+    for file in (missing, locked):
+        database = Database(f"sqlite:///{file}")
+        named = f"'{file}', which this process must read and write"
+        with pytest.raises(StoreUnavailable, match=named), database.read():
+            pass
+        database.close()
+
+
 @pytest.mark.postgres
 @pytest.mark.parametrize("wrong", ["role", "database"])
 def test_the_error_of_a_refused_login_names_the_settings_to_check(postgres_server: PrivatePostgres, wrong: str) -> None:

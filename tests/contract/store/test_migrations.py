@@ -78,6 +78,26 @@ def test_a_database_of_an_unknown_revision_is_refused_and_the_error_says_how_to_
             check()
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("ALTER TABLE policy_versions DROP COLUMN alarm", "policy_versions.alarm"),
+        ("ALTER TABLE turns ADD COLUMN former INTEGER", "turns.former"),
+        ("DROP TABLE feedback", "feedback."),
+        ("DELETE FROM policies", "default policy"),
+    ],
+)
+def test_tables_of_another_commit_at_this_revision_are_refused_with_the_difference(
+    database: Database, change: str, named: str
+) -> None:
+    """Until 0.2 the one revision is that of many commits: the upgrade did nothing, and its keys got 401."""
+    with database.write() as connection:
+        connection.exec_driver_sql(change)
+    for check in (database.prepare, database.check_schema, database.upgrade):
+        with pytest.raises(SchemaMismatch, match=rf"another commit .*{named}.*turnwise archive --restore"):
+            check()
+
+
 def test_another_programs_sqlite_file_gets_no_tables(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/other.db")
     with database.write() as connection:
