@@ -16,7 +16,7 @@ import numpy as np
 from trainer.algorithms.algorithm import Imitation, select
 from trainer.learning.advantages import UNIFORM, is_single
 from trainer.learning.batch import Batch, build
-from trainer.learning.selection import Selection, SelectionRule, joined, num_turns_left_out
+from trainer.learning.selection import Selection, joined, num_turns_left_out
 from trainer.ledger import ClaimedBatch
 from trainer.pacing import SMALLEST_PART, Position, Rewind
 from trainer.policy.engine import TrainingEngine
@@ -105,6 +105,7 @@ class Claims:
             chosen=chosen.chosen,
             num_imported=num_imported,
             mu=imitation.share(state.progress.num_batches) if num_imported and imitation is not None else 0.0,
+            needs_behaviour=self._agent.algorithm.needs_behaviour,
         )
 
     def _drawn(self, state: State, imitation: Imitation) -> Selection:
@@ -185,12 +186,13 @@ def claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State, num_gro
 
 
 def left_out_gauges(
-    claimed: ClaimedBatch, chosen: Selection, trained: Collection[str], rule: SelectionRule
+    claimed: ClaimedBatch, chosen: Selection, trained: Collection[str], rule: TrainerSettings
 ) -> dict[str, int]:
     """Return how many turns of the trained groups carry no loss, and how many for each reason.
 
     `trained` has the ids of the turns that do.
     """
-    counts = num_turns_left_out(claimed.experiences, chosen.refused, trained, rule)
+    needs = rule.algorithm.needs_behaviour
+    counts = num_turns_left_out(claimed.experiences, chosen.refused, trained, rule, needs_behaviour=needs)
     by_reason = {f"num_turns_left_out_{reason}": count for reason, count in sorted(counts.items())}
     return {"num_turns_left_out": sum(counts.values()), **by_reason}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainer.learning.batch import Batch, Reals
+from trainer.learning.batch import Batch, Reals, with_ratio
 from trainer.learning.ratios import finite
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.memory import OutOfMemory
@@ -52,12 +52,14 @@ class BatchGap:
         """True where the weights that sampled the token computed it. [M]"""
         self.is_seen: npt.NDArray[np.bool_] = np.zeros(len(batch.table), np.bool_)
         """True where it was computed. [M]"""
+        self._has_ratio = with_ratio(batch)
+        """False for tokens that cannot be compared, as those of a nucleus: a loss without ratios trains them. [M]"""
         self.num_refused = 0
 
     def put(self, tokens: npt.NDArray[np.int64], logprobs: Reals, is_own: npt.NDArray[np.bool_] | bool) -> None:
         """Store the trainer's logprobs of tokens; both index the batch's table."""
         self.gap[tokens] = np.abs(logprobs[tokens] - self.batch.table.behaviour[tokens])
-        self.is_own[tokens], self.is_seen[tokens] = is_own, True
+        self.is_own[tokens], self.is_seen[tokens] = is_own, self._has_ratio[tokens]
 
     def mean(self, members: Iterable[int], *, is_own: bool) -> float | None:
         """Return the mean over the members' tokens of one kind; None without any."""

@@ -53,7 +53,8 @@ class Algorithm(abc.ABC):
     settings: BaseSettings
 
     needs_behaviour: bool = True
-    """Whether it reads the logprobs under the policy that sampled. One that does not can train imported sessions."""
+    """Whether it reads the logprobs under the policy that sampled. One that does not can train imported sessions, and
+    turns that were sampled greedily or from a part of the distribution."""
     needs_proximal: bool = False
     """Whether it reads the logprobs under the weights at the start of a batch."""
     needs_reference: bool = False
@@ -165,7 +166,9 @@ def select(
         rule: How rewards are shaped, and what is left out.
         window: Values of earlier single sessions.
     """
-    return algorithm.choose(selection.offer(experiences, keys, rule, window, algorithm.reward))
+    needs = algorithm.needs_behaviour
+    offered = selection.offer(experiences, keys, rule, window, algorithm.reward, needs_behaviour=needs)
+    return algorithm.choose(offered)
 
 
 def loss_of(tokens: TrainedTokens, algorithm: Algorithm) -> Tensor:

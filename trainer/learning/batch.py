@@ -123,6 +123,7 @@ def build(
     chosen: Sequence[bool] | None = None,
     num_imported: int = 0,
     mu: float = 0.0,
+    needs_behaviour: bool = True,
 ) -> Batch:
     """Return the batch of these experiences.
 
@@ -134,10 +135,12 @@ def build(
         chosen: For DPO, whether it is of its pair's better session.
         num_imported: So many experiences at the end are imported ones that are mixed in.
         mu: Weight of their loss.
+        needs_behaviour: Whether an importance ratio is formed for each token of the others.
     """
     sessions: dict[tuple[int, SessionKey], int] = {}
     members = [(0 if pairs is None else pairs[n], each.session_key) for n, each in enumerate(experiences)]
-    places = [_trained(experience) for experience in experiences]
+    num_sampled = len(experiences) - num_imported
+    places = [_trained(each, needs_behaviour=needs_behaviour and n < num_sampled) for n, each in enumerate(experiences)]
     counts = [len(place) for place in places]
     starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     columns = [(e, p, a) for e, p, a in zip(experiences, places, advantages, strict=True)]
@@ -157,9 +160,18 @@ def build(
         tokens_of=[np.arange(starts[i], starts[i + 1]) for i in range(len(experiences))],
         unit_of=list(range(len(experiences))) if pairs is None else pairs,
         chosen=[True] * len(experiences) if chosen is None else chosen,
-        num_sampled=len(experiences) - num_imported,
+        num_sampled=num_sampled,
         mu=mu,
     )
+
+
+def with_ratio(batch: Batch) -> npt.NDArray[np.bool_]:
+    """Return for each trained token whether its behaviour logprob is that of a distribution the trainer has. [M]."""
+    found = np.ones(len(batch.table), np.bool_)
+    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
+        defined = np.array([reason is None for reason in why_untrainable(experience)])
+        found[tokens] = defined[experience.turn_index[batch.table.place[tokens]]]
+    return found
 
 
 def trained_turns(batch: Batch) -> set[str]:
@@ -238,9 +250,9 @@ def pack(batch: Batch, members: Iterable[int], row_tokens: int) -> list[Row]:
     return rows
 
 
-def _trained(experience: Experience) -> Indices:
-    """Return the positions that carry loss: sampled tokens whose importance ratio is defined."""
-    fit = np.array([reason is None for reason in why_untrainable(experience)])
+def _trained(experience: Experience, *, needs_behaviour: bool) -> Indices:
+    """Return the positions that carry loss: sampled tokens whose importance ratio is defined, if it is needed."""
+    fit = np.array([reason is None for reason in why_untrainable(experience, needs_behaviour=needs_behaviour)])
     places = np.flatnonzero(experience.loss_mask)
     assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"
     trained: Indices = places[fit[experience.turn_index[places]]]

@@ -2,7 +2,7 @@
 
 Behaviour logprobs are those of the distribution that was sampled from. The trainer can apply a temperature to its own
 logits. It cannot reproduce a mask or a penalty of the sampler, so turns that had one stay in the prompt, carry no
-loss, and are counted by reason.
+loss, and are counted by reason. An algorithm that reads no behaviour logprobs, such as SFT, trains these turns too.
 """
 
 from __future__ import annotations
@@ -54,19 +54,24 @@ MASKS: dict[str, Callable[[Any], bool]] = {
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
 NO_TRAINABLE_TURN = "no_trainable_turn"
-"""Reason of a chain of which no turn was sampled in a way that has an importance ratio."""
+"""Reason of a chain of which no turn can be trained, such as one whose turns have no importance ratio."""
 TOO_LONG = "chain_too_long"
 """Beginning of the reason of a chain over `max_chain_tokens`."""
 
 
 def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
-    """Return the temperature of each turn, 1 where the call set none. [K]."""
-    return np.array([_temperature(sampling) for sampling in _per_turn(experience)], np.float32)
+    """Return the temperature of each turn, 1 where the call set none or 0. [K]."""
+    return np.array([_temperature(sampling) or 1.0 for sampling in _per_turn(experience)], np.float32)
 
 
-def why_untrainable(experience: Experience) -> list[str | None]:
-    """Return for each turn why no importance ratio can be formed for it, None where one can. [K]."""
-    reasons = [_reason(sampling) for sampling in _per_turn(experience)]
+def why_untrainable(experience: Experience, *, needs_behaviour: bool = True) -> list[str | None]:
+    """Return for each turn why it cannot be trained, None where it can. [K].
+
+    Args:
+        experience: A chain.
+        needs_behaviour: Whether an importance ratio is formed for each token.
+    """
+    reasons = [_reason(sampling) if needs_behaviour else None for sampling in _per_turn(experience)]
     broken = experience.loss_mask & ~np.isfinite(experience.logprobs)
     for turn in np.unique(experience.turn_index[broken]):
         reasons[turn] = "broken_logprobs"
@@ -166,6 +171,8 @@ def offer(
     rule: SelectionRule,
     window: Sequence[Row],
     reward: Callable[[Mapping[str, float], Json], float | None],
+    *,
+    needs_behaviour: bool = True,
 ) -> Offer:
     """Return what can be trained of the claimed groups.
 
@@ -175,12 +182,13 @@ def offer(
         rule: How rewards are shaped, and what is left out.
         window: Values of earlier single sessions.
         reward: Returns a session's reward from its rewards by name and its metadata; None: as it is stored.
+        needs_behaviour: Whether an importance ratio is formed for each token.
     """
     shaped = shape_rewards(experiences, rule, reward)
     too_large = _groups_too_large(shaped)
     keys = [key for key in keys if key not in too_large]
     experiences = [experience for experience in shaped if experience.group_key not in too_large]
-    reasons = _left_out(experiences, rule)
+    reasons = _left_out(experiences, rule, needs_behaviour=needs_behaviour)
     return Offer(
         experiences=experiences,
         keys=keys,
@@ -192,7 +200,12 @@ def offer(
 
 
 def num_turns_left_out(
-    experiences: Sequence[Experience], refused: Collection[GroupKey], trained: Collection[str], rule: SelectionRule
+    experiences: Sequence[Experience],
+    refused: Collection[GroupKey],
+    trained: Collection[str],
+    rule: SelectionRule,
+    *,
+    needs_behaviour: bool,
 ) -> dict[str, int]:
     """Count by reason the turns of groups that are not refused which nevertheless carry no loss.
 
@@ -201,11 +214,13 @@ def num_turns_left_out(
         refused: Groups of which nothing is trained; their reasons are stored with them.
         trained: Ids of the turns that carry loss.
         rule: What is left out.
+        needs_behaviour: Whether an importance ratio is formed for each token.
     """
     counts: Counter[str] = Counter()
     kept = [experience for experience in experiences if experience.group_key not in refused]
-    for experience, of_chain in zip(kept, _left_out(kept, rule), strict=True):
-        for turn_id, of_turn in zip(experience.turn_ids, why_untrainable(experience), strict=True):
+    for experience, of_chain in zip(kept, _left_out(kept, rule, needs_behaviour=needs_behaviour), strict=True):
+        of_turns = why_untrainable(experience, needs_behaviour=needs_behaviour)
+        for turn_id, of_turn in zip(experience.turn_ids, of_turns, strict=True):
             reason = of_turn or of_chain
             if reason is not None and turn_id not in trained:
                 counts[reason.partition(":")[0]] += 1
@@ -300,12 +315,12 @@ def without_advantage(
     return found
 
 
-def _left_out(experiences: Sequence[Experience], rule: SelectionRule) -> list[str | None]:
+def _left_out(experiences: Sequence[Experience], rule: SelectionRule, *, needs_behaviour: bool) -> list[str | None]:
     """Return for each experience why it is not trained, None where it is."""
     overlong = {one.session_key for one in experiences if is_truncated(one)} if rule.overlong_mask else set()
 
     def reason(experience: Experience) -> str | None:
-        if None not in why_untrainable(experience):
+        if None not in why_untrainable(experience, needs_behaviour=needs_behaviour):
             return NO_TRAINABLE_TURN
         if experience.session_key in overlong:
             return "overlong"

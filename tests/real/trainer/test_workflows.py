@@ -221,6 +221,34 @@ def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not
     assert recorded == sampled - set(changed)
 
 
+def test_imitation_also_trains_turns_that_were_sampled_greedily_or_from_a_part_of_the_distribution(
+    tmp_path, model, ledger
+):
+    """SFT forms no importance ratio. The loss of the whole batch by plain torch, of greedy turns at temperature 1."""
+    policy = load_model(model)
+    Rollouts(ledger, policy, num_turns=1).play("a", num_groups=3, group_size=1)
+    with ledger.write() as connection:
+        for turn_id, sampling in {"a-0-0-t0": {"temperature": 0.0}, "a-1-0-t0": {"top_p": 0.1}}.items():
+            of_nucleus = np.zeros(4, np.float32).tobytes()
+            changed = sa.update(turns).where(turns.c.turn_id == turn_id)
+            connection.execute(changed.values(sampling=json.dumps(sampling), logprobs=of_nucleus))
+    losses = []
+    with ledger.read() as connection, torch.no_grad():
+        for row in connection.execute(sa.select(turns)):
+            prompt, reply = np.frombuffer(row.prompt_delta, np.int32), np.frombuffer(row.token_ids, np.int32)
+            logits = policy(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+            losses += torch.nn.functional.cross_entropy(logits, torch.tensor(reply).long(), reduction="none").tolist()
+    settings = settings_for(
+        tmp_path, model, total_batches=1, num_minibatches=1, algorithm={"name": "sft", "min_reward": -1.0}
+    )
+    state = train(settings)
+    assert len(losses) == 3 * 4 == state.metrics["tokens"]
+    assert state.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert (state.metrics["num_turns_left_out"], state.metrics["num_gap_refused_groups"]) == (0, 0)
+    assert state.metrics["logprob_gap_max"] < 1e-5
+    assert groups_by_status(ledger) == {"trained": 3}
+
+
 def test_groups_that_are_too_old_are_dropped(tmp_path, model, ledger):
     """With max_staleness 0, no token of version 0 is trained after version 1 is published."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=4)
