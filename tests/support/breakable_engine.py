@@ -11,9 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from turnwise.processes.supervisor import is_ready
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from support.warm_commands import WarmProcess
@@ -36,14 +34,13 @@ class BreakableEngine:
 
     def _started(self) -> WarmProcess:
         from support.commands import warm_commands
+        from support.servers import wait_ready
 
-        nowhere: Any = {"log": Path(os.devnull), "cwd": Path.cwd(), "environment": os.environ}
-        process = warm_commands().start(self._arguments, module=__name__, **nowhere)
-        deadline = time.monotonic() + START_SECONDS
-        while not is_ready(f"{self.url}/health"):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        log = Path(os.devnull)
+        process = warm_commands().start(
+            self._arguments, module=__name__, log=log, cwd=Path.cwd(), environment=os.environ
+        )
+        wait_ready(f"{self.url}/health", process, log, START_SECONDS)
         return process
 
     def restart(self) -> None:

@@ -9,24 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from support.control_plane import ask
 from support.ports import free_port
+from support.servers import end_group, wait_ready
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin
-from turnwise.processes.supervisor import is_ready, tail_of
 
 START_SECONDS = 400.0
+STOP_SECONDS = 10.0
 WARM_UP_STEPS = 60
 """Enough for the model to use the tool format sometimes; the demo's model is trained longer."""
 
@@ -86,10 +84,10 @@ def running_engine(
         )
     try:
         url = f"http://127.0.0.1:{settings.port}"
-        _wait_healthy(url, process, log)
+        wait_ready(f"{url}/health", process, log, START_SECONDS)
         yield RunningEngine(url, "small", model_dir, log, process.pid)
     finally:
-        _end_group(process)
+        end_group(process, STOP_SECONDS)
 
 
 def plugin_environment(directory: Path) -> dict[str, str]:
@@ -129,21 +127,3 @@ def fake_engine() -> Iterator[RunningFakeEngine]:
     """A fake engine that echoes, served from a thread."""
     with running_fake_engine() as running:
         yield running
-
-
-def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not is_ready(f"{url}/health"):
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"vLLM did not start ({sys.executable}); the end of its log:\n{tail_of(log, 40)}")
-        time.sleep(0.2)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue

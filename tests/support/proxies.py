@@ -10,9 +10,7 @@ import contextlib
 import dataclasses
 import os
 import re
-import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +21,13 @@ import sqlalchemy as sa
 from support.commands import warm_commands
 from support.migrated import migrated
 from support.ports import free_port
+from support.servers import end_group, wait_ready
+from support.waiting import wait_until
 from support.warm_commands import WarmProcess
 from support.warm_start import WORKER_NAME, WRITER_NAME
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.processes.stack import command
-from turnwise.processes.supervisor import is_ready, tail_of
 from turnwise.store import lineage, queries
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
@@ -37,8 +36,6 @@ from turnwise.types import Reward, Session
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
-GONE_SECONDS = 60.0
-"""Time limit for the end of a proxy's child processes after the proxy has ended."""
 WRITER = b"proxy.writer.process"
 WORKER = b"proxy.main"
 """Part of the command line that identifies the writing process."""
@@ -99,13 +96,12 @@ class RunningProxy:
 
     def writing_process(self) -> int:
         """Wait for its writing process and return the process id."""
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            for pid in children(self.process.pid):
-                if is_writing_process(pid):
-                    return pid
-            assert time.monotonic() < deadline, "the proxy has no writing process"
-            time.sleep(0.05)
+        found = wait_until(
+            lambda: [pid for pid in children(self.process.pid) if is_writing_process(pid)],
+            "the proxy has a writing process",
+            START_SECONDS,
+        )
+        return found[0]
 
     def workers(self) -> list[int]:
         """Return the process ids of its workers, with `--workers`."""
@@ -150,10 +146,7 @@ def is_process(pid: int, forked_name: str, part_of_command: bytes) -> bool:
 
 def wait_until_gone(pid: int) -> None:
     """Wait for the end of a process that is not the test's own child."""
-    deadline = time.monotonic() + GONE_SECONDS
-    while command_line(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
+    wait_until(lambda: not command_line(pid), f"process {pid} has ended")
 
 
 StartProxy = Callable[..., RunningProxy]
@@ -192,10 +185,10 @@ def running_proxy(
     start = _started_cold if cold or release else warm_commands().start
     process = start(arguments, log=log, cwd=directory, environment=environment)
     try:
-        _wait_ready(url, process, log)
+        wait_ready(f"{url}/readyz", process, log, START_SECONDS)
         yield RunningProxy(url, database_url, log, process)
     finally:
-        _end_group(process)
+        end_group(process)
 
 
 def _started_cold(
@@ -298,20 +291,3 @@ def assert_served_is_stored(proxy: RunningProxy, engine: RunningFakeEngine) -> N
 def _call_id(completion_id: str) -> str:
     """Return the id of a completion without the dialect's prefix."""
     return re.split("[-_]", completion_id, maxsplit=1)[1]
-
-
-def _wait_ready(url: str, process: subprocess.Popen[bytes] | WarmProcess, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not is_ready(f"{url}/readyz"):
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"the proxy did not start; the end of its log:\n{tail_of(log, 40)}")
-        time.sleep(0.05)
-
-
-def _end_group(process: subprocess.Popen[bytes] | WarmProcess) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from typing import Unpack
 
 import pytest
 from support.proxies import RunningProxy
+from support.servers import end_group
 
 from turnwise.client import Client
 from turnwise.client.wire import SessionFields
@@ -37,9 +36,7 @@ def running_trainer(
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        end_group(process)
 
 
 def play_group(client: Client, number: int, **fields: Unpack[SessionFields]) -> None:

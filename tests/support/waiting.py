@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.02
 
+Found = TypeVar("Found")
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> None:
-    """Return as soon as the condition is true.
+
+def wait_until(condition: Callable[[], Found], what: str, seconds: float = WAIT_SECONDS) -> Found:
+    """Return what the condition returns as soon as that is true.
 
     Args:
         condition: called again and again.
@@ -18,9 +21,10 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = WAIT
         seconds: the deadline.
     """
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, f"after {seconds:.0f} s it is still not true that {what}"
         time.sleep(POLL_SECONDS)
+    return found
 
 
 def assert_stays(condition: Callable[[], object], what: str, seconds: float = 1.0) -> None:

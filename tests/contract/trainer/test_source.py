@@ -11,7 +11,8 @@ from datetime import timedelta
 import pytest
 from support.algorithms import algorithm
 from support.ledger_samples import add_session, finish, make_turn, update_record
-from support.trainer_ledger import Rollouts, load_model, settings_for
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, settings_for
 from support.waiting import wait_until
 
 from trainer.algorithms.algorithm import select
@@ -88,10 +89,12 @@ def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(databas
 def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
     play_incomplete_group(database)
     source = source_for(database, stalled_policy="drop")
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while groups(database) != {"dropped": 1}:
-        assert time.monotonic() < deadline
+
+    def is_dropped() -> bool:
         assert source._look(Position()).num_ready == 0
+        return groups(database) == {"dropped": 1}
+
+    wait_until(is_dropped, "the group is dropped")
 
 
 @pytest.mark.parametrize("rule", [{"stalled_seconds": None}, {"stalled_seconds": 3600.0}])

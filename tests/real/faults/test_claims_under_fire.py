@@ -24,6 +24,7 @@ import pytest
 import sqlalchemy as sa
 from support.claiming_trainer import LEASE_SECONDS
 from support.database_clock import DatabaseClock
+from support.waiting import wait_until
 
 from turnwise.store import ledger, queries, tables, trained
 from turnwise.store.database import Database
@@ -143,12 +144,11 @@ class Crew:
 
     def _holder(self, is_wanted: Callable[[Trainer], bool] = lambda _: True) -> Trainer:
         """Wait for a trainer that holds groups and keeps them: acks are prevented."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            if holders := [one for one in filter(is_wanted, self.trainers) if one.has_claimed() and self._held_by(one)]:
-                return self._rng.choice(holders)
-            time.sleep(0.02)
-        raise AssertionError("no trainer claimed a group")
+
+        def holders() -> list[Trainer]:
+            return [one for one in filter(is_wanted, self.trainers) if one.has_claimed() and self._held_by(one)]
+
+        return self._rng.choice(wait_until(holders, "a trainer holds groups", PATIENCE_SECONDS))
 
     def _taken(self, held: set[tuple[int, int]]) -> bool:
         """Wait until another trainer has claimed one of the groups; return False if none does.

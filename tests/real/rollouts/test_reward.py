@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from support.commands import run_turnwise
 from support.proxies import RunningProxy
 from support.rollout_agents import write_program
+from support.waiting import wait_until
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 from turnwise.client import Client
@@ -241,7 +241,4 @@ def test_watch_rewards_later_sessions_and_a_kill_neither_loses_nor_duplicates_a_
 
 
 def wait_for_reward(client: Client, session_id: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while client.session(session_id)["reward"] is None:
-        assert time.monotonic() < deadline, f"waited for the reward of {session_id}"
-        time.sleep(0.05)
+    wait_until(lambda: client.session(session_id)["reward"] is not None, f"{session_id} has a reward")

@@ -7,13 +7,12 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.proxies import ProxyAndEngine, command_line
 from support.rollout_agents import finished_run, start_run, write_agent, write_program, write_tasks
+from support.waiting import wait_until
 
 from turnwise.client import Client
 from turnwise.rollouts import RunSettings, Task, opened
@@ -38,13 +37,6 @@ def sessions_of(client: Client, directory: Path, out: str) -> list[Json]:
     return [session for session in client.sessions() if session["metadata"].get("rollouts") == name]
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.02)
-
-
 def test_one_command_runs_in_its_own_session_and_its_exit_status_is_returned(url, client, tmp_path):
     agent = write_agent(tmp_path, "print(ask('hello'))\nsys.exit(3)\n")
     done = finished_run(tmp_path, "--url", url, "--", sys.executable, str(agent))
@@ -60,7 +52,7 @@ def test_one_command_runs_in_its_own_session_and_its_exit_status_is_returned(url
 def test_a_term_signal_reaches_the_command_and_its_session_is_ended(url, client, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\nopen('asked', 'w').close()\nimport time\ntime.sleep(600)\n")
     process = start_run(tmp_path, "--url", url, "--", sys.executable, str(agent))
-    wait_for((tmp_path / "asked").exists, "the agent's call")
+    wait_until((tmp_path / "asked").exists, "the agent has called")
     os.kill(process.pid, signal.SIGTERM)
     _, output = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
@@ -154,7 +146,7 @@ time.sleep(600)
     assert (run["termination_reason"], run["num_turns"]) == ("timeout", 1)
     (pid_file,) = tmp_path.glob("out/runs/*/work/orphan.pid")
     orphan = int(pid_file.read_text())
-    wait_for(lambda: b"611" not in command_line(orphan), "the end of the process that left its parent")
+    wait_until(lambda: b"611" not in command_line(orphan), "the process that left its parent has ended")
 
 
 def test_an_interrupt_before_the_last_run_ends_with_130_and_says_how_many_are_played(url, client, tmp_path):
@@ -168,8 +160,10 @@ while not os.path.exists("../../../../go"):
     tasks = write_tasks(tmp_path, *({"task_id": name} for name in "abc"))
     options = ("--tasks", str(tasks), "--parallel", "1", "--out", "out", "--json")
     process = start_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
-    wait_for((tmp_path / "out/plan.json").exists, "the start")
-    wait_for(lambda: any(session["num_turns"] for session in sessions_of(client, tmp_path, "out")), "a call of a run")
+    wait_until((tmp_path / "out/plan.json").exists, "the run has started")
+    wait_until(
+        lambda: any(session["num_turns"] for session in sessions_of(client, tmp_path, "out")), "a run has made a call"
+    )
     os.kill(process.pid, signal.SIGINT)
     assert "stopping" in process.stderr.readline()
     (tmp_path / "go").touch()
@@ -195,13 +189,13 @@ ask('bye')
     arguments = ("--url", url, *options, "--", sys.executable, str(agent))
     process = start_run(tmp_path, *arguments)
     results = tmp_path / "out/results.jsonl"
-    wait_for(lambda: results.exists() and results.read_text().count("\n") == 2, "two finished runs")
+    wait_until(lambda: results.exists() and results.read_text().count("\n") == 2, "two runs have finished")
     slow = tmp_path / "played-slow"
-    wait_for(lambda: slow.exists() and slow.read_text().endswith("\n"), "the slow run")
+    wait_until(lambda: slow.exists() and slow.read_text().endswith("\n"), "the slow run writes")
     process.kill()
     process.communicate()
     interrupted = int(slow.read_text())
-    wait_for(lambda: not command_line(interrupted), "the end of the interrupted agent")
+    wait_until(lambda: not command_line(interrupted), "the interrupted agent has ended")
     (tmp_path / "go").touch()
     done = finished_run(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
@@ -227,7 +221,7 @@ def test_after_a_kill_a_run_that_was_played_but_not_graded_is_only_graded(url, c
     options = ("--tasks", str(tasks), "--reward-command", "./grade.sh", "--out", "out", "--json")
     arguments = ("--url", url, *options, "--", sys.executable, str(agent))
     process = start_run(tmp_path, *arguments)
-    wait_for((tmp_path / "grading").exists, "the grader")
+    wait_until((tmp_path / "grading").exists, "the grader runs")
     process.kill()
     process.communicate()
     (tmp_path / "go").touch()
@@ -267,7 +261,7 @@ def test_watch_plays_pass_after_pass_until_it_is_interrupted(url, client, tmp_pa
     options = ("--tasks", str(tasks), "--watch", "--out", "out", "--json")
     process = start_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
     results = tmp_path / "out/results.jsonl"
-    wait_for(lambda: results.exists() and results.read_text().count("\n") >= 5, "three passes")
+    wait_until(lambda: results.exists() and results.read_text().count("\n") >= 5, "three passes are over")
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0
