@@ -7,7 +7,8 @@ import asyncio
 from openai import AsyncOpenAI
 from support.control_plane import ask
 from support.proxies import running_proxy
-from support.trainer_ledger import make_model, train
+from support.tiny_models import make_model
+from support.trainer_ledger import train
 from turnwise_fake_engine import Reply, Rule, Script, ToolCall, running_fake_engine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import httpx2
 import openai
 from support.proxies import RunningProxy, StartProxy
-from support.trainer_ledger import make_model, settings_for, train
+from support.tiny_models import make_model
+from support.trainer_ledger import settings_for, train
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 

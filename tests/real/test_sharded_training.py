@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, write_settings
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import Rollouts, new_ledger, write_settings
 
 PROGRAM = """
 import sys

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, write_settings
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import Rollouts, new_ledger, write_settings
 from support.waiting import wait_until
 
 from trainer.parallel import check_address

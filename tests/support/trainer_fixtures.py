@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainer_ledger import make_model, new_ledger
+from support.tiny_models import make_model
+from support.trainer_ledger import new_ledger
 
 from trainer import ledger as trainer_ledger
 from trainer.pacing import Renewal

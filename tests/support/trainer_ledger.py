@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from support.migrated import migrated
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from support.tiny_models import VOCABULARY
+from transformers import PreTrainedModel
 
 from trainer.off_policy import OffPolicyWorkflow
 from trainer.policies import Policies
@@ -22,38 +23,8 @@ from turnwise.store.database import Database
 from turnwise.store.policies import create_policy
 from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn
 
-VOCABULARY = 48
 GOOD = 24
 """Sampled tokens below this are rewarded: training makes them more probable."""
-
-
-def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """Write a Qwen3 of 15 thousand parameters, without a tokenizer; `changes` are fields of its configuration."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "initializer_range": 0.2,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 256,
-            "bos_token_id": None,
-            "eos_token_id": 0,
-            "dtype": "float32",
-            **changes,
-        }
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-def load_model(directory: Path) -> Qwen3ForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 @dataclasses.dataclass
@@ -61,7 +32,7 @@ class Rollouts:
     """Plays sessions with a policy and stores them, turn by turn."""
 
     db: Database
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
     version: int = 0
     num_turns: int = 2
     sampled: int = 4

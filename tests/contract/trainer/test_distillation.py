@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from support.experience_factory import experience
-from support.trainer_ledger import Rollouts, load_model, settings_for, train
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, settings_for, train
 from turnwise_fake_engine import running_fake_engine
 from turnwise_fake_engine.sampling import logprobs_of
 

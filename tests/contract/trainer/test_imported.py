@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from support.trainer_ledger import load_model, make_model, settings_for
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import settings_for
 from turnwise_fake_engine import tokens
 
 from trainer.train import OnPolicyWorkflow

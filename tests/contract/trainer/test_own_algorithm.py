@@ -11,7 +11,8 @@ import pytest
 import torch
 from support.algorithms import algorithm, selected
 from support.experience_factory import experience
-from support.trainer_ledger import Rollouts, load_model, settings_for, train
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.loading import load, provided

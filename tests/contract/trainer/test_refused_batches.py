@@ -7,8 +7,8 @@ import io
 
 import numpy as np
 import sqlalchemy as sa
-from support.experts import write_experts
-from support.trainer_ledger import VOCABULARY, Rollouts, load_model, settings_for, store_imported, train
+from support.tiny_models import EXPERTS, VOCABULARY, load_model, make_model
+from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 
 from turnwise.store import ledger as ledger_of
 from turnwise.store import queries, tables
@@ -30,7 +30,7 @@ def test_a_group_with_tokens_of_another_model_is_dropped_and_the_others_are_trai
 
 def test_the_publishing_gate_leaves_out_sessions_that_were_routed_in_another_model(tmp_path, ledger, caplog):
     """One of five held-out sessions has routing of one layer, and the model has two."""
-    experts = write_experts(tmp_path / "experts", num_experts=4)
+    experts = make_model(tmp_path / "experts", "Qwen3Moe", **EXPERTS)
     Rollouts(ledger, load_model(experts)).play("a", num_groups=3)
     Rollouts(ledger, load_model(experts), num_turns=1, split=Split.EVAL).play("held-out", num_groups=1)
     with ledger.write() as conn:

@@ -20,7 +20,8 @@ from support.killed_trainer import (
     Trainers,
     running_trainers,
 )
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, new_policy, write_settings
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import Rollouts, new_ledger, new_policy, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from turnwise.store import queries, serving, trained, versions

@@ -17,7 +17,8 @@ import pytest
 import sqlalchemy as sa
 import torch
 from safetensors.torch import save_file
-from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
 from torch.distributed.checkpoint import state_dict_saver
 
 from trainer.publish.checkpoint import Checkpoints, check_shared

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from support.experience_factory import experience
-from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
 from torch import tensor
 
 from trainer.algorithms import gae

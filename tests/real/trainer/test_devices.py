@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.gloo_worlds import sessions
-from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_for
+from support.tiny_models import make_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for
 
 from trainer.learning.batch import build
 from trainer.main import run

@@ -11,7 +11,8 @@ import torch
 import transformers
 from support.forests import grown_forest
 from support.gloo_worlds import compiled_steps, run_world, steps, world_of
-from support.trainer_ledger import VOCABULARY, settings_for
+from support.tiny_models import FAMILIES, config_of, make_model
+from support.trainer_ledger import settings_for
 
 from trainer.learning.forest import BLOCK, dense_mask
 from trainer.main import check_startable
@@ -21,25 +22,8 @@ from turnwise.errors import SettingsError
 
 CPU = torch.device("cpu")
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3": {"tie_word_embeddings": True},
-    "Llama": {"tie_word_embeddings": False},
-    "Gemma": {},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-}
-
-
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+"""Numbers that the divisions below divide."""
 MORE_FAMILIES: dict[str, dict[str, Any]] = {"Mixtral": {"num_local_experts": 4}, "Olmo2": {}, "Qwen2": {}}
 """Families with other styles in transformers' plans: other experts, norms over all heads, biases."""
 
@@ -49,9 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a small model of each family, with random weights."""
     root = tmp_path_factory.mktemp("models")
     for family, changes in (FAMILIES | MORE_FAMILIES).items():
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**SIZES, **changes)
-        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / family)
+        make_model(root / family, family, **HEADS, **changes)
     return root
 
 
@@ -168,7 +150,7 @@ def test_combinations_that_are_not_supported_are_named_before_anything_is_loaded
     ("plan", "reason"), [({}, "no plan"), ({"model.layers.*.mlp.up_proj": "packed_colwise"}, "a plan with 'packed_col")]
 )
 def test_a_model_that_cannot_be_divided_is_named_with_the_setting_to_change(plan: dict[str, str], reason: str):
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model = transformers.LlamaForCausalLM(config_of("Llama"))
     model._tp_plan = plan
     with pytest.raises(SettingsError, match=rf"LlamaForCausalLM: transformers has {reason}.* Set tensor_parallel=1"):
         divide_layers(model, None)
@@ -183,6 +165,6 @@ def test_numbers_that_do_not_divide_are_refused_by_name(models: Path):
 
 
 def test_experts_that_do_not_divide_are_refused_by_name(models: Path):
-    config = transformers.Qwen3MoeConfig(**SIZES | {"num_attention_heads": 8}, num_experts=6)
+    config = config_of("Qwen3Moe", num_attention_heads=8, num_key_value_heads=4, num_experts=6)
     with pytest.raises(SettingsError, match="tensor_parallel=4 does not divide the model's num_experts=6"):
         check_divisible(config, 4)

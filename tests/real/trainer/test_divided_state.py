@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gloo_worlds import run_world
-from support.trainer_ledger import load_model, make_model
+from support.tiny_models import load_model, make_model
 from support.world_tasks import held_after_resume, resume_and_train, write_first_process_last
 from torch import Tensor
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
 
 from trainer import gap_check
 from turnwise.errors import EngineDisagrees

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
+from support.tiny_models import FAMILIES, load_model, make_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for
 
 from trainer.policy.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
 from turnwise.store import trainer_status
-
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-FAMILIES = {
-    "Qwen3": {"tie_word_embeddings": True},
-    "Llama": {"tie_word_embeddings": False},
-    "Gemma": {},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
-}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_sent_weights_equal_the_directory_of_the_version_bit_for_bit(tmp_path, family, dtype):
     """Also by name: the experts of a mixture lie in one tensor here, and in one each in a checkpoint."""
-    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
+    make_model(tmp_path / "model", family, **FAMILIES[family])
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     policy = Policy(PolicySpec(model=str(tmp_path / "model"), device="cpu", dtype=dtype))
     policy.load(0)

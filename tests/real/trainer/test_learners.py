@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
-from support.trainer_ledger import Rollouts, load_model, new_ledger
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, new_ledger
 
 from trainer.learning.optimizer import make_scheduler
 from trainer.main import run

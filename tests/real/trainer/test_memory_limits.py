@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for
 
 from trainer.parallel import World
 from trainer.policy.agent import OutOfMemory

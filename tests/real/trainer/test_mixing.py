@@ -11,7 +11,8 @@ import pytest
 import torch
 from support.algorithms import algorithm
 from support.experience_factory import experience
-from support.trainer_ledger import Rollouts, load_model, settings_for, store_imported, train
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 from torch import tensor
 
 from trainer.algorithms import chord

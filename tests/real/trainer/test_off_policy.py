@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 from support.ledger_samples import add_session, finish
-from support.trainer_ledger import Rollouts, load_model, settings_for
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.ledger import Ledger
 from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from peft import PeftModel
 from safetensors.torch import load_file
 from support import trainer_ledger
-from support.trainer_ledger import Rollouts, load_model, new_ledger, new_policy, train, train_policies
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, new_ledger, new_policy, train, train_policies
 from transformers import AutoModelForCausalLM
 
 from trainer import policies as trained_policies

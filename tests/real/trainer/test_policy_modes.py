@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for
 
 from trainer.learning.batch import Batch, build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer

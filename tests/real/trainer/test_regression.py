@@ -9,7 +9,8 @@ from support import trainer_ledger
 from support.experience_factory import experience
 from support.killed_trainer import STAGES, dying
 from support.ledger_samples import add_session
-from support.trainer_ledger import Rollouts, load_model, train
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, train
 
 from trainer.gate import GateRule, Shift, judge, shifts_of
 from trainer.learning.batch import build

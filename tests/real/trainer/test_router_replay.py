@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.experts import write_experts
 from support.gloo_worlds import sessions
+from support.tiny_models import make_model
 from torch.nn import functional
 
 from trainer.learning.batch import build, pack
@@ -23,9 +23,11 @@ LAYERS, EXPERTS, CHOSEN = 2, 6, 2
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_experts(
+    return make_model(
         tmp_path_factory.mktemp("moe"),
+        "Qwen3Moe",
         num_hidden_layers=LAYERS,
+        moe_intermediate_size=16,
         num_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
         decoder_sparse_step=1,

@@ -12,7 +12,8 @@ import torch
 from support.algorithms import algorithm, assigned
 from support.algorithms import selected as selected_by
 from support.experience_factory import experience
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for, train
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
 
 from trainer.learning.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on, session_digest
 from trainer.learning.selection import SelectionRule

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from support.trainer_ledger import Rollouts, load_model, settings_for
+from support.tiny_models import load_model
+from support.trainer_ledger import Rollouts, settings_for
 
 import trainer
 from trainer.train import OnPolicyWorkflow

@@ -14,12 +14,8 @@ import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.killed_trainer import STAGES, dying
-from support.trainer_ledger import (
-    Rollouts,
-    load_model,
-    make_model,
-    train,
-)
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import Rollouts, train
 from support.waiting import wait_until
 
 from trainer.algorithms.algorithm import loss_of

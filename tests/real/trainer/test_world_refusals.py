@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.experts import write_experts
 from support.gloo_worlds import WorldFailed, run_world, sessions
-from support.trainer_ledger import Rollouts, load_model, settings_for
+from support.tiny_models import EXPERTS, load_model, make_model
+from support.trainer_ledger import Rollouts, settings_for
 from support.world_tasks import refuse_routing, train_ledger
 
 from trainer.policy.memory import MemoryLimits, read_limits
@@ -19,7 +19,7 @@ from turnwise.store import queries
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
     """A small mixture of experts with two layers and random weights."""
-    return write_experts(tmp_path / "experts", num_experts=4)
+    return make_model(tmp_path / "experts", "Qwen3Moe", **EXPERTS)
 
 
 def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart_its_group_is_refused(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.forests import VOCABULARY, grown_forest
+from support.tiny_models import FAMILIES, SIZES, make_model
 from torch.nn.attention.flex_attention import flex_attention
 
 from trainer.learning.batch import Row
@@ -13,26 +15,6 @@ from trainer.learning.forest import BLOCK, block_mask, dense_mask
 from trainer.policy.model import Policy, PolicySpec
 
 CPU = torch.device("cpu")
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
-ARCHITECTURES = {
-    "Qwen3": {},
-    "Llama": {"tie_word_embeddings": True},
-    "Gemma": {},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
-}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -68,9 +50,7 @@ def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one():
 
 def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monkeypatch):
     """Qwen3 norms queries and keys, which gives float32 under autocast. The kernel, which is a GPU's, is replaced."""
-    import transformers
-
-    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).save_pretrained(tmp_path)
+    make_model(tmp_path, vocab_size=VOCABULARY)
     policy = Policy(PolicySpec(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
     policy.load(0)
     found = []
@@ -85,17 +65,13 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monk
     row = Row(layout=forest.lay_out(), predictor=places[:-1], token=np.arange(len(places) - 1))
     targets = torch.from_numpy(sequences[0][1:].astype(np.int64))
     policy.logprobs(policy.inputs(row, torch.ones(len(targets)), targets))
-    assert found == [(torch.bfloat16,) * 3] * SMALL["num_hidden_layers"]
+    assert found == [(torch.bfloat16,) * 3] * SIZES["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(tmp_path, name):
     """Over real architectures with random weights."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(SMALL | ARCHITECTURES[name]))
-    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    make_model(tmp_path, name, vocab_size=VOCABULARY, **FAMILIES[name])
     policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
     policy.load(0)
     assert policy.attends_to_all

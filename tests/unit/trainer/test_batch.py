@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.experience_factory import experience
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.tiny_models import load_model, make_model
+from support.trainer_ledger import Rollouts, new_ledger
 
 from trainer.algorithms.algorithm import loss_of
 from trainer.learning.batch import build, minibatches, pack

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from click.testing import CliRunner
-from support.trainer_ledger import load_model
+from support.tiny_models import load_model
 
 from trainer.policy.model import Policy, PolicySpec
 from trainer.publish.merge import merge_adapter

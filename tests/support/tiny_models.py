@@ -1,0 +1,54 @@
+"""Very small models with random weights, of any architecture of transformers, without a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "dtype": "float32",
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {"tie_word_embeddings": True},
+    "Llama": {},
+    "Gemma": {"tie_word_embeddings": True},
+    "Qwen3Moe": EXPERTS | {"norm_topk_prob": True},
+}
+"""Architectures that differ in what the trainer has to know of them, with what they need besides the sizes."""
+
+
+def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
+    """Return the configuration of a model of 15 thousand parameters; `changes` are fields of it."""
+    config: transformers.PretrainedConfig = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    return config
+
+
+def make_model(directory: Path, family: str = "Qwen3", *, seed: int = 0, **changes: Any) -> Path:
+    """Write a model with this configuration; return its directory."""
+    torch.manual_seed(seed)
+    config = config_of(family, **changes)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
+    return directory
+
+
+def load_model(directory: Path) -> transformers.PreTrainedModel:
+    """Read a model, for its logprobs."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
