@@ -7,7 +7,6 @@ number, and the engine echoes it: a reply that crosses sessions or tenants is se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from support.streamed_replies import StreamedReply
 
 DEADLINE_SECONDS = 30.0
 """Limit of one attempt: the proxies' own deadlines are 3 and 5 seconds, and no fault lasts longer than 9."""
@@ -149,22 +149,13 @@ class Agent:
             self._observed.violations.append(f"{url} answered {status}: {error['message']}")
 
     async def _streamed(self, response: aiohttp.ClientResponse) -> tuple[str, str] | None:
-        text, turn_id, finished = "", "", False
-        with contextlib.suppress(aiohttp.ClientError, ConnectionResetError):
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                chunk = orjson.loads(line[len(b"data: ") :])
-                if "error" in chunk:
-                    self._observed.refusals[200, chunk["error"]["code"]] += 1
-                    return None
-                for choice in chunk["choices"]:
-                    turn_id = chunk["id"]
-                    text += choice["delta"].get("content") or ""
-                    finished = finished or choice["finish_reason"] is not None
-            if not finished:
-                self._observed.violations.append(f"a stream of {response.url} ended without its finish or an error")
-        return (turn_id, text) if finished else None
+        reply = StreamedReply()
+        await reply.read(response)
+        if reply.error_code is not None:
+            self._observed.refusals[200, reply.error_code] += 1
+        elif not reply.is_complete:
+            self._observed.violations.append(f"a stream of {response.url} ended without its finish or an error")
+        return (reply.turn_id, reply.text) if reply.is_complete else None
 
 
 async def _complete(response: aiohttp.ClientResponse) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from support.migrated import migrated
+from support.tiny_checkpoints import FACTORS, WEIGHTS, write_adapter, write_weights
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from proxy.engines.engine import Engine
@@ -105,13 +105,9 @@ class Stage:
             await process.writer.close()
 
     def publish(self, version: int, kind: PolicyKind = PolicyKind.FULL, *, whole: bool = True) -> str:
-        place = self.directory / f"v{version}"
-        place.mkdir()
-        file = {PolicyKind.FULL: "model", PolicyKind.LORA: "adapter_model"}[kind]
-        tensor = {PolicyKind.FULL: "w", PolicyKind.LORA: "layer.lora_A.weight"}[kind]
-        config = {PolicyKind.FULL: "config.json", PolicyKind.LORA: "adapter_config.json"}[kind]
-        save_file({tensor: np.full((1, 1), 0.0 if whole else np.nan, np.float32)}, place / f"{file}.safetensors")
-        (place / config).write_text('{"peft_type": "LORA", "r": 1}' if kind is PolicyKind.LORA else "{}")
+        write, tensors = {PolicyKind.FULL: (write_weights, WEIGHTS), PolicyKind.LORA: (write_adapter, FACTORS)}[kind]
+        broken = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
+        place = write(self.directory / f"v{version}", tensors if whole else broken)
         with self.database.write() as connection:
             versions.publish_version(connection, PolicyVersion(version=version, path=str(place), kind=kind))
         return str(place)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import aiohttp
 import orjson
 from support.proxies import RunningProxy
+from support.streamed_replies import StreamedReply
 from turnwise_fake_engine import RunningFakeEngine
 
 PAUSE_SECONDS = 0.05
@@ -98,20 +99,10 @@ async def _complete(response: aiohttp.ClientResponse) -> CompleteReply:
 
 
 async def _streamed(response: aiohttp.ClientResponse) -> CompleteReply | None:
-    """Return the reply if its finish was received, whether or not the stream ended properly."""
-    text, turn_id, finished = "", "", False
-    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = orjson.loads(line[len(b"data: ") :])
-            if "error" in chunk:
-                return None
-            for choice in chunk["choices"]:
-                turn_id = chunk["id"]
-                text += choice["delta"].get("content") or ""
-                finished = finished or choice["finish_reason"] is not None
-    return CompleteReply(turn_id, text) if finished else None
+    reply = StreamedReply()
+    with contextlib.suppress(TimeoutError):
+        await reply.read(response)
+    return CompleteReply(reply.turn_id, reply.text) if reply.is_complete else None
 
 
 class Agents:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from support.tiny_checkpoints import write_adapter, write_weights
 
 from proxy.reload.checkpoint import check_headers, check_tokenizer, check_values
 from proxy.reload.safetensors_header import find_not_finite, read_header
@@ -20,17 +20,7 @@ CONFIG = {"model_type": "small", "architectures": ["Small"], "tie_word_embedding
 
 
 def checkpoint(place: Path, tensors: dict = TENSORS, **config: object) -> Path:
-    place.mkdir()
-    save_file(tensors, place / "model.safetensors")
-    (place / "config.json").write_text(json.dumps(CONFIG | config))
-    return place
-
-
-def adapter(place: Path, factors: dict, **config: object) -> Path:
-    place.mkdir()
-    save_file(factors, place / "adapter_model.safetensors")
-    (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1} | config))
-    return place
+    return write_weights(place, tensors, **CONFIG | config)
 
 
 def refusal(path: Path, kind: PolicyKind = PolicyKind.FULL, served: Path | None = None) -> str:
@@ -162,11 +152,13 @@ FACTORS = {
 def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
     """A is [rank, in] and B is [out, rank] of a weight [out, in]; here 2 × 2."""
     served = checkpoint(tmp_path / "served")
-    check_headers(str(adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
+    check_headers(str(write_adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
     wide = {name: np.ones((3, 3), np.float32) for name in FACTORS}
-    assert "does not fit the served model's [2, 2]" in refusal(adapter(tmp_path / "b", wide), PolicyKind.LORA, served)
+    assert "does not fit the served model's [2, 2]" in refusal(
+        write_adapter(tmp_path / "b", wide), PolicyKind.LORA, served
+    )
     renamed = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
-    words = refusal(adapter(tmp_path / "c", renamed), PolicyKind.LORA, served)
+    words = refusal(write_adapter(tmp_path / "c", renamed), PolicyKind.LORA, served)
     assert "adapts 'other', which the served model lacks" in words
 
 
@@ -174,15 +166,17 @@ def test_an_adapter_of_a_tied_output_head_must_fit_the_embeddings(tmp_path):
     """The head has no tensor of its own; the embeddings are [4, 2]."""
     served = checkpoint(tmp_path / "served", {"model.embed_tokens.weight": TENSORS["embed.weight"]})
     head = {"lm_head.lora_A.weight": np.ones((1, 2), np.float32), "lm_head.lora_B.weight": np.ones((4, 1), np.float32)}
-    check_headers(str(adapter(tmp_path / "a", head)), PolicyKind.LORA, str(served))
+    check_headers(str(write_adapter(tmp_path / "a", head)), PolicyKind.LORA, str(served))
     other = head | {"lm_head.lora_B.weight": np.ones((3, 1), np.float32)}
-    assert "does not fit the served model's [4, 2]" in refusal(adapter(tmp_path / "b", other), PolicyKind.LORA, served)
+    assert "does not fit the served model's [4, 2]" in refusal(
+        write_adapter(tmp_path / "b", other), PolicyKind.LORA, served
+    )
 
 
 def test_an_adapter_directory_must_hold_an_adapter(tmp_path):
     assert "adapter_config.json cannot be read" in refusal(checkpoint(tmp_path / "a"), PolicyKind.LORA)
-    assert "not a LoRA adapter" in refusal(adapter(tmp_path / "b", FACTORS, peft_type="IA3"), PolicyKind.LORA)
-    assert "holds no tensor" in refusal(adapter(tmp_path / "c", {}), PolicyKind.LORA)
+    assert "not a LoRA adapter" in refusal(write_adapter(tmp_path / "b", FACTORS, peft_type="IA3"), PolicyKind.LORA)
+    assert "holds no tensor" in refusal(write_adapter(tmp_path / "c", {}), PolicyKind.LORA)
 
 
 def test_a_probe_is_read_if_it_exists(tmp_path):
