@@ -7,11 +7,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from support import trainer_ledger
 from support.gloo_worlds import sessions
-from support.tiny_models import make_model
+from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, new_ledger, settings_for
 
 from trainer.learning.batch import build
@@ -30,7 +28,7 @@ from turnwise.store.trainer_status import TrainerState, trainer_statuses
 def test_gradients_are_reduced_with_the_last_row_of_a_step_only_unless_memory_is_short(
     tmp_path, model, ledger, monkeypatch, is_every
 ):
-    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=1)
+    Rollouts(ledger, load_model(model)).play("a", num_groups=1)
     reduced, real = [], torch.Tensor.backward
     settings = settings_for(tmp_path, model, total_batches=1, row_tokens=20, groups_per_batch=1)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
@@ -68,7 +66,7 @@ def test_activations_are_recomputed_before_rows_become_shorter_or_a_group_is_lef
     tmp_path, model, ledger, monkeypatch, caplog
 ):
     """Chains of 32 tokens, of which 40 fit if they are recomputed: two more steps, and every group is trained."""
-    Rollouts(ledger, trainer_ledger.load_model(model), num_turns=4).play("a", num_groups=3)
+    Rollouts(ledger, load_model(model), num_turns=4).play("a", num_groups=3)
     small_memory(monkeypatch, 10, most_recomputed=40)
     settings = settings_for(tmp_path, model, total_batches=1, row_tokens=200, gradient_checkpointing=False)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
@@ -85,7 +83,7 @@ def test_a_trainer_that_would_leave_out_nearly_all_groups_for_memory_ends_with_a
     tmp_path, model, ledger, monkeypatch
 ):
     """Not one of ten groups fits: none is dropped, and doctor, page, readiness and metrics read the error."""
-    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=10)
+    Rollouts(ledger, load_model(model)).play("a", num_groups=10)
     small_memory(monkeypatch, 10)
     with pytest.raises(SettingsError, match="10 of the last 10 groups do not fit into the device's memory"):
         run(settings_for(tmp_path, model, total_batches=1, groups_per_batch=10))
@@ -100,11 +98,11 @@ def test_a_trainer_that_would_leave_out_nearly_all_groups_for_memory_ends_with_a
 def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same(
     tmp_path, model, ledger, monkeypatch, caplog, correction
 ):
-    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=3)
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     other = tmp_path / "other"
     other.mkdir()
     twin = new_ledger(other / "ledger.db")
-    Rollouts(twin, trainer_ledger.load_model(model)).play("a", num_groups=3)
+    Rollouts(twin, load_model(model)).play("a", num_groups=3)
     twin.close()
     changes = {"total_batches": 1, "row_tokens": 200, "algorithm": {"correction": correction}}
     states = []
@@ -135,8 +133,8 @@ def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_continues
 ):
     """Two groups are trained; the one with longer sessions is dropped with its reason, and the trainer continues."""
     caplog.set_level(logging.WARNING)
-    Rollouts(ledger, trainer_ledger.load_model(model)).play("short", num_groups=2)
-    Rollouts(ledger, trainer_ledger.load_model(model), num_turns=8).play("long", num_groups=1)
+    Rollouts(ledger, load_model(model)).play("short", num_groups=2)
+    Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
     small_memory(monkeypatch, 20)
     workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, total_batches=1), enable_jit=False)
     state = workflow.learn(workflow.setup(0))
@@ -176,18 +174,7 @@ def test_dropout_is_off(tmp_path):
 @pytest.fixture
 def gpt_oss(tmp_path):
     """Random weights; its windows are longer than the texts here."""
-    config = transformers.GptOssConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    make_model(tmp_path, "GptOss", num_local_experts=4, num_experts_per_tok=2)
     return PolicySpec(model=str(tmp_path), device="cpu")
 
 

@@ -277,19 +277,7 @@ def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradi
 
 def test_a_model_that_changes_its_logits_keeps_its_own_output_layer(tmp_path):
     """Gemma 2 caps its logits after the output layer: leaving the layer out would skip that."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=5.0,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    make_model(tmp_path, "Gemma2", final_logit_softcapping=5.0)
     policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
     policy.load(0)
     assert policy._head is None
