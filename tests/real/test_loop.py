@@ -15,6 +15,7 @@ from support.browser import running_browser, visit
 from support.engines import RunningEngine
 from support.proxies import StartProxy
 from support.running_trainer import GROUP_SIZE, GROUPS, play_group, running_trainer, wait_for_version
+from support.waiting import wait_until
 
 from turnwise.client import Client
 from turnwise.demo.trail import make_task
@@ -36,6 +37,8 @@ def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(
             play_group(client, 0)
             play_group(client, 1)
             first = wait_for_version(client, 1, log)
+            # Engines get a version before its groups are acknowledged: a kill in between has them trained again.
+            wait_until(lambda: list(client.updates()), "the groups are acknowledged")
             os.killpg(trainer.pid, signal.SIGKILL)
             trainer.wait(60)
         play_group(client, 2)
