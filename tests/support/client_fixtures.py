@@ -18,10 +18,9 @@ def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
 
 
 @pytest.fixture
-def fake_engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
-    """The module's fake engine; the rules of a test are removed after the test."""
-    yield shared_proxy.engine
-    shared_proxy.engine.state.script.rules.clear()
+def fake_engine(shared_engine: RunningFakeEngine) -> RunningFakeEngine:
+    """The module's fake engine."""
+    return shared_engine
 
 
 @pytest.fixture(scope="module")

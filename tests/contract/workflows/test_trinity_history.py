@@ -29,10 +29,9 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 @pytest.fixture
-def fake_engine(shared_proxy):
-    shared_proxy.engine.calls.clear()
-    yield shared_proxy.engine
-    shared_proxy.engine.state.script.rules.clear()
+def fake_engine(shared_engine):
+    shared_engine.calls.clear()
+    return shared_engine
 
 
 @pytest.fixture
