@@ -159,14 +159,22 @@ class Principal:
 
 
 class Authenticator:
-    """Returns the principal of a presented key."""
+    """Returns the principal of a presented key.
 
-    def __init__(self, database: Database, secret: bytes) -> None:
+    Args:
+        database: It has the keys.
+        secret: Signs session keys.
+        has_keys: Whether there are keys already: known from the start, it holds also while the database is silent.
+    """
+
+    def __init__(self, database: Database, secret: bytes, *, has_keys: bool = False) -> None:
         self._database = database
         self._secret = secret
-        self._has_keys = False
+        self._has_keys = has_keys
         self._open_until = 0.0
         self._verified: cachetools.TTLCache[bytes, Principal] = cachetools.TTLCache(MAX_CACHED_KEYS, CACHE_SECONDS)
+        self._last_known: cachetools.LRUCache[bytes, Principal] = cachetools.LRUCache(MAX_CACHED_KEYS)
+        """The keys that were valid when they were looked up last."""
         self._used: set[str] = set()
         """Ids of keys whose use is to be recorded."""
         self._recording: asyncio.Task[None] | None = None
@@ -194,9 +202,17 @@ class Authenticator:
             )
         return principal
 
+    def last_known(self, headers: Mapping[bytes, bytes]) -> Principal | None:
+        """Return the principal of an API key as it was looked up last, for use while the store does not answer."""
+        digest = hashlib.sha256(presented_key(headers).encode()).digest()
+        if self._open_until and not self._has_keys:
+            return _open_principal(digest)
+        return self._last_known.get(digest)
+
     def forget(self) -> None:
         """Clear the cache of verified keys, after this process has created or revoked a key."""
         self._verified.clear()
+        self._last_known.clear()
         self._open_until = 0.0
 
     async def is_open(self) -> bool:
@@ -215,12 +231,13 @@ class Authenticator:
             return verified
         key = await self._database.fetch(find)
         if key is None:
+            self._last_known.pop(name, None)
             return None
         if keys.is_use_unrecorded(key):
             self._used.add(key.key_id)
             if self._recording is None or self._recording.done():
                 self._recording = asyncio.create_task(self._record_uses())
-        principal = self._verified[name] = Principal(
+        principal = self._verified[name] = self._last_known[name] = Principal(
             tenant=key.tenant,
             role=key.role,
             key_id=key.key_id,

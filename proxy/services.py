@@ -65,7 +65,12 @@ class Services:
     """The services that handle requests, on an open store."""
 
     def __init__(
-        self, settings: ProxySettings, database: Database, secret: bytes, peers: Peers, metrics_directory: Path | None
+        self,
+        settings: ProxySettings,
+        database: Database,
+        authenticator: Authenticator,
+        peers: Peers,
+        metrics_directory: Path | None,
     ) -> None:
         faults = FaultPoints(settings.fault)
         self.settings = settings
@@ -103,7 +108,7 @@ class Services:
         )
         self.files = VersionFiles()
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
-        self.authenticator = Authenticator(database, secret)
+        self.authenticator = authenticator
         self.limits = Limits(settings, metrics)
         self.bodies = Bodies(settings.max_body_bytes)
         self.budgets = Budgets(settings, database, self.writer, metrics)
@@ -226,8 +231,8 @@ async def running_services(
     keep_freed_memory()
     database = Database(settings.database.get_secret_value(), pool_size=NUM_READERS)
     await asyncio.to_thread(database.check_schema)
-    secret = await asyncio.to_thread(_read_secret, database, settings)
-    services = Services(settings, database, secret, peers, metrics_directory)
+    authenticator = await asyncio.to_thread(_make_authenticator, database, settings)
+    services = Services(settings, database, authenticator, peers, metrics_directory)
     await services.writer.start()
     await peers.connect(services.apply_change)
     await services.reloader.start()
@@ -269,8 +274,8 @@ def engine_access(settings: ProxySettings) -> Access:
     return Access(bearer_key=key, tls=tls)
 
 
-def _read_secret(database: Database, settings: ProxySettings) -> bytes:
-    """Return the secret that signs session keys, after checking that a proxy without keys listens on loopback only."""
+def _make_authenticator(database: Database, settings: ProxySettings) -> Authenticator:
+    """Read the secret that signs session keys, after checking that a proxy without keys listens on loopback only."""
     with database.write() as connection:
         secret = keys.server_secret(connection)
         has_keys = keys.any_keys(connection)
@@ -281,7 +286,7 @@ def _read_secret(database: Database, settings: ProxySettings) -> bytes:
         )
     if settings.secret is not None:
         secret = settings.secret.get_secret_value().encode()
-    return secret
+    return Authenticator(database, secret, has_keys=has_keys)
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,13 +11,15 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from proxy.auth import ACTION_OF_ROUTE
+from proxy.metrics import Metrics
 from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.openapi import describe
-from proxy.routes.serialise import Caller, Here, answer, describe_answer, is_operator, page, update_json
-from proxy.services import Services, services_of
+from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, is_operator, page, update_json
+from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise import installation
-from turnwise.errors import ClientError, StoreError
+from turnwise.errors import ClientError, StoreError, StoreUnavailable
 from turnwise.store import queries, trained
 from turnwise.store.database import Connection
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 OF_POLICIES = b"turnwise_named_policy_version{"
+NO_ANSWER = f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs"
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
 
@@ -149,7 +152,7 @@ async def _read_store(services: Services, tenant: str | None) -> tuple[str | Non
             trainers, shown = await services.database.fetch(read)
         await services.writer.check()
     except TimeoutError:
-        return f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs", [], set()
+        return NO_ANSWER, [], set()
     except StoreError as error:
         return str(error), [], set()
     return None, trainers, shown
@@ -216,22 +219,27 @@ async def document(request: Request, _: Caller) -> Response:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def metrics(request: Request, principal: Caller) -> Response:
+async def metrics(request: Request, services: Here) -> Response:
     """Return all metrics in Prometheus' text format, summed over the workers of this proxy.
 
-    Keys of a tenant that does not own the model get no metrics of other tenants' policies.
+    Keys of a tenant that does not own the model get no metrics of other tenants' policies. While the store does not
+    answer, a key that was valid when it was looked up last gets the metrics that do not come from the store.
     """
-    services = services_of(request)
     try:
-        await asyncio.to_thread(_read_gauges, services)
-    except StoreError as error:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            principal = await caller(request)
+            await services.database.fetch(_read_gauges, services.metrics)
+            is_shown_all = await is_operator(services, principal)
+    except (StoreError, TimeoutError) as error:
+        failure = error if isinstance(error, StoreError) else StoreUnavailable(NO_ANSWER)
         services.metrics.background_errors.labels("gauges").inc()
-        log.warning("the gauges that come from the store could not be read: %s", error)
+        log.warning("the gauges that come from the store could not be read: %s", failure)
+        known = services.authenticator.last_known(dict(request.scope["headers"]))
+        if known is None:
+            raise failure from error
+        known.require(ACTION_OF_ROUTE["GET /metrics"])
+        principal, is_shown_all = known, False
     rendered = await asyncio.to_thread(services.metrics.render)
-    try:
-        is_shown_all = await is_operator(services, principal)
-    except StoreError:
-        is_shown_all = False
     if not is_shown_all:
         rendered = _without_other_tenants(rendered, principal.tenant)
     return Response(rendered, media_type="text/plain; version=0.0.4")
@@ -245,19 +253,18 @@ def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
     return b"\n".join(each for each in lines if not each.startswith(OF_POLICIES) or own in each)
 
 
-def _read_gauges(services: Services) -> None:
+def _read_gauges(connection: Connection, metrics: Metrics) -> None:
     """Set the gauges that come from the store."""
-    with services.database.read() as connection:
-        unfinished = queries.unfinished_groups(connection)
-        update = trained.last_update(connection)
-        trainers = collections.Counter(each.state for each in trainer_statuses(connection))
+    unfinished = queries.unfinished_groups(connection)
+    update = trained.last_update(connection)
+    trainers = collections.Counter(each.state for each in trainer_statuses(connection))
     for state in TrainerState:
-        services.metrics.trainers.labels(state.value).set(trainers[state])
+        metrics.trainers.labels(state.value).set(trainers[state])
     for status, count in unfinished.items():
-        services.metrics.groups.labels(status).set(count)
+        metrics.groups.labels(status).set(count)
     if update is not None:
-        services.metrics.last_update.set(update.update_id)
-        services.metrics.last_update_timestamp.set(update.created_at.timestamp())
+        metrics.last_update.set(update.update_id)
+        metrics.last_update_timestamp.set(update.created_at.timestamp())
         reward = update.metrics.get("reward_mean")
         if reward is not None:
-            services.metrics.last_update_reward.set(reward)
+            metrics.last_update_reward.set(reward)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 
 import httpx2
+import pytest
 from support.private_postgres import PrivatePostgres
 from support.proxies import StartProxy, assert_served_is_stored
 from turnwise_fake_engine import RunningFakeEngine
 
 from turnwise.client import Client
-from turnwise.store import claims
+from turnwise.store import claims, keys
 from turnwise.store.database import Database
 
 
@@ -40,3 +41,30 @@ def test_a_proxy_over_postgresql_captures_turns_that_a_trainer_claims_once(
         assert claimed is not None
         assert [group.group_id for group in claimed.groups] == ["g"]
         assert claims.claim(database, "another", max_groups=2, lease_seconds=60) is None
+
+
+@pytest.mark.postgres
+def test_metrics_are_served_to_a_known_key_while_the_database_is_away(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, postgres_server: PrivatePostgres, postgres_template: str
+) -> None:
+    """A monitor that gets nothing then cannot say what fails; whoever has no such key gets nothing."""
+    url = postgres_server.url(postgres_server.create_database(postgres_template))
+    with contextlib.closing(Database(url)) as database, database.write() as connection:
+        _, agent = keys.create_key(connection, "team-a", "agent", "monitor")
+        _, unseen = keys.create_key(connection, "default", "admin", "unseen")
+    proxy = start_proxy(fake_engine.url, database_url=url)
+
+    def scrape(key: str) -> httpx2.Response:
+        return httpx2.get(f"{proxy.url}/metrics", headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+    assert scrape(agent).status_code == 200
+    postgres_server.stop()
+    try:
+        refused = httpx2.get(f"{proxy.url}/v1/models", headers={"authorization": f"Bearer {unseen}"}, timeout=60)
+        assert refused.status_code == 503
+        scraped = scrape(agent)
+        assert (scraped.status_code, scrape(unseen).status_code) == (200, 503)
+        assert 'turnwise_refused_total{code="store_unavailable"}' in scraped.text
+    finally:
+        postgres_server.start()
+    assert scrape(unseen).status_code == 200

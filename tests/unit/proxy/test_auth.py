@@ -86,6 +86,28 @@ def test_a_verified_key_is_cached_for_a_limited_time(database, gate):
         who(gate, key)
 
 
+def test_a_key_is_known_as_it_was_looked_up_last(database, gate):
+    """For what is read while the store is silent; a key that was found to be revoked, or is unknown, is not."""
+    key_id, key = new_key(database)
+    headers = {b"x-api-key": key.encode()}
+    assert gate.last_known(headers) is None
+    who(gate, key)
+    gate._verified.clear()
+    assert gate.last_known(headers).key_id == key_id
+    assert gate.last_known({b"x-api-key": b"tw-x-y"}) is None
+    with database.write() as connection:
+        keys.revoke_key(connection, key_id)
+    with pytest.raises(Unauthorized):
+        who(gate, key)
+    assert gate.last_known(headers) is None
+
+
+def test_a_proxy_that_starts_with_keys_knows_it_without_the_store(tmp_path):
+    """Until a first call it took itself for open: while the store was away, it refused its host name with 403."""
+    away = Database(f"sqlite:///{tmp_path}/nowhere/x.db")
+    assert not asyncio.run(Authenticator(away, b"secret", has_keys=True).is_open())
+
+
 def test_a_session_key_names_its_session_and_cannot_be_forged(database, gate):
     root_id, root = new_key(database)
     session, creator = Session(session_id="s:1", tenant="tenant"), who(gate, root)
