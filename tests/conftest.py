@@ -21,7 +21,6 @@ pytest_plugins = [
     "support.lossy_gateway",
     "support.node_projects",
     "support.proxies",
-    "support.served_engine",
     "support.tiers",
     "support.workers",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support.in_process import in_process_proxy
-from support.migrated import migrated
+from support.migrated import new_database
 from support.waiting import wait_until
 
 from turnwise.commands.cli import main
@@ -46,7 +46,7 @@ def session_ids(database: Database) -> set[str]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Database:
-    return Database(migrated(f"sqlite:///{tmp_path}/store.db"))
+    return new_database(tmp_path / "store.db")
 
 
 def run(tmp_path: Path, *arguments: str) -> Any:
@@ -131,7 +131,7 @@ def test_a_misspelt_database_is_not_backed_up(tmp_path: Path) -> None:
 
 
 def test_the_proxy_deletes_sessions_over_the_age_of_its_setting(tmp_path: Path) -> None:
-    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
+    database = new_database(tmp_path / "turnwise.db")
     add_ended(database, "ten-days")
     add_ended(database, "twenty-days", at=LONG_AGO - TEN_DAYS)
     with in_process_proxy(tmp_path, retention_days=15.0) as (http, _):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger, write_settings
+from support.trainer_ledger import Rollouts, write_settings
 
 PROGRAM = """
 import sys
@@ -26,7 +27,7 @@ sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="t
 def train(directory, model, num_processes, kind, *, num_groups=20, total_batches=5, checkpoint_every=1):
     if not directory.exists():
         directory.mkdir()
-        db = new_ledger(directory / "ledger.db")
+        db = new_database(directory / "ledger.db")
         Rollouts(db, load_model(model)).play("a", num_groups=num_groups)
         db.close()
     config = write_settings(

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger, write_settings
+from support.trainer_ledger import Rollouts, write_settings
 from support.waiting import wait_until
 
 from trainer.parallel import check_address
@@ -132,7 +133,7 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._model = make_model(directory / "model")
-        self.db = new_ledger(directory / "ledger.db")
+        self.db = new_database(directory / "ledger.db")
 
     def play(self, name: str) -> None:
         """Store the groups of one batch."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner
 from support.ledger_samples import finish, make_turn
-from support.migrated import migrated
+from support.migrated import new_database
 
 from turnwise.commands.cli import main
 from turnwise.store import ledger
@@ -31,7 +31,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "
 
 def captured(tmp_path: Path) -> Database:
     """Return a database with one rewarded session; a second conversation branches off its first turn."""
-    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
+    database = new_database(tmp_path / "turnwise.db")
     asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]
     called = {"role": "assistant", "content": None, "reasoning": "look it up", "tool_calls": [CALL]}
     tool_message = {"role": "tool", "tool_call_id": "call_1", "content": '{"boss": "lea"}'}

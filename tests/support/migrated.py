@@ -23,6 +23,11 @@ def migrated(url: str) -> str:
     return url
 
 
+def new_database(path: Path) -> Database:
+    """Open a new SQLite file with this release's tables."""
+    return Database(migrated(f"sqlite:///{path}"))
+
+
 @functools.cache
 def migrated_file() -> Path:
     """An SQLite file with tables and without rows; it is removed at the end of this process."""

@@ -19,6 +19,8 @@ import httpx2
 import pytest
 import sqlalchemy as sa
 from support.commands import warm_commands
+from support.control_plane import wait_for_status
+from support.engines import RunningEngine, load_own_weights
 from support.migrated import migrated
 from support.ports import free_port
 from support.servers import end_group, wait_ready
@@ -223,6 +225,22 @@ def proxy(fake_engine: RunningFakeEngine, start_proxy: StartProxy) -> RunningPro
     started = start_proxy(fake_engine.url)
     fake_engine.calls.clear()
     return started
+
+
+@pytest.fixture
+def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningProxy]:
+    """A proxy, which makes the engine's own model version 0; the engine's weights are restored for other tests.
+
+    No session is held out, so that every call is served by the version that a test has published last.
+    """
+    proxy = start_proxy(engine.url, "--holdout-share", "0")
+    wait_for_status(proxy, 0)
+    try:
+        yield proxy
+    finally:
+        if proxy.process.poll() is None:
+            proxy.kill()
+        load_own_weights(engine)
 
 
 @dataclasses.dataclass(frozen=True)

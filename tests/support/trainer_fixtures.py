@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.migrated import new_database
 from support.tiny_models import make_model
-from support.trainer_ledger import new_ledger
 
 from trainer import ledger as trainer_ledger
 from trainer.pacing import Renewal
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Database]:
     """The ledger of `settings_for`, without rows."""
-    database = new_ledger(tmp_path / "ledger.db")
+    database = new_database(tmp_path / "ledger.db")
     yield database
     database.close()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.migrated import migrated
 from support.tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
@@ -129,10 +128,6 @@ def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict
             ledger.append_turns(conn, [turn])
             ledger.add_rewards(conn, [Reward(session_id=session_id, value=reward, source=IMPORT)])
             ledger.end_session(conn, "default", session_id)
-
-
-def new_ledger(path: Path) -> Database:
-    return Database(migrated(f"sqlite:///{path}"))
 
 
 def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSettings:

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from click.testing import CliRunner
 from support.ledger_samples import add_session, finish
-from support.migrated import migrated
+from support.migrated import migrated, new_database
 
 from trainer.pacing import SourceRule
 from trainer.source import LedgerSource
@@ -82,7 +82,7 @@ def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_
     """Version 8 and update 7 are those of the old database; the new one's own would otherwise be 1 and 1."""
     fill(database)
     archive.archive(database, tmp_path / "archive", LATER)
-    other = Database(migrated(f"sqlite:///{tmp_path}/other.db"))
+    other = new_database(tmp_path / "other.db")
     assert archive.restore(other, tmp_path / "archive") == 2
     source = LedgerSource(other, SourceRule())
     source.open(PolicyVersion(version=0, path="base"), 0)

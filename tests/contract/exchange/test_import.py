@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from support.exchanged import CONVERSATION, HELLO, TOOLS, export, install_format, records, run_import
 from support.ledger_samples import add_session, finish
-from support.migrated import migrated
+from support.migrated import new_database
 from turnwise_fake_engine import running_fake_engine, tokens
 
 from turnwise.chains import is_imported, is_trainable
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
+    database = new_database(tmp_path / "turnwise.db")
     yield database
     database.close()
 

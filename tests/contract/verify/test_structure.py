@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from click.testing import CliRunner
 from support.ledger_samples import add_session
-from support.migrated import migrated
+from support.migrated import new_database
 from turnwise_fake_engine import running_fake_engine
 
 from turnwise.commands.cli import main
@@ -26,7 +26,7 @@ from turnwise.types import PolicyVersion
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     """Two sessions of three turns each, and a policy version with its files."""
-    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
+    database = new_database(tmp_path / "turnwise.db")
     for name in ("s", "other"):
         add_session(database, name, turns=3)
     directory = tmp_path / "v000001"

@@ -20,8 +20,9 @@ from support.killed_trainer import (
     Trainers,
     running_trainers,
 )
+from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger, new_policy, write_settings
+from support.trainer_ledger import Rollouts, new_policy, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from turnwise.store import queries, serving, trained, versions
@@ -31,7 +32,7 @@ from turnwise.types import DEFAULT_POLICY, PolicyStatus
 def play(directory: Path, model: Path, num_batches: int = 2, num_policies: int = 1) -> Path:
     """Create a ledger with batches of three groups of the default policy and of named ones; return the directory."""
     directory.mkdir()
-    db = new_ledger(directory / "ledger.db")
+    db = new_database(directory / "ledger.db")
     for number in range(num_policies):
         policy_id = new_policy(db, f"p{number}") if number else DEFAULT_POLICY
         rollouts = Rollouts(db, load_model(model), policy_id=policy_id)
@@ -99,7 +100,7 @@ RUNS = {
 def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
     """Return the directories of the versions that updates made, oldest first, by policy."""
     made = defaultdict(list)
-    db = new_ledger(directory / "ledger.db")
+    db = new_database(directory / "ledger.db")
     with db.read() as conn:
         for record in reversed(trained.updates(conn)[0]):
             made[record.policy_id].append(Path(versions.get_version(conn, record.policy_version).path))
@@ -140,7 +141,7 @@ def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
     killed = play(tmp_path / "run", model, num_policies=run.num_policies)
     assert train(trainers, killed, model, STAGES[stage], **run.settings) == -signal.SIGKILL
     assert train(trainers, killed, model, **run.settings) == 0
-    db = new_ledger(killed / "ledger.db")
+    db = new_database(killed / "ledger.db")
     with db.read() as conn:
         assert queries.counts(conn).groups == {"trained": 6 * run.num_policies}
         views, _ = trained.list_updates(conn, "default")
@@ -181,7 +182,7 @@ def test_a_trainer_that_publishes_ahead_of_its_state_trains_each_group_once_unde
     killed = play(tmp_path / "run", model, 4)
     assert train(trainers, killed, model, STAGES_BEHIND[stage], total=4, every=2) == -signal.SIGKILL
     assert train(trainers, killed, model, total=4, every=2) == 0
-    db = new_ledger(killed / "ledger.db")
+    db = new_database(killed / "ledger.db")
     with db.read() as conn:
         newest = Path(serving.serving_state(conn).newest.path)
         assert queries.counts(conn).groups == {"trained": 12}

@@ -17,8 +17,9 @@ import pytest
 import sqlalchemy as sa
 import torch
 from safetensors.torch import save_file
+from support.migrated import new_database
 from support.tiny_models import load_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
+from support.trainer_ledger import Rollouts, settings_for, train
 from torch.distributed.checkpoint import state_dict_saver
 
 from trainer.publish.checkpoint import Checkpoints, check_shared
@@ -121,7 +122,7 @@ def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them
     with pytest.raises(SettingsError, match="holds versions up to 4, but the database knows none after 2"):
         train(settings_for(tmp_path, model, total_batches=3))
     assert find_versions(tmp_path / "policies") == [1, 2, 4]
-    new_ledger(tmp_path / "other.db").close()
+    new_database(tmp_path / "other.db").close()
     with pytest.raises(SettingsError, match="holds versions up to 4, but the database knows none after 0"):
         train(settings_for(tmp_path, model, database=f"sqlite:///{tmp_path / 'other.db'}"))
     for version in ("v000004", "v000004.trainer"):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from support.experience_factory import experience
+from support.migrated import new_database
 from support.tiny_models import load_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
+from support.trainer_ledger import Rollouts, settings_for, train
 from torch import tensor
 
 from trainer.algorithms import gae
@@ -110,7 +111,7 @@ CRITICS = [
 
 def play(tmp_path, model, **changes):
     tmp_path.mkdir(exist_ok=True)
-    db = new_ledger(tmp_path / "ledger.db")
+    db = new_database(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3, group_size=2)
     db.close()
     return settings_for(tmp_path, model, **({"algorithm": "gae", "row_tokens": 64, "max_staleness": 10} | changes))

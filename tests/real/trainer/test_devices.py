@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.gloo_worlds import sessions
+from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for
+from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.learning.batch import build
 from trainer.main import run
@@ -101,7 +102,7 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     other = tmp_path / "other"
     other.mkdir()
-    twin = new_ledger(other / "ledger.db")
+    twin = new_database(other / "ledger.db")
     Rollouts(twin, load_model(model)).play("a", num_groups=3)
     twin.close()
     changes = {"total_batches": 1, "row_tokens": 200, "algorithm": {"correction": correction}}

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.migrated import new_database
 from support.tiny_models import load_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
+from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer import gap_check
 from turnwise.errors import EngineDisagrees
@@ -26,7 +27,7 @@ def train_on(directory, model, **changes):
 def play_stale(directory, model, *, version=1, gap=0.0, num_groups=3):
     """Make versions 1 and 2, and a ledger with groups of an older one; `gap` is the engine's error in the last one."""
     directory.mkdir()
-    ledger = new_ledger(directory / "ledger.db")
+    ledger = new_database(directory / "ledger.db")
     Rollouts(ledger, load_model(model)).play("a", num_groups=6)
     train_on(directory, model, total_batches=2)
     sampler = load_model(model if version == 0 else directory / "policies" / f"v{version:06d}")
@@ -64,7 +65,7 @@ def test_a_group_of_constrained_sampling_is_refused_and_the_plain_ones_beside_it
         return
     twin = tmp_path / "twin"
     twin.mkdir()
-    other = new_ledger(twin / "ledger.db")
+    other = new_database(twin / "ledger.db")
     Rollouts(other, load_model(model)).play("plain", num_groups=2)
     train_on(twin, model, total_batches=1, groups_per_batch=2)
     other.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.migrated import new_database
 from support.tiny_models import FAMILIES, load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for
+from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.policy.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
@@ -35,7 +36,7 @@ def test_the_sent_weights_equal_the_directory_of_the_version_bit_for_bit(tmp_pat
 
 def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_path):
     model = make_model(tmp_path / "model")
-    db = new_ledger(tmp_path / "ledger.db")
+    db = new_database(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=6)
     settings = settings_for(tmp_path, model, total_batches=2, max_staleness=10, num_threads=1)
 
@@ -64,7 +65,7 @@ def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_p
 @pytest.mark.parametrize("changes", [{"kind": "lora"}, {"weight_transfer": False}])
 def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, changes):
     settings = settings_for(tmp_path, make_model(tmp_path / "model"), **changes)
-    db = new_ledger(tmp_path / "ledger.db")
+    db = new_database(tmp_path / "ledger.db")
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     workflow.setup(0)
     with db.read() as connection:
@@ -76,7 +77,7 @@ def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, cha
 def test_a_trainer_computes_even_if_its_engines_do_not_sleep(tmp_path, caplog, monkeypatch):
     """Also an adapter's trainer has an address then; without a proxy nobody answers its wish."""
     model = make_model(tmp_path / "model")
-    db = new_ledger(tmp_path / "ledger.db")
+    db = new_database(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3)
     settings = settings_for(tmp_path, model, kind="lora", total_batches=1, engine_sleep_level=1)
     monkeypatch.setattr("trainer.publish.weight_server.SLEEP_SECONDS", 0.05)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
+from support.migrated import new_database
 from support.tiny_models import load_model
-from support.trainer_ledger import Rollouts, new_ledger
+from support.trainer_ledger import Rollouts
 
 from trainer.learning.optimizer import make_scheduler
 from trainer.main import run
@@ -30,7 +31,7 @@ def played(tmp_path_factory, model):
     """A ledger with 8 finished groups, to be copied."""
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("played") / "ledger.db"
-    db = new_ledger(path)
+    db = new_database(path)
     Rollouts(db, load_model(model)).play("a", num_groups=8)
     db.close()
     return path
@@ -47,7 +48,7 @@ def train(tmp_path, model, played, **changes):
 
 def preference(tmp_path, before, after):
     """Return how much more probable the tokens of better sessions became than those of worse ones of their group."""
-    db = new_ledger(tmp_path / "ledger.db")
+    db = new_database(tmp_path / "ledger.db")
     with db.read() as conn:
         found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
     db.close()

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for
+from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.parallel import World
 from trainer.policy.agent import OutOfMemory
@@ -38,7 +39,7 @@ def test_nothing_is_left_out_before_everything_else_was_tried():
 def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path, monkeypatch, row_tokens):
     """No row fits: the fourth start computes shorter ones, or no chain of 15 tokens, and says so in its settings."""
     model = make_model(tmp_path / "model")
-    db = new_ledger(tmp_path / "ledger.db")
+    db = new_database(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3)
     settings = settings_for(tmp_path, model, row_tokens=row_tokens, total_batches=1, num_threads=1)
     rows = []

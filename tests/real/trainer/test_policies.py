@@ -10,8 +10,9 @@ from click.testing import CliRunner
 from peft import PeftModel
 from safetensors.torch import load_file
 from support import trainer_ledger
+from support.migrated import new_database
 from support.tiny_models import load_model
-from support.trainer_ledger import Rollouts, new_ledger, new_policy, train, train_policies
+from support.trainer_ledger import Rollouts, new_policy, train, train_policies
 from transformers import AutoModelForCausalLM
 
 from trainer import policies as trained_policies
@@ -65,7 +66,7 @@ def test_two_policies_get_the_weights_of_two_trainers_of_their_own_and_take_turn
     for policy_id, numbers in ((0, (1, 3)), (other, (2, 4))):
         directory = tmp_path / f"alone {policy_id}"
         directory.mkdir()
-        alone = new_ledger(directory / "ledger.db")
+        alone = new_database(directory / "ledger.db")
         Rollouts(alone, load_model(model)).play(f"of {policy_id}", num_groups=6, seed=policy_id)
         train(settings_for(directory, model))
         for number, version in enumerate(numbers, 1):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.migrated import new_database
 from support.tiny_models import load_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for
+from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.learning.batch import Batch, build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer
@@ -28,7 +29,7 @@ ROW_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory, model) -> Batch:
-    db = new_ledger(tmp_path_factory.mktemp("ledger") / "ledger.db")
+    db = new_database(tmp_path_factory.mktemp("ledger") / "ledger.db")
     Rollouts(db, load_model(model), num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
         found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
@@ -98,7 +99,7 @@ def test_a_workflow_with_jit_gives_the_same_weights(tmp_path, model):
     for enable_jit in (False, True):
         directory = tmp_path / str(enable_jit)
         directory.mkdir()
-        db = new_ledger(directory / "ledger.db")
+        db = new_database(directory / "ledger.db")
         Rollouts(db, load_model(model)).play("a", num_groups=3)
         db.close()
         settings = settings_for(directory, model, total_batches=1)

@@ -12,8 +12,9 @@ import torch
 from support.algorithms import algorithm, assigned
 from support.algorithms import selected as selected_by
 from support.experience_factory import experience
+from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger, settings_for, train
+from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer.learning.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on, session_digest
 from trainer.learning.selection import SelectionRule
@@ -184,7 +185,7 @@ def test_the_digest_of_an_agent_is_that_of_its_system_prompt_without_numbers():
 def played(tmp_path):
     """Return a model's directory beside a ledger with twelve single sessions whose rewards differ."""
     model = make_model(tmp_path / "model")
-    database = new_ledger(tmp_path / "ledger.db")
+    database = new_database(tmp_path / "ledger.db")
     players = Rollouts(database, load_model(model), has_groups=False)
     players.play("a", num_groups=3, group_size=4)
     yield SimpleNamespace(model=model, database=database, directory=tmp_path, players=players)

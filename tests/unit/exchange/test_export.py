@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from support.exchanged import CALL, TOOLS, captured, export, lines_of
 from support.ledger_samples import add_session, finish, make_turn
-from support.migrated import migrated
+from support.migrated import new_database
 
 from turnwise.commands.cli import main
 from turnwise.exchange import plugins
@@ -96,7 +96,7 @@ def test_a_binary_format_requires_an_output_path(database: Database, tmp_path: P
 
 
 def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
-    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
+    database = new_database(tmp_path / "turnwise.db")
     for number in range(40):  # more than one read returns
         add_session(database, f"s{number}")
     database.close()

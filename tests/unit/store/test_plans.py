@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psycopg
 import pytest
 import sqlalchemy as sa
-from support.migrated import migrated
+from support.migrated import new_database
 from support.private_postgres import PrivatePostgres
 from support.store_calls import CALLS, GROWING_WITH_THE_TENANT, OF_TENANT, OF_THE_WHOLE_STORE, Ask
 from support.store_fill import fill, fill_more
@@ -184,7 +184,7 @@ def undone(database: Database) -> Iterator[sa.Connection]:
 @pytest.fixture(scope="module")
 def sqlite_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
     """A store with the small tenant and others."""
-    database = Database(migrated(f"sqlite:///{tmp_path_factory.mktemp('plans')}/store.db"))
+    database = new_database(tmp_path_factory.mktemp("plans") / "store.db")
     fill(database)
     fill_more(database, OTHER_GROUPS)
     yield database
@@ -328,7 +328,7 @@ def num_instructions(database: Database, ask: Ask) -> int:
 @contextlib.contextmanager
 def filled(path: Path, num_others: int, num_own: int) -> Iterator[Database]:
     """Open a new SQLite store with so many groups of other tenants, and of the small one."""
-    database = Database(migrated(f"sqlite:///{path}"))
+    database = new_database(path)
     fill(database)
     fill_more(database, num_others)
     fill_more(database, num_own, ["t"])

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.experience_factory import experience
+from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, new_ledger
+from support.trainer_ledger import Rollouts
 
 from trainer.algorithms.algorithm import loss_of
 from trainer.learning.batch import build, minibatches, pack
@@ -225,7 +226,7 @@ def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, r
 
 def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path, policy):
     """The packed forward gives the logprobs of the rollouts: every chain attends only to its own prefix."""
-    db = new_ledger(tmp_path / "ledger.db")
+    db = new_database(tmp_path / "ledger.db")
     model = load_model(policy.spec.model)
     Rollouts(db, model, num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
