@@ -60,7 +60,8 @@ class ProxySettings(Settings):
     cors_origins: list[str] = Field(default_factory=list)
     """Origins of web pages that may call the proxy, `*` for all; by default none."""
     public_url: str | None = None
-    """Origin that clients reach the proxy by, for the `base_url` of a session; by default the request's own Host."""
+    """URL that clients reach the proxy by, for the `base_url` of a session, with the path if a server in front of the
+    proxy adds one; by default the request's own Host."""
     secret: SecretStr | None = None
     """Signs session keys; by default a random one that all proxy processes share through the store."""
     retention_days: float | None = Field(default=None, gt=0)
@@ -267,11 +268,24 @@ class ProxySettings(Settings):
     @classmethod
     def _check_engines(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            try:
-                parts = urlsplit(url)
-                is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isascii()
-            except ValueError:  # a port that is none, half an IPv6 address
-                is_good = False
-            if not is_good:
+            if not _is_http_url(url):
                 raise ValueError(f"{mask_credentials(url)!r} is not the URL of an engine; write http://HOST:PORT")
         return urls
+
+    @field_validator("public_url")
+    @classmethod
+    def _check_public_url(cls, url: str | None) -> str | None:
+        if url is not None and not _is_http_url(url):
+            raise ValueError(
+                f"{mask_credentials(url)!r} is not the URL of a proxy; write https://HOST or https://HOST/PATH"
+            )
+        return url
+
+
+def _is_http_url(url: str) -> bool:
+    """Return whether a client can call this URL."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isascii())
+    except ValueError:  # a port that is none, half an IPv6 address
+        return False

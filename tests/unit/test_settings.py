@@ -5,6 +5,7 @@ import tomllib
 import pytest
 from pydantic import Field, SecretStr
 
+from proxy.settings import ProxySettings
 from turnwise.errors import SettingsError
 from turnwise.settings import Settings, describe, load_settings
 
@@ -141,3 +142,17 @@ def test_direct_construction_reads_nothing_from_outside(tmp_path, monkeypatch):
     monkeypatch.setenv("TURNWISE_PROXY_PORT", "2")
     (tmp_path / "turnwise.toml").write_text("[proxy]\nport = 1\n")
     assert Shop().port == 8000
+
+
+@pytest.mark.parametrize(
+    "url", ["turnwise.example", "https://", "ftp://turnwise.example", "https://turnwise.example:x"]
+)
+def test_a_public_url_that_no_client_can_call_is_refused(url: str) -> None:
+    """It would be in the `base_url` of each session."""
+    with pytest.raises(ValueError, match="not the URL of a proxy; write https://HOST"):
+        ProxySettings(public_url=url)
+
+
+def test_a_public_url_may_have_a_path() -> None:
+    url = "https://turnwise.example/turnwise"
+    assert ProxySettings(public_url=url).public_url == url
