@@ -45,6 +45,8 @@ CHECK_SECONDS = 0.5
 """How often the oldest job is compared with its deadline."""
 ANSWER_SECONDS = 5.0
 """How long the readiness check waits for the writing process."""
+FAILED_SECONDS = 60.0
+"""How long the readiness check reports that a turn could not be stored, unless another one is."""
 
 NO_SPAN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -84,6 +86,8 @@ class Writer:
         self._ready_at: float | None = None
         """When the present writing process reported that it can write; None while it starts."""
         self._watch: asyncio.TimerHandle | None = None
+        self._failed: tuple[float, StoreUnavailable] | None = None
+        """When a turn could not be stored, and why; None once a later one was."""
 
     async def start(self) -> None:
         """Start the writing process; it accepts jobs at once.
@@ -191,10 +195,12 @@ class Writer:
             await asyncio.to_thread(_end, self._process, self._timeout_seconds + GRACE_SECONDS)
 
     async def check(self) -> None:
-        """Check that the writing process answers and can open a transaction.
+        """Check that the writing process answers and can open a transaction, and that the last turn was stored.
+
+        What this transaction would write on a full disk may fit into the log, so it is what calls write that counts.
 
         Raises:
-            StoreUnavailable: it does not, within `ANSWER_SECONDS`.
+            StoreUnavailable: it does not, within `ANSWER_SECONDS`, or a turn could not be stored.
         """
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -203,6 +209,8 @@ class Writer:
             raise StoreUnavailable(
                 f"the writing process has not answered for {ANSWER_SECONDS:g} s; check that the database answers"
             ) from error
+        if self._failed is not None and time.monotonic() - self._failed[0] < FAILED_SECONDS:
+            raise StoreUnavailable(f"the last turn could not be stored: {self._failed[1]}")
 
     def _submit(self, work: list[TurnRow] | Session | Work) -> asyncio.Future[Any]:
         if self._transport is None:
@@ -264,9 +272,8 @@ class Writer:
             waiting = self._waiting.pop(number, None)
             if waiting is None:  # its deadline has passed
                 continue
-            if waiting.num_turns and not isinstance(result, Exception):
-                metrics.commit_seconds.observe(now - waiting.submitted_at)
-                num_committed += waiting.num_turns
+            if waiting.num_turns:
+                num_committed += self._note_turns(waiting, result, now)
             if waiting.future.cancelled():  # its caller has left
                 continue
             if isinstance(result, Exception):
@@ -275,6 +282,16 @@ class Writer:
                 waiting.future.set_result(result)
         if num_committed:
             metrics.commit_batch.observe(num_committed)
+
+    def _note_turns(self, waiting: _Waiting, result: object, now: float) -> int:
+        """Note whether the turns of a job were stored; return how many were."""
+        if isinstance(result, StoreUnavailable):
+            self._failed = now, result
+        if isinstance(result, Exception):
+            return 0
+        self._failed = None
+        self._metrics.commit_seconds.observe(now - waiting.submitted_at)
+        return waiting.num_turns
 
     def lost(self) -> None:
         """Fail the jobs of a writing process that ended, and replace it unless the proxy is closing."""

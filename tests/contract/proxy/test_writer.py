@@ -22,6 +22,7 @@ from support.waiting import wait_until
 
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
+from proxy.writer import client
 from proxy.writer.client import Writer, row_of
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work
@@ -127,6 +128,26 @@ def test_a_job_waits_for_a_locked_store(locked):
 
     assert len(asyncio.run(run())) == 3
     assert len(stored(database)) == 3
+
+
+def test_a_turn_that_could_not_be_stored_is_reported_until_another_one_is(locked, monkeypatch):
+    """A full disk refuses turns and opens transactions: the check of readiness, which stores nothing, passed."""
+    _, url, holder = locked
+
+    async def run() -> None:
+        async with writing(url, seconds=1.0) as writer:
+            with pytest.raises(StoreUnavailable):
+                await writer.append([turn("a")])
+            holder.rollback()
+            with pytest.raises(StoreUnavailable, match=r"the last turn could not be stored: .*lock"):
+                await writer.check()
+            monkeypatch.setattr(client, "FAILED_SECONDS", 0.0)
+            await writer.check()
+            monkeypatch.undo()
+            await writer.append([turn("b")])
+            await writer.check()
+
+    asyncio.run(run())
 
 
 def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(locked):
