@@ -205,7 +205,8 @@ def not_finite(batch: Batch) -> Refused:
             continue
         for token in np.flatnonzero(~(np.abs(values) <= LARGEST_VALUE)):
             key = batch.experiences[table.experience[token]].group_key
-            refused.setdefault(key, f"not_finite: a token has the {name} {values[token]:g}")
+            is_over = f"not_finite: a token has the {name} {float(values[token])!r}"
+            refused.setdefault(key, f"{is_over}; up to {LARGEST_VALUE:g} is trained, scale the rewards")
     return refused
 
 

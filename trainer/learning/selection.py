@@ -294,7 +294,7 @@ def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
         values = np.array([experience.reward, *experience.turn_returns, *named], np.float64)
         bad = values[~(np.abs(values) <= LARGEST_VALUE)]
         if len(bad):
-            reason = f"reward_too_large: {bad[0]:g}; rewards are trained up to {LARGEST_VALUE:g}, scale them"
+            reason = f"reward_too_large: {float(bad[0])!r}; rewards are trained up to {LARGEST_VALUE:g}, scale them"
             refused.setdefault(experience.group_key, reason)
     return refused
 

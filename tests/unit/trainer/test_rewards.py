@@ -11,6 +11,7 @@ from support.experience_factory import experience
 
 from trainer.learning.advantages import RewardRule, overlong_penalty, shape_rewards
 from trainer.learning.batch import build
+from trainer.update import not_finite
 
 
 def named(session_id, rewards, **fields):
@@ -78,6 +79,17 @@ def test_dpo_pairs_every_better_session_with_every_worse_one():
     assert [name for name, _, is_chosen in found["all"] if is_chosen] == ["s2.0", "s2.0", "s1.0"]
     assert {pair for _, pair, _ in found["all"]} == {0, 1, 2}
     assert found["best_worst"] == [("s2.0", 0, True), ("s0.0", 0, False)]
+
+
+def test_a_value_just_over_the_limit_is_refused_by_a_reason_that_differs_from_the_limit():
+    """The largest float32 numbers near a million are 1/16 apart. At the limit itself a value is trained."""
+    sums = [experience(session_id=name, reward=reward) for name, reward in {"a": 1000000.5, "b": 0.0}.items()]
+    refused = selected(sums, algorithm("grpo")).refused
+    assert list(refused.values()) == ["reward_too_large: 1000000.5; rewards are trained up to 1e+06, scale them"]
+    two = [experience(session_id=name, reward=0.0) for name in "ab"]
+    batch = build(two, [np.array([1e6]), np.array([-1000000.0625])], policy_version=0)
+    reason = "not_finite: a token has the advantage -1000000.0625; up to 1e+06 is trained, scale the rewards"
+    assert not_finite(batch) == {two[1].group_key: reason}
 
 
 def test_all_pairs_of_a_group_weigh_the_same():
