@@ -156,7 +156,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_clients_reach_the_proxy_over_tls(fake_engine, start_proxy, certificate, monkeypatch):
-    monkeypatch.setattr("support.proxies.is_ready", lambda url: is_open(url, certificate[0]))
+    monkeypatch.setattr("support.servers.is_ready", lambda url: is_open(url, certificate[0]))
     proxy = start_proxy(fake_engine.url, "--tls-certificate", str(certificate[0]), "--tls-key", str(certificate[1]))
     trusted = ssl.create_default_context(cafile=str(certificate[0]))
     url = proxy.v1.replace("http:", "https:")
