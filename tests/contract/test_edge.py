@@ -16,9 +16,10 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 
 from proxy.engines.vllm.engine import Vllm
+from proxy.main import check_tls_files
 from proxy.services import engine_access
 from proxy.settings import ProxySettings
-from turnwise.errors import EngineUnavailable
+from turnwise.errors import EngineUnavailable, SettingsError
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -162,6 +163,18 @@ def test_clients_reach_the_proxy_over_tls(fake_engine, start_proxy, certificate,
     url = proxy.v1.replace("http:", "https:")
     answer = httpx2.post(f"{url}/chat/completions", json=BODY, verify=trusted, timeout=60)
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("wrong", ["no certificate", "no such key", "not PEM"])
+def test_tls_files_that_cannot_be_used_are_named(certificate, tmp_path, wrong):
+    """The proxy ended with a traceback of the server's library."""
+    named, key = certificate[0], tmp_path / "wrong.pem"
+    if wrong == "not PEM":
+        key.write_text("no key")
+    files = {"tls_certificate": None if wrong == "no certificate" else named, "tls_key": key}
+    with pytest.raises(SettingsError, match=r"name (a PEM file|PEM files)") as raised:
+        check_tls_files(ProxySettings(**files))
+    assert str(key) in str(raised.value)
 
 
 def is_open(url: str, authority: Path) -> bool:
