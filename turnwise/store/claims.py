@@ -120,7 +120,7 @@ def claim(
     """
     with db.write() as conn:
         instant = clock(conn, now)
-        sampled = _is_claimable(conn, instant, policy_id, held)
+        sampled = _is_claimable(conn.dialect, instant, policy_id, held)
         stale = None if min_policy_version is None else _stale(sampled, min_policy_version)
         num_stale = 0 if stale is None else len(stale.make(conn))
         leased_until = instant + _lease_micros(lease_seconds)
@@ -132,7 +132,7 @@ def claim(
                 (groups.c.fencing_token + 1).label("fencing_token"),
                 _IS_SINGLE.label("is_single"),
             )
-            .where(_is_claimable(conn, instant, policy_id, held, with_imported=with_imported))
+            .where(_is_claimable(conn.dialect, instant, policy_id, held, with_imported=with_imported))
             .order_by(groups.c.ready_at, groups.c.group_pk)
             .limit(max_groups * singles_per_group)
             .with_for_update(skip_locked=True)
@@ -162,7 +162,7 @@ def undone(
     """Drop the groups of a policy that could be claimed and that these versions sampled; `held` as for `claim`."""
     first = groups.c.policy_version_first
     is_undone = sa.and_(first >= versions.start, first < versions.stop)
-    wanted = sa.and_(_is_claimable(conn, clock(conn), policy_id, held), is_undone)
+    wanted = sa.and_(_is_claimable(conn.dialect, clock(conn), policy_id, held), is_undone)
     return drop(wanted, "undone", "dropped %d groups of versions that were undone")
 
 
@@ -177,7 +177,7 @@ def num_claimable(
 
     `held`, as for `claim`, are not counted.
     """
-    claimable = _is_claimable(conn, clock(conn), policy_id, held, with_imported=with_imported)
+    claimable = _is_claimable(conn.dialect, clock(conn), policy_id, held, with_imported=with_imported)
     singles = sa.func.coalesce(sa.func.sum(sa.case((_IS_SINGLE, 1), else_=0)), 0)
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
@@ -304,13 +304,13 @@ def ack(
 
 
 def _is_claimable(
-    conn: sa.Connection, instant: int, policy_id: int, held: Collection[int], *, with_imported: bool = False
+    dialect: sa.Dialect, instant: int, policy_id: int, held: Collection[int], *, with_imported: bool = False
 ) -> sa.ColumnElement[bool]:
     """Return the SQL condition for a group of a policy that may be claimed by a trainer that holds some."""
     until = groups.c.leased_until
     lapsed = sa.or_(until <= instant, until > instant + _lease_micros(LONGEST_LEASE_SECONDS))
     if held:
-        lapsed = sa.and_(lapsed, sa.not_(is_among(conn.dialect, groups.c.group_pk, held)))
+        lapsed = sa.and_(lapsed, sa.not_(is_among(dialect, groups.c.group_pk, held)))
     is_ready = sa.or_(
         groups.c.status == GroupStatus.READY.value, sa.and_(groups.c.status == GroupStatus.CLAIMED.value, lapsed)
     )
