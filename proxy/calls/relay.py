@@ -92,7 +92,7 @@ class Relay:
         """
         must_wait = self._sessions.template is None and not self._pool.serving
         has_waited = must_wait and not await self._pool.wait_for_first()
-        placement = await self._sessions.find(call, principal)
+        placement = await self._sessions.find(call, principal, attempt.identity.digest)
         return Running(call, placement, attempt, has_waited)
 
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:

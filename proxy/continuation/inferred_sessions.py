@@ -75,6 +75,8 @@ class InferredSessions:
         """Ids of the turns that running calls extend."""
         self._ids = SessionIds(settings.cache_sessions)
         """By the conversations of the turns that were committed here, and by the ids of their tool calls."""
+        self._unanswered = SessionIds(settings.cache_sessions)
+        """Those whose only calls failed before a token was sampled, by the digest of the request."""
 
     def add(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
         """Let calls of an API key find a session by these turns."""
@@ -85,9 +87,24 @@ class InferredSessions:
             for call_id in turn.call_ids:
                 self._ids.add(caller, call_id.encode(), session.session_id)
 
+    def add_unanswered(self, caller: Caller, request: bytes, live: LiveSession) -> None:
+        """Let one repetition of a failed request find its session, in which nothing is sampled."""
+        self._unanswered.add(caller, request, live.session.session_id)
+
+    async def take_unanswered(self, caller: Caller, request: bytes) -> LiveSession | None:
+        """Return the open session of a failed request, once: parallel rollouts send equal requests."""
+        while session_ids := self._unanswered.pop((caller, request), ()):
+            for session_id in session_ids[1:]:
+                self._unanswered.add(caller, request, session_id)
+            live = await self._if_open(session_ids[0], caller)
+            if live is not None and not live.forest.by_id:
+                return live
+        return None
+
     def clear(self) -> None:
         """Remember nothing of any session."""
         self._ids.clear()
+        self._unanswered.clear()
 
     async def find(self, conversation: Conversation, caller: Caller) -> Candidate | None:
         """Return the session that contains the longest part of the conversation, where that is decidable.

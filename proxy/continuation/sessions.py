@@ -46,6 +46,8 @@ class Placement:
     """The API key whose conversations identified the session; None if the call names its session."""
     parent: KnownTurn | None = None
     """The turn that the call extends, while it is reserved for the call."""
+    repeated_by: tuple[Caller, bytes] | None = None
+    """What a repetition of a request that names no session has in common with it; None for others."""
 
 
 class Sessions:
@@ -76,8 +78,13 @@ class Sessions:
         """Bytes of the messages of long calls so far."""
         self.learn_template(None)
 
-    async def find(self, call: Call, principal: Principal) -> Placement:
+    async def find(self, call: Call, principal: Principal, request: bytes = b"") -> Placement:
         """Return the session of a call, whose parameters replace the call's; create the session if it does not exist.
+
+        Args:
+            call: the call.
+            principal: its caller.
+            request: the digest of its request.
 
         Raises:
             Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`; or
@@ -87,7 +94,7 @@ class Sessions:
         """
         session_id, caller = call.session_id, Caller(principal.tenant, principal.key_id, call.policy_id)
         if session_id is None:
-            return await self._infer(call, principal, caller)
+            return await self._infer(call, principal, caller, request)
         if principal.session_id is not None:
             live = await self.cache.find_own(principal)
         else:
@@ -205,19 +212,23 @@ class Sessions:
         placement.parent = parent
         self._reserved[parent.turn_id] += 1
 
-    def release(self, placement: Placement) -> None:
-        """Release the turn that a call has reserved, after the call has ended."""
+    def release(self, placement: Placement, *, has_failed: bool = False) -> None:
+        """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
+        if has_failed and placement.repeated_by is not None and not placement.live.forest.by_id:
+            self._inferred.add_unanswered(*placement.repeated_by, placement.live)
         if placement.parent is not None:
             turn_id, placement.parent = placement.parent.turn_id, None
             self._reserved[turn_id] -= 1
             if not self._reserved[turn_id]:
                 del self._reserved[turn_id]
 
-    async def _infer(self, call: Call, principal: Principal, caller: Caller) -> Placement:
+    async def _infer(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> Placement:
         """Return the open session of this caller that contains what the call extends, or a new session."""
         conversation = await self._read(call, principal)
         found = await self._inferred.find(conversation, caller)
         live = await self._inferred.find_by_calls(conversation, caller) if found is None else found.live
+        if live is None:
+            live = await self._inferred.take_unanswered(caller, request)
         session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
         if call.idempotency_key is not None:
             target = await self._writer.do(claim_target, *caller[:2], call.idempotency_key, session_id)
@@ -228,7 +239,7 @@ class Sessions:
         if live is None:
             self._metrics.sessions.labels("inferred").inc()
             live = await self.cache.open(_opened_by_call(session_id, caller, call))
-        placement = Placement(live, conversation, caller.key_id)
+        placement = Placement(live, conversation, caller.key_id, repeated_by=(caller, request))
         if found is not None and found.turn.history_digest in conversation.history.full:
             self._reserve(placement, found.turn)
         return placement

@@ -89,7 +89,7 @@ class Place:
         """Return all of it, and count the call's tokens."""
         services, num_tokens = self.services, 0
         if self.running is not None:
-            services.sessions.release(self.running.placement)
+            services.sessions.release(self.running.placement, has_failed=self.answer is None)
             num_tokens = self.running.num_tokens
         if self.attempt is not None:
             services.replays.settle(self.attempt, self.answer)

@@ -14,7 +14,7 @@ from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
-from turnwise_fake_engine.script import Reply, Rule, ToolCall
+from turnwise_fake_engine.script import Fault, Reply, Rule, ToolCall
 
 from turnwise.store import keys
 from turnwise.store.database import Database
@@ -219,6 +219,24 @@ def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(
     played(proxy, conversations[0], "again")
     assert sorted(sessions_of(proxy).values()) == [["again"], *[["same", "on"]] * 6]
     assert {view.turn.outcome.value for view in proxy.turns()} == {"exact"}
+
+
+def test_a_first_call_that_is_repeated_after_an_error_stays_in_its_session(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Each session is found by one repetition: parallel rollouts, whose requests are equal, stay apart."""
+    proxy = start_proxy(fake_engine.url)
+    body = {"model": "fake", "messages": [user("same")]}
+    statuses = []
+    for num_faults in (2, 2, 0, 0, 0):
+        fake_engine.state.script.faults[:] = [Fault(kind="status", status=429, count=num_faults)]
+        with ThreadPoolExecutor(2) as agents:
+            statuses += agents.map(lambda _: httpx2.post(f"{proxy.v1}/chat/completions", json=body).status_code, "ab")
+    assert statuses == [429] * 4 + [200] * 6
+    outcomes: dict[str, list[str]] = {}
+    for view in proxy.turns():
+        outcomes.setdefault(view.turn.session_id, []).append(view.turn.outcome.value)
+    assert sorted(outcomes.values()) == [["error", "error", "exact"]] * 2 + [["exact"]] * 4
 
 
 @pytest.mark.parametrize("restarts", [False, True])
