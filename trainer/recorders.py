@@ -105,13 +105,16 @@ class ProgressLine:
         if "num_groups" not in scalars:
             return
         trained = scalars["num_groups"] - scalars.get("num_refused_groups", 0)
+        num_singles = scalars.get("num_single_sessions", 0)
+        others = "groups and single sessions" if num_singles else "groups"
         log.info(
-            "batch %d: version %s, reward %s, %d of %d groups trained, %s s; %s",
+            "batch %d: version %s, reward %s, %d of %d %s trained, %s s; %s",
             step,
             scalars.get("policy_version"),
             _short(scalars.get("reward_mean")),
             trained,
             scalars["num_groups"],
+            "single sessions" if num_singles == scalars["num_groups"] else others,
             _short(scalars.get("seconds", 0.0)),
             _named(scalars, self.GAUGES),
         )

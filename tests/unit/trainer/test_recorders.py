@@ -141,3 +141,13 @@ def test_a_batch_is_one_log_line_with_version_reward_groups_and_seconds(caplog):
         "evaluation after batch 1: eval/reward_mean 0.5",
         "batch 7: version 7, reward 0.531, 28 of 32 groups trained, 12.3 s; entropy 1.5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_singles", "trained"), [(32, "28 of 32 single sessions"), (24, "28 of 32 groups and single sessions")]
+)
+def test_the_log_line_of_a_batch_names_its_single_sessions(caplog, num_singles, trained):
+    caplog.set_level("INFO")
+    batch = {"num_groups": 32, "num_refused_groups": 4, "num_single_sessions": num_singles}
+    ProgressLine().write(batch, 7)
+    assert f", {trained} trained, " in caplog.text
