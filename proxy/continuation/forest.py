@@ -146,6 +146,8 @@ class Forest:
     """The first root under each system message, of those that ask for an agent's own work."""
     side_roots: list[KnownTurn] = dataclasses.field(default_factory=list)
     """The other roots: each asks for what its `side_task` names."""
+    has_empty_reply: bool = False
+    """Whether one of the turns has an empty reply."""
     num_bytes: int = FOREST_BYTES
     """Memory of all turns, roughly, without their tokens."""
 
@@ -163,6 +165,7 @@ class Forest:
         ):
             index[digest] = (*index.get(digest, ()), turn)
         self.num_bytes += turn.num_bytes()
+        self.has_empty_reply |= turn.is_empty
         if turn.parent_turn_id is None and turn.side_task is None:
             self.agent_roots.setdefault(turn.system_digest, turn)
         elif turn.parent_turn_id is None:

@@ -191,7 +191,7 @@ def corrections(turn: KnownTurn, forest: Forest, history: History) -> list[Corre
     # The session's reward is not for a reply with nothing in it, after which the harness asks again.
     empty = [
         other.turn_id
-        for other in forest.left_out(parent, history)
+        for other in (forest.left_out(parent, history) if forest.has_empty_reply else ())
         if other.is_empty and not other.has_child and other.ended_at <= turn.started_at and other.role is not Role.RETRY
         if other is not turn
     ]

@@ -157,8 +157,8 @@ class RowFormat(Generic[R]):
         """Return a record as a row; `extra` has the columns that are not fields."""
         row = dict(zip(self._read, self._values_of(record), strict=True))
         for name, encode in self._encoders:
-            if row[name] is not None:
-                row[name] = encode(row[name])
+            if (value := row[name]) is not None:
+                row[name] = encode(value)
         row.update(extra)
         return row
 

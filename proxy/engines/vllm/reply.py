@@ -23,7 +23,8 @@ ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
 """The experts of each token; no JSON string can contain this text, because it escapes quotes."""
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
-SENT_IDS = b"[%b]" % SENT
+CUT = b"[-1]"
+"""Stands for the prompt's ids in the text that is decoded; no engine writes an id so."""
 LOGPROBS, NO_LOGPROBS = b'"logprobs":{', b'"logprobs":null'
 SEPARATOR = b"\n"
 """Between the parts: no JSON string has a line feed, and no chunk has one elsewhere."""
@@ -87,13 +88,14 @@ def read_parts(
     Raises:
         msgspec.DecodeError: a part is not what the engine's route answers.
     """
-    text = SEPARATOR.join(parts)
-    if prompt is not None and not shows_token_ids:
-        text = _without_echo(text, prompt)
+    whole = SEPARATOR.join(parts)
+    text, echo = _without_echo(whole, prompt)
     replies = _reply.decode_lines(text)
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
-    has_content = _capture(replies, captured)
+    has_content = _capture(replies, echo, captured)
+    if shows_token_ids:
+        text = whole
     if not shows_logprobs:  # first, because they are most of the text, and are not searched
         text = _without_logprobs(text, replies)
     if not shows_token_ids:
@@ -104,8 +106,12 @@ def read_parts(
     return shown if shows_empty or all(has_content) else list(itertools.compress(shown, has_content))
 
 
-def read_ids(array: msgspec.Raw) -> bytes:
+def read_ids(array: msgspec.Raw, echo: bytes | None) -> bytes:
     """Return the ids of a JSON array as decimal numbers, separated by commas; none for `null`.
+
+    Args:
+        array: the array, or `CUT`.
+        echo: what `CUT` stands for; None if nothing was cut.
 
     Raises:
         msgspec.ValidationError: it is not an array of token ids.
@@ -113,7 +119,9 @@ def read_ids(array: msgspec.Raw) -> bytes:
     text = bytes(array)
     if text == NULL:
         return b""
-    if text != SENT_IDS and not _is_list_of_ids(text):
+    if text == CUT and echo is not None:
+        return echo
+    if not _is_list_of_ids(text):
         text = text.translate(None, SPACES)
         if not _is_list_of_ids(text):
             raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {text[:80]!r}")
@@ -126,12 +134,12 @@ def _is_list_of_ids(array: bytes) -> bool:
     return separators == b"[%b]" % (b"," * (len(separators) - 2))
 
 
-def _capture(replies: list[EngineReply], captured: Captured) -> list[bool]:
+def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured) -> list[bool]:
     """Capture parts; return which of them hold anything for a client that asked for text only."""
     has_content = []
     for reply in replies:
         if reply.prompt_token_ids is not ABSENT:
-            captured.prompt_ids = read_ids(reply.prompt_token_ids) or captured.prompt_ids
+            captured.prompt_ids = read_ids(reply.prompt_token_ids, echo) or captured.prompt_ids
         is_filled = not reply.choices
         for part in reply.choices:
             choice = captured.choices.get(part.index)
@@ -140,7 +148,7 @@ def _capture(replies: list[EngineReply], captured: Captured) -> list[bool]:
             if part.routed_experts is not None:
                 choice.routed_experts, captured.has_routing = part.routed_experts, True
             if part.prompt_token_ids is not ABSENT:
-                choice.prompt_ids = read_ids(part.prompt_token_ids) or choice.prompt_ids
+                choice.prompt_ids = read_ids(part.prompt_token_ids, echo) or choice.prompt_ids
                 captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
             is_filled = _extend(choice, part) or is_filled
         if reply.model:
@@ -204,12 +212,23 @@ def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:
     return text
 
 
-def _without_echo(text: bytes, prompt: EncodedIds) -> bytes:
-    """Return parts with `SENT` in the place of the ids that were sent: the decoder skips a long list slowly."""
+def _without_echo(text: bytes, prompt: EncodedIds | None) -> tuple[bytes, bytes | None]:
+    """Return parts with `CUT` in the place of the first prompt's ids, and these, as `read_ids` does.
+
+    The decoder would skip a long list slowly. `SENT` stands for the ids of the prompt that was sent.
+    """
     begin = text.find(PROMPT_IDS) + len(PROMPT_IDS)
-    if begin < len(PROMPT_IDS) or not text.startswith(b"[", begin) or not text.startswith(sent := prompt.json(), begin):
-        return text
-    return b"".join((text[:begin], SENT_IDS, memoryview(text)[begin + len(sent) :]))
+    if begin < len(PROMPT_IDS):
+        return text, None
+    if prompt is not None and text.startswith(sent := prompt.json(), begin):
+        end, echo = begin + len(sent), SENT
+    else:
+        end = text.find(b"]", begin) + 1
+        array = text[begin:end]
+        if not _is_list_of_ids(array):
+            return text, None
+        echo = array[1:-1]
+    return b"".join((text[:begin], CUT, memoryview(text)[end:])), echo
 
 
 def without_thinking(raw: bytes) -> bytes:
