@@ -44,6 +44,7 @@ def stored(
     *,
     at: float = 0.0,
     aborted: bool = False,
+    is_empty: bool = False,
     arguments: frozenset[bytes] = frozenset(),
     reply: Json | None = None,
 ) -> KnownTurn:
@@ -59,6 +60,7 @@ def stored(
         dialogue_digest=b"",
         prompt_digest=history_of(call).messages[-1],
         role=found.role,
+        is_empty=is_empty,
         side_task=root.side_task if parent is None else None,
         system_digest=root.system_digest,
         started_at=at,
@@ -158,7 +160,7 @@ def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders: tupl
     if not is_asked_first:
         parent = stored(forest, "call", call_of(*asked))
         asked = (*asked, {"role": "assistant", "content": "I look."}, {"role": "user", "content": "Go on."})
-    stored(forest, "empty", call_of(*asked), parent, at=2.0).is_empty = True
+    stored(forest, "empty", call_of(*asked), parent, at=2.0, is_empty=True)
     found = shown(forest, "again", call_of(*asked, *reminders), parent, at=4.0)
     assert found == [Correction(["empty"], Found(Role.RETRY, "empty_reply"))]
 
@@ -166,7 +168,7 @@ def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders: tupl
 def test_an_empty_reply_stays_the_agents_where_a_call_repeats_it_or_was_made_beside_it():
     """A harness that sends the empty reply back goes on from it; parallel agents ask with equal prompts."""
     forest, asked = Forest(), (CODER, USER)
-    stored(forest, "empty", call_of(*asked), at=2.0).is_empty = True
+    stored(forest, "empty", call_of(*asked), at=2.0, is_empty=True)
     assert (
         shown(forest, "tools", call_of(*asked, {"role": "assistant", "content": ""}, USER, tools=TOOLS), at=4.0) == []
     )
