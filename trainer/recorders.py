@@ -105,8 +105,9 @@ class ProgressLine:
         if "num_groups" not in scalars:
             return
         trained = scalars["num_groups"] - scalars.get("num_refused_groups", 0)
-        num_singles = scalars.get("num_single_sessions", 0)
-        others = "groups and single sessions" if num_singles else "groups"
+        num_singles, kind = scalars.get("num_single_sessions", 0), "groups"
+        if num_singles:
+            kind = "single sessions" if num_singles == scalars["num_groups"] else "groups and single sessions"
         log.info(
             "batch %d: version %s, reward %s, %d of %d %s trained, %s s; %s",
             step,
@@ -114,7 +115,7 @@ class ProgressLine:
             _short(scalars.get("reward_mean")),
             trained,
             scalars["num_groups"],
-            "single sessions" if num_singles == scalars["num_groups"] else others,
+            kind,
             _short(scalars.get("seconds", 0.0)),
             _named(scalars, self.GAUGES),
         )

@@ -9,6 +9,7 @@ as the whole of the parsing.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable
 from http import HTTPStatus
@@ -23,7 +24,7 @@ from proxy.settings import ProxySettings
 from turnwise.telemetry import make_context
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application
+    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 
 LEFT = "turnwise.left"
 """Name of the scope's extension with a future that is done when the client has closed its connection."""
@@ -76,6 +77,29 @@ class ReplyTransport:
         """Close the connection; a reply without a body is sent first."""
         self._flush()
         self._transport.close()
+
+
+async def serve_without_chunks(
+    app: ASGI3Application,
+    cycle: RequestResponseCycle,
+    scope: Scope,
+    receive: ASGIReceiveCallable,
+    send: ASGISendCallable,
+) -> None:
+    """Serve a request of HTTP/1.0, which knows no chunks: a reply without a length ends with its connection."""
+    has_length = True
+
+    async def send_part(message: ASGISendEvent) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_part)
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -233,6 +257,8 @@ class LimitedHttp(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Serve one request."""
         cycle.transport = ReplyTransport(self.transport, self.loop)  # type: ignore[assignment]  # has all that a cycle calls
+        if cycle.scope["http_version"] == "1.0":
+            app = functools.partial(serve_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _arm(self) -> None:

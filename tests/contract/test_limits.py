@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import select
 import socket
@@ -156,6 +157,20 @@ def test_a_request_that_offers_another_protocol_is_served_with_its_body(limited,
     answer = talk(limited.proxy, pieces)
     assert answer.count(b"HTTP/1.1 200 OK") == 2, answer
     assert answer.count(b'"session_id":"offered"') == 2
+
+
+def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connection(limited):
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    head = b"host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head, _, streamed = talk(limited.proxy, [b"POST /v1/chat/completions HTTP/1.0\r\n" + head + body]).partition(
+        b"\r\n\r\n"
+    )
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    events = streamed.split(b"\n\n")
+    assert all(event.startswith(b"data: ") for event in events[:-1])
+    assert events[-2:] == [b"data: [DONE]", b""]
 
 
 def test_data_that_is_not_http_gets_a_400(limited):
