@@ -10,7 +10,7 @@ import pytest
 from support.proxies import RunningProxy
 
 from turnwise.client import Client
-from turnwise.errors import Conflict, NotFound
+from turnwise.errors import NotFound
 
 FIRST = {"role": "user", "content": "Where is Kim?"}
 SECOND = {"role": "user", "content": "And her boss?"}
@@ -70,14 +70,3 @@ def test_the_root_can_be_sampled_again_and_an_unknown_turn_cannot_be_forked(prox
         assert call(again.base_url, FIRST)["prompt_token_ids"] == first["prompt_token_ids"]
         with pytest.raises(NotFound, match="there is no turn 'none'"):
             client.fork("none")
-
-
-def test_a_fork_into_a_session_that_is_no_fork_of_the_turn_is_refused(proxy: RunningProxy):
-    with Client(proxy.url) as client:
-        first = call(client.create_session(session_id="s").base_url, FIRST)
-        call(client.create_session(session_id="other").base_url, OTHER)
-        with pytest.raises(Conflict, match="session 'other' exists and does not begin with a copy of turn"):
-            client.fork(first["id"], session_id="other")
-        with pytest.raises(Conflict, match="session 's' exists and does not begin with a copy of turn"):
-            client.fork(first["id"], session_id="s")
-        assert [client.session(name)["num_turns"] for name in ("s", "other")] == [1, 1]

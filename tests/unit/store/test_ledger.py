@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -85,22 +84,6 @@ def test_creating_a_session_twice_returns_the_first_one(database: Database) -> N
         other, is_other_new = ledger.create_session(connection, Session(session_id="s", tenant="other"))
     assert (again, created) == (first, False)
     assert (other.tenant, is_other_new) == ("other", True)
-
-
-def test_processes_that_create_one_session_at_once_create_it_once(database: Database) -> None:
-    """Its group counts it once."""
-    barrier = threading.Barrier(4)
-
-    def create(_: int) -> bool:
-        barrier.wait(60)
-        with database.write() as connection:
-            return ledger.create_session(connection, Session(session_id="s", group_id="g", group_size=2))[1]
-
-    with ThreadPoolExecutor(4) as pool:
-        created = list(pool.map(create, range(4), timeout=60))
-    assert sorted(created) == [False, False, False, True]
-    finish(database)
-    assert group_status(database) == {"open": 1}  # one of two is finished
 
 
 def test_a_full_or_different_group_refuses_a_session(database: Database) -> None:

@@ -19,7 +19,6 @@ from turnwise.store import (
     claims,
     evaluations,
     groups,
-    keys,
     ledger,
     played,
     policies,
@@ -39,7 +38,6 @@ from turnwise.types import (
     PolicyVersion,
     Session,
     Split,
-    UpdateRecord,
     utc_now,
 )
 
@@ -83,15 +81,11 @@ def test_a_policy_is_created_once_and_found_by_its_tenant_only(database: Databas
             policies.find_policy(conn, "c", "support")
 
 
-def test_the_default_policy_is_there_in_an_empty_ledger(database: Database) -> None:
-    with database.read() as conn:
-        assert [each.name for each in policies.list_policies(conn)] == ["default"]
-        assert serving.serving_states(conn) == {}
-
-
-def test_the_default_policy_is_the_same_before_and_after_its_first_version(database: Database) -> None:
+def test_the_default_policy_is_the_same_in_an_empty_ledger_and_after_its_first_version(database: Database) -> None:
     with database.write() as conn:
         before = policies.list_policies(conn)
+        assert [each.name for each in before] == ["default"]
+        assert serving.serving_states(conn) == {}
         versions.publish_version(conn, PolicyVersion(version=0, path="base"))
         assert policies.list_policies(conn) == before
 
@@ -295,20 +289,6 @@ def test_sessions_are_compared_within_their_policy(database: Database, two: tupl
         assert groups.imported_groups(conn, a) == []
 
 
-def test_a_key_is_bound_to_a_policy_of_its_tenant(database: Database, two: tuple[int, int]) -> None:
-    with database.write() as conn:
-        key_id, key = keys.create_key(conn, "a", keys.KeyRole.AGENT, "x", policy="support")
-        plain_id, _ = keys.create_key(conn, "a", keys.KeyRole.AGENT, "y")
-        with pytest.raises(NotFound):
-            keys.create_key(conn, "c", keys.KeyRole.AGENT, "z", policy="support")
-    with database.read() as conn:
-        verified = keys.verify_key(conn, key)
-        assert verified is not None
-        assert (verified.key_id, verified.policy_id, verified.policy) == (key_id, two[0], "support")
-        plain = keys.get_key(conn, plain_id)
-        assert (plain.policy_id, plain.policy) == (DEFAULT_POLICY, "default")
-
-
 def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
     database: Database, two: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -375,16 +355,7 @@ def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Data
     now = utc_now()
     with database.write() as conn:
         for update_id, policy_id in enumerate((DEFAULT_POLICY, *two), 1):
-            record = UpdateRecord(
-                update_id=update_id,
-                policy_id=policy_id,
-                trainer_id="trainer",
-                policy_version=0,
-                num_groups=1,
-                num_sessions=1,
-                num_tokens=10**update_id,
-                created_at=now,
-            )
+            record = update_record(update_id, policy_id=policy_id, num_tokens=10**update_id, created_at=now)
             conn.execute(tables.updates.insert().values(**rows.UPDATES.row(record)))
         assert policy_summaries.trained_tokens_since(conn, "a", now) == 100
         assert policy_summaries.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0

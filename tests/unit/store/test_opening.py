@@ -50,16 +50,12 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
         barrier.wait(60)
         order = names if worker % 2 else names[::-1]
         with database.write() as connection:
-            opened = ledger.create_sessions(connection, [Session(session_id=name) for name in order])
+            wanted = [Session(session_id=name) for name in order]
+            opened = ledger.create_sessions(connection, [*wanted, Session(session_id="of_g", group_id="g")])
         return sum(created for _, created in opened)
 
     with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(open_all, range(4), timeout=60)) == len(names)
+        assert sum(pool.map(open_all, range(4), timeout=60)) == len(names) + 1
     with database.read() as connection:
-        assert queries.counts(connection).groups == {"open": len(names)}
-
-
-def test_the_session_of_a_call_is_the_one_that_the_api_created(database: Database) -> None:
-    with database.write() as connection:
-        stored, _ = ledger.create_session(connection, Session(session_id="s", task_id="kim"))
-        assert ledger.create_sessions(connection, [Session(session_id="s", opened_by="call")]) == [(stored, False)]
+        groups = {row.group_id: row.num_sessions for row in connection.execute(tables.groups.select())}
+    assert groups == dict.fromkeys([*names, "g"], 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.ledger_samples import add_session, finish, update_record
 
-from turnwise.store import claims, groups, ledger, queries
+from turnwise.store import claims, groups, queries
 from turnwise.store.database import Database
 from turnwise.types import Split
 
@@ -39,13 +39,6 @@ def test_the_note_of_a_session_is_about_the_group_of_its_own_tenant(database: Da
     with database.read() as connection:
         theirs = queries.session(connection, "another", "other")
         assert "Group 'g' has 0 of 3 sessions" in groups.describe_training(connection, theirs)
-
-
-def test_the_note_of_a_session_without_a_reward_states_that_it_waits_for_one(database: Database) -> None:
-    add_session(database, group_id="g", group_size=2)
-    with database.write() as connection:
-        ledger.end_session(connection, "default", "s")
-    assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. Group 'g' has 0 of 2 sessions")
 
 
 def test_the_note_of_a_group_states_how_many_sessions_are_finished_until_it_is_ready(database: Database) -> None:

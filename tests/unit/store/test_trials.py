@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import sqlalchemy as sa
 
-from turnwise.errors import TurnwiseError
 from turnwise.store import arms, ledger, queries, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import IMPORT, PolicyVersion, Session, Split
-
-Create = Callable[[sa.Connection, Session], Session]
-
-
-def open_one(conn: sa.Connection, session: Session) -> Session:
-    (opened,) = ledger.create_sessions(conn, [session])
-    assert not isinstance(opened, TurnwiseError)
-    return opened[0]
 
 
 def create_one(conn: sa.Connection, session: Session) -> Session:
@@ -42,23 +30,22 @@ def test_another_version_is_tried_by_other_sessions():
     assert abs(sum(both) - 400) < 100
 
 
-@pytest.mark.parametrize("create", [open_one, create_one])
-def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: Database, create: Create) -> None:
+def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: Database) -> None:
     """A trial that is only prepared takes none; what a session was assigned to stays."""
     found = {}
     with database.write() as connection:
         versions.publish_version(connection, PolicyVersion(version=1, path="/1"))
-        found["before"] = create(connection, Session(session_id="before"))
+        found["before"] = create_one(connection, Session(session_id="before"))
         serving.try_version(connection, 1, None)
-        found["prepared"] = create(connection, Session(session_id="prepared"))
+        found["prepared"] = create_one(connection, Session(session_id="prepared"))
         serving.try_version(connection, 1, 1.0)
-        found["during"] = create(connection, Session(session_id="during"))
-        found["judged"] = create(connection, Session(session_id="judged", split=Split.EVAL))
-        found["imported"] = create(connection, Session(session_id="imported", opened_by=IMPORT))
-        found["before again"] = create(connection, Session(session_id="before"))
+        found["during"] = create_one(connection, Session(session_id="during"))
+        found["judged"] = create_one(connection, Session(session_id="judged", split=Split.EVAL))
+        found["imported"] = create_one(connection, Session(session_id="imported", opened_by=IMPORT))
+        found["before again"] = create_one(connection, Session(session_id="before"))
         serving.fail_version(connection, 1, "worse")
-        found["after"] = create(connection, Session(session_id="after"))
-        found["during again"] = create(connection, Session(session_id="during"))
+        found["after"] = create_one(connection, Session(session_id="after"))
+        found["during again"] = create_one(connection, Session(session_id="during"))
         for session in found.values():
             assert queries.session(connection, "default", session.session_id).arm == session.arm
     assert {name for name, session in found.items() if session.arm == 1} == {"during", "during again", "judged"}
