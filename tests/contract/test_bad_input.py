@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from support.control_plane import metric
 from support.proxies import ProxyAndEngine
+from support.tiny_checkpoints import write_weights
 from turnwise_fake_engine import Fault, FaultKind
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -35,33 +34,14 @@ def refusal(reply: httpx2.Response, status: int, code: Any) -> str:
     return message
 
 
-def ended_session(http: httpx2.Client, session_id: str) -> None:
-    http.post("/v1/sessions", json={"session_id": session_id}).raise_for_status()
-    http.post(f"/v1/sessions/{session_id}/end", json={}).raise_for_status()
-
-
 def post_raw(http: httpx2.Client, path: str, body: bytes) -> httpx2.Response:
     return http.post(path, content=body, headers={"content-type": "application/json"})
-
-
-def test_a_call_that_names_a_policy_version_as_its_model_is_refused(shared):
-    _, http = shared
-    answer = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "policy-v0"}), 404, "model_not_found")
-    assert "'policy-v0'" in answer
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"text"', b'{"messages": NaN}', b"\xff", b'{"a": "\\ud800"}'])
 def test_a_broken_body_of_a_call_is_refused(shared, body):
     _, http = shared
     assert "JSON" in refusal(post_raw(http, "/v1/chat/completions", body), 400, "invalid_json")
-
-
-@pytest.mark.parametrize(
-    "body", [b"{", b'{"value": NaN, "session_id": "s"}', b'{"value": Infinity, "session_id": "s"}']
-)
-def test_a_broken_body_of_the_control_plane_is_refused(shared, body):
-    _, http = shared
-    assert "JSON" in refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json")
 
 
 def test_a_refusal_is_counted_by_the_code_that_the_client_reads(shared):
@@ -87,21 +67,6 @@ def test_a_reward_that_is_not_a_number_of_usual_size_is_refused(shared, value):
     _, http = shared
     body = json.dumps({"session_id": "s", "value": value}).encode()
     assert refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json" if value == 10**400 else "invalid_request")
-
-
-def test_a_session_that_does_not_exist_is_not_found(shared):
-    _, http = shared
-    for path in ("/v1/sessions/nobody", "/v1/sessions/nobody/turns"):
-        assert "'nobody'" in refusal(http.get(path), 404, "not_found")
-    assert "'nobody'" in refusal(http.post("/v1/sessions/nobody/end", json={}), 404, "not_found")
-
-
-def test_a_call_in_an_ended_session_is_refused(shared):
-    both, http = shared
-    ended_session(http, "over")
-    answer = refusal(http.post("/sessions/over/v1/chat/completions", json=CHAT), 409, "session_not_open")
-    assert "create a new one" in answer
-    assert both.proxy.turns("over") == []
 
 
 def test_a_reward_for_an_unknown_target_is_not_found(shared):
@@ -236,27 +201,18 @@ def test_an_unknown_route_names_the_api_document_and_a_wrong_method_the_allowed_
     assert reply.headers["allow"] == "DELETE, GET"
 
 
-def checkpoint(directory: Path, *, cut: int = 0, config: str = "{}") -> Path:
-    """Write a directory that looks like a checkpoint, its weights cut off by some bytes."""
-    directory.mkdir()
-    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
-    raw = struct.pack("<Q", len(header)) + header + bytes(16)
-    (directory / "model.safetensors").write_bytes(raw[: len(raw) - cut])
-    (directory / "config.json").write_text(config)
-    return directory
-
-
-def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_any_engine_loads_it(shared, tmp_path):
+def test_a_directory_that_cannot_be_served_is_refused_before_any_engine_loads_it(shared, tmp_path):
+    """tests/unit/proxy/test_checkpoint.py has the defects of a directory."""
     both, http = shared
-    (tmp_path / "empty").mkdir()
-    wrong = {
-        str(tmp_path / "nowhere"): "not a directory",
-        str(tmp_path / "empty"): "config.json",
-        str(checkpoint(tmp_path / "cut", cut=3)): "truncated",
-        str(checkpoint(tmp_path / "config", config="{")): "JSON",
-    }
-    for path, word in wrong.items():
-        assert word in refusal(http.post("/v1/policies", json={"path": path}), 422, "bad_checkpoint")
+    cut_off = write_weights(tmp_path / "cut") / "model.safetensors"
+    cut_off.write_bytes(cut_off.read_bytes()[:-3])
+    wrong = [
+        ({"path": str(tmp_path / "nowhere")}, "not a directory"),
+        ({"path": str(cut_off.parent)}, "truncated"),
+        ({"path": str(write_weights(tmp_path / "weights")), "kind": "lora"}, "adapter_config.json cannot be read"),
+    ]
+    for body, word in wrong:
+        assert word in refusal(http.post("/v1/policies", json=body), 422, "bad_checkpoint")
     assert http.get("/v1/policies").json()["data"] == []
     assert both.engine.state.reloads == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,16 +81,6 @@ def test_a_pinned_version_that_fails_is_tried_once_and_again_on_request(
     ask(proxy.url, "/v1/policies/1/activate", {})
     wait_until(lambda: status(proxy, 1) == "active", "it is served")
     assert fake_engine.state.reloads[-1] == str(paths[1])
-
-
-def test_a_directory_that_is_not_an_adapter_is_not_published_as_one(proxy: RunningProxy, tmp_path: Path):
-    """The route checks the files that the kind needs; the version before stays active."""
-    good = publish(proxy, write_weights(tmp_path / "good"))
-    wait_until(lambda: status(proxy, good) == "active", "it is served")
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        publish(proxy, write_weights(tmp_path / "no-adapter"), kind="lora")
-    assert "adapter_config.json cannot be read" in refused.value.read().decode()
-    assert status(proxy, good) == "active"
 
 
 def test_an_adapter_after_whole_weights_is_served_on_its_own_base_model(

@@ -51,21 +51,6 @@ def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningPro
     assert 'turnwise_turns_by_role_total{role="sub_agent"} 1.0' in httpx2.get(f"{proxy.url}/metrics").text
 
 
-def test_a_sub_agent_without_a_path_is_in_the_session_of_its_harness(proxy: RunningProxy):
-    """Claude Code's headers name both; each agent id has its own chain, also under equal messages."""
-    of_session = {"x-claude-code-session-id": "c1"}
-    for headers in ({}, {"x-claude-code-agent-id": "a1"}, {"x-claude-code-agent-id": "a2"}):
-        body = {"model": "fake", "messages": [USER]}
-        httpx2.post(f"{proxy.v1}/chat/completions", json=body, headers={**of_session, **headers}).raise_for_status()
-    turns = httpx2.get(f"{proxy.v1}/sessions/claude-code:c1/turns").json()["data"]
-    assert [(turn["role"], turn["role_reason"]) for turn in turns] == [
-        ("main", "first_chain"),
-        ("sub_agent", "agent_id"),
-        ("sub_agent", "agent_id"),
-    ]
-    assert len({turn["chain_id"] for turn in turns}) == 3
-
-
 @pytest.mark.parametrize("reminders", [(), ({"role": "user", "content": "You answered nothing."},)])
 def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(
     fake_engine: RunningFakeEngine, proxy: RunningProxy, reminders: tuple[dict[str, str], ...]
@@ -80,17 +65,6 @@ def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(
         answered: ("main", "same_system"),
     }
     assert trained(proxy) == [answered]
-
-
-def test_a_summary_that_a_harness_asks_for_under_a_system_message_of_its_own_is_not_trained(proxy: RunningProxy):
-    """As Qwen Code does without tools: the last message alone does not say what it asks for."""
-    main = call(proxy, CODER, USER, tools=TOOLS)
-    compactor = {"role": "system", "content": "You are the component that summarizes a conversation."}
-    summary = call(proxy, compactor, USER, {"role": "assistant", "content": "Fix the bug."}, USER)
-    httpx2.post(f"{proxy.v1}/sessions/s/end", json={"reward": 1.0}).raise_for_status()
-    turns = httpx2.get(f"{proxy.v1}/sessions/s/turns").json()["data"]
-    assert {turn["turn_id"]: turn["role"] for turn in turns} == {main: "main", summary: "side"}
-    assert trained(proxy) == [main]
 
 
 def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy: RunningProxy):

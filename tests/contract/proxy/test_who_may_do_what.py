@@ -97,7 +97,8 @@ def test_a_route_is_open_to_the_roles_that_the_table_names_and_to_their_tenant_a
         reply = world.call_route(route, key, session_id)
         if action not in MAY[role]:
             assert reply.status_code == 403, reply.text
-            assert re.fullmatch(r"An? [a-z ]+ key cannot .+\. Use an? .+ key\.", reply.json()["error"]["message"])
+            said = rf"An? {role.replace('_', ' ')} key cannot {re.escape(PHRASES[action])}\. Use an? .+ key\."
+            assert re.fullmatch(said, reply.json()["error"]["message"])
             continue
         is_of_one_session = "{session_id}" in route or route in ("POST /v1/rewards", "POST /v1/feedback")
         if is_of_one_session and role == "session_reward" and session_id != "mine-own":

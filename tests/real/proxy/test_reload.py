@@ -22,7 +22,7 @@ from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
 from turnwise.store import leases, serving, trainer_status, versions
 from turnwise.store.database import Connection
-from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyStatus, Session
+from turnwise.types import DEFAULT_POLICY, PolicyKind, Session
 from turnwise.version_directory import MANIFEST
 
 
@@ -92,18 +92,6 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
             assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
     finally:
         answers.set()
-
-
-async def test_a_pin_takes_precedence_over_newer_versions_until_it_is_removed(stage: Stage):
-    async with stage.process() as process:
-        for version in (1, 2):
-            stage.publish(version)
-        stage.pin(1)
-        await process.follow()
-        assert (process.versions, stage.statuses()) == ([1, 1], ["active", "published"])
-        stage.pin(None)
-        await process.follow()
-        assert (process.versions, stage.statuses()) == ([2, 2], ["retired", "active"])
 
 
 async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(stage: Stage):
@@ -357,11 +345,3 @@ async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_
             await process.follow()
         assert process.versions == [pinned, pinned]
         assert not any(engine.state is EngineState.DRAINING for engine in process.pool.engines)
-
-
-async def test_the_first_version_is_served_without_a_trial(stage: Stage):
-    """There is no version to compare it with."""
-    async with stage.process(canary_share=0.5) as process:
-        stage.publish(1)
-        await process.follow()
-        assert stage.statuses() == [PolicyStatus.ACTIVE.value]

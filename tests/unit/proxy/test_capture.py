@@ -21,7 +21,7 @@ from proxy.continuation.sessions import Placement
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.engine import Lane
-from proxy.engines.vllm.engine import Vllm, request
+from proxy.engines.vllm.engine import Vllm
 from proxy.writer.client import row_of
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
@@ -208,12 +208,6 @@ def test_a_call_without_a_reply_stores_its_request():
     turn = failed_turn(failed, "engine_500")
     assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)
     assert (turn.messages, turn.inferred_by, turn.token_ids.size) == ([USER], "key", 0)
-
-
-def test_an_engine_is_asked_for_the_experts_from_the_last_token_of_the_turn_before():
-    """The prompt is the three tokens of the parent and one of this turn: the parent's last token has the index 2."""
-    call = call_of(USER)
-    assert request(call, extending(), returns_routing=True)["routed_experts_prompt_start"] == 2
 
 
 def test_the_turns_after_a_side_call_have_the_role_of_their_chain():
