@@ -235,6 +235,11 @@ class LimitedHttp(HttpToolsProtocol):
         self.scope["extensions"] = {LEFT: self._left, CLOSING: self._closing}  # type: ignore[dict-item]  # within the process it may be any object
         self._in_head, self._is_whole, self._head_bytes = True, False, 0
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header; ignore trailers, which would replace headers that a server in front has checked."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Check the size of a complete head."""
         self._in_head = False

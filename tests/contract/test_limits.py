@@ -173,6 +173,15 @@ def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connec
     assert events[-2:] == [b"data: [DONE]", b""]
 
 
+def test_trailers_are_no_headers(limited):
+    """A server in front checks and replaces headers, and passes trailers on."""
+    body = json.dumps(CHAT).encode()
+    head = b"host: 127.0.0.1\r\nx-session-id: header\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    chunks = b"%x\r\n%s\r\n0\r\nx-session-id: trailer\r\n\r\n" % (len(body), body)
+    answer = talk(limited.proxy, [b"POST /v1/chat/completions HTTP/1.1\r\n" + head + chunks])
+    assert b"x-session-id: header\r\n" in answer
+
+
 def test_data_that_is_not_http_gets_a_400(limited):
     before = metric(limited.proxy, "turnwise_refused_total", code="invalid_http")
     answer = talk(limited.proxy, [b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n"])
