@@ -96,7 +96,7 @@ class TooLarge(ClientError):
 
 
 class UnsupportedMediaType(ClientError):
-    """A body that is not JSON."""
+    """A body that is not JSON, or that is compressed."""
 
 
 class Overloaded(ClientError):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID = b"x-request-id"
 JSON_TYPE = b"application/json"
+IDENTITY = b"identity"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PREFLIGHT_SECONDS = b"600"
 ALLOWED_METHODS = b"GET, POST, PUT, DELETE"
@@ -78,6 +79,7 @@ class Edge:
             return
         try:
             _check_query(scope["query_string"])
+            _check_encoding(read.get(b"content-encoding", IDENTITY))
             receive = await self._check_caller(read, scope["method"], receive)
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
@@ -171,6 +173,18 @@ def _check_query(query: bytes) -> None:
         raise InvalidRequest(
             f"the request has {num_parameters} query parameters; at most {MAX_QUERY_PARAMETERS} are served",
             code="too_many_parameters",
+        )
+
+
+def _check_encoding(encoding: bytes) -> None:
+    """Check that the body of a request is not compressed.
+
+    Raises:
+        UnsupportedMediaType: it is.
+    """
+    if encoding.lower() != IDENTITY:
+        raise UnsupportedMediaType(
+            f"a body with the content-encoding {encoding.decode('latin-1')!r} is not accepted; send it uncompressed"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import ssl
 import subprocess
@@ -233,3 +234,14 @@ def test_a_request_with_many_query_parameters_is_refused_by_every_route(proxy: R
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_parameters")
     few = many[: many.rindex("&")]
     assert httpx2.post(f"{proxy.v1}/chat/completions{few}", json=BODY, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/chat/completions", "/sessions"])
+def test_a_compressed_body_is_refused_by_every_route_with_the_reason(proxy: RunningProxy, route: str):
+    sent = gzip.compress(json.dumps(BODY).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = httpx2.post(proxy.v1 + route, content=sent, headers=headers)
+    assert answer.status_code == 415
+    assert "content-encoding 'gzip'" in answer.json()["error"]["message"]
+    headers["content-encoding"] = "Identity"
+    assert httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers).status_code == 200
