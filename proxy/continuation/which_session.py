@@ -127,7 +127,7 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
     metadata = call.body.get("metadata") or {}
     in_metadata = _metadata_session(metadata["session_id"]) if "session_id" in metadata else None
     for source, session_id in zip(EXPLICIT_SOURCES, (path_id, own, in_metadata), strict=True):
-        if session_id:
+        if session_id or (source == "path" and session_id is not None):  # `/sessions//v1` is a path without its id
             call.session_id, call.session_source = check_id(session_id), source
             return
     body = {**call.body, **call.original}

@@ -9,6 +9,7 @@ import pytest
 from proxy.continuation.which_session import end_user, name_session
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
+from turnwise.errors import InvalidRequest
 
 UUID = "0195f4c2-7d1e-7a3b-9c55-1f2e3d4c5b6a"
 THREAD = "0195f4c2-7d1e-7a3b-9c55-000000000000"
@@ -109,3 +110,9 @@ def test_an_explicit_session_name_takes_precedence():
 def test_a_sub_agent_of_opencode_is_named_also_where_the_path_names_the_session():
     call = named({"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}, path="kim-0")
     assert (call.session_id, call.agent_id) == ("kim-0", "ses_2")
+
+
+def test_a_path_without_its_session_is_refused():
+    """As of a base URL `…/sessions/{name}/v1` whose name is empty."""
+    with pytest.raises(InvalidRequest, match="a session id has 1 to 256"):
+        named({"x-session-id": "h"}, path="")
