@@ -11,10 +11,13 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
@@ -36,6 +39,20 @@ TOKENIZER_FILES = (
 LORA_ALPHA = 32
 """An adapter is scaled by `LORA_ALPHA / lora_rank`. With one constant for all ranks, the best learning rate hardly
 depends on the rank. Schulman et al. 2025, "LoRA Without Regret"."""
+LIBRARY_ERRORS = (
+    CheckpointException,
+    SafetensorError,
+    UnpicklingError,
+    OSError,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+)
+"""What libraries raise where they cannot read or write files of weights or states."""
+WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one model, or a model's id"
+MAX_REASON = 500
+"""Characters of their reason in an error message: a sentence may list tensors."""
 
 
 def choose_attention(spec: PolicySpec, device: torch.device) -> str:
@@ -50,7 +67,7 @@ def choose_attention(spec: PolicySpec, device: torch.device) -> str:
         return spec.attention
     if device.type == "cuda":
         return "flex_attention"
-    with _named_errors(spec):
+    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
         config = AutoConfig.from_pretrained(spec.model)
     known = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001  transformers has no other way to ask
     return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
@@ -83,7 +100,7 @@ def load_model(spec: PolicySpec, attention: str) -> nn.Module:
     """
     from transformers import AutoModelForCausalLM
 
-    with _named_errors(spec):
+    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
         model = AutoModelForCausalLM.from_pretrained(
             spec.model, dtype=getattr(torch, spec.weights_dtype), attn_implementation=attention
         )
@@ -98,7 +115,7 @@ def empty_model(spec: PolicySpec, attention: str) -> nn.Module:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with _named_errors(spec), _weights_on_meta():
+    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), _weights_on_meta():
         config = AutoConfig.from_pretrained(spec.model)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         return _prepared(model, spec)
@@ -187,11 +204,23 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _named_errors(spec: PolicySpec) -> Iterator[None]:
+def bad_checkpoint(problem: str, advice: str = "") -> Iterator[None]:
+    """Raise `BadCheckpoint` where a library cannot load files in the block."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"cannot load the model {spec.model!r}: {error}") from error
+    except LIBRARY_ERRORS as error:
+        raise BadCheckpoint(f"{problem}: {reason_of(error)}{advice}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first sentence of a library's error.
+
+    What follows it is a traceback of each process, a list of all tensors, or advice to load files that are not trusted.
+    """
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    sentence = " ".join(str(error).split()).partition(". ")[0]
+    return sentence[:MAX_REASON].removesuffix(".") or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from trainer.policy.context_parallel import ContextGroup, part_of, register_atte
 from trainer.policy.inputs import RowInputs, part_inputs, row_inputs
 from trainer.policy.loading import (
     allocate,
+    bad_checkpoint,
     base_of,
     choose_attention,
     copy_tokenizer,
@@ -383,10 +384,8 @@ class Policy:
 
         is_whole = self.spec.kind is PolicyKind.FULL
         options = StateDictOptions(full_state_dict=True, strict=is_whole, broadcast_from_rank0=from_first)
-        try:
+        with bad_checkpoint(f"the trainer's state does not fit {self.spec.model!r}"):
             set_model_state_dict(self.model, cast("dict[str, Any]", state), options=options)
-        except RuntimeError as error:
-            raise BadCheckpoint(f"the trainer's state does not fit {self.spec.model!r}: {error}") from error
 
     def load_base(self) -> None:
         """Load the weights of version 0: the base model, or an adapter that changes nothing; in all processes."""
@@ -407,7 +406,7 @@ class Policy:
         """
         from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
 
-        try:
+        with bad_checkpoint(f"the adapter {str(directory)!r} cannot be loaded"):
             saved, own = PeftConfig.from_pretrained(str(directory)), cast("Any", self.model).peft_config["default"]
             for name in ("r", "lora_alpha", "target_modules"):
                 if getattr(saved, name, None) != getattr(own, name):
@@ -417,8 +416,6 @@ class Policy:
                         "lora_rank and lora_targets"
                     )
             set_peft_model_state_dict(self.model, load_peft_weights(str(directory), device="cpu"))
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise BadCheckpoint(f"the adapter {str(directory)!r} cannot be loaded: {error}") from error
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.compute_dtype is torch.float32:

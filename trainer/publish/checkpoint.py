@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from trainer.parallel import World
+from trainer.policy.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
 from turnwise import version_directory
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
 from turnwise.files import lock, synchronise, write_whole
@@ -185,15 +184,13 @@ class Checkpoints:
             BadCheckpoint: There are none, or they cannot be read.
         """
         path = self.state_directory(version) / STATE_FILE
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
+        if not path.exists():
             raise BadCheckpoint(
                 f"policy version {version} has no trainer state at {str(path)!r}: name the policies_dir of the trainer "
                 "that made it, restore it, or start a new ledger"
-            ) from error
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise BadCheckpoint(f"the trainer state {str(path)!r} cannot be read: {error}") from error
+            )
+        with bad_checkpoint(f"the trainer state {str(path)!r} cannot be read", "; restore it, or start a new ledger"):
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
 
     def read_tensors(self, version: int, tensors: dict[str, Any], group: Any = None) -> None:
@@ -203,13 +200,9 @@ class Checkpoints:
             BadCheckpoint: They cannot be read, or are those of another model or optimizer.
         """
         path = self.state_directory(version) / TENSORS
-        try:
-            with _without_warning():
-                state_dict_loader.load(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
-        except (CheckpointException, RuntimeError, OSError, ValueError) as error:
-            raise BadCheckpoint(
-                f"the trainer state {str(path)!r} cannot be read, or does not fit this model and optimizer: {error}"
-            ) from error
+        problem = f"the trainer state {str(path)!r} cannot be read, or does not fit this model and optimizer"
+        with bad_checkpoint(problem), _without_warning():
+            state_dict_loader.load(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
 
     def discard_after(self, version: int) -> None:
         """Set aside the version that was written after this one and not published: a crash came in between.
@@ -368,19 +361,14 @@ def _unused(place: Path, until: str) -> Path:
 
 @contextlib.contextmanager
 def _writing(place: Path) -> Iterator[None]:
-    """Let what goes wrong while files are written be one sentence: each library has its own error for a full disk.
-
-    Raises:
-        NotWritten: The files cannot be written.
-    """
+    """Raise `NotWritten` where a library cannot write files in the block."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    except LIBRARY_ERRORS as error:
         free = shutil.disk_usage(place.parent if place.parent.exists() else place.anchor).free
         raise NotWritten(
-            f"{str(place)!r} cannot be written: {cause}. {free // 2**20} MiB are free there; the groups are not "
-            "recorded, and the next start trains them again"
+            f"{str(place)!r} cannot be written: {reason_of(error)}. {free // 2**20} MiB are free there; the groups are "
+            "not recorded, and the next start trains them again"
         ) from error
 
 

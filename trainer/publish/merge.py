@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.policy.loading import copy_tokenizer
+from trainer.policy.loading import bad_checkpoint, copy_tokenizer
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.version_directory import ADAPTER_CONFIG, read_json, read_manifest
@@ -40,16 +40,14 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
     if destination.exists() and any(destination.iterdir()):
         raise SettingsError(f"{str(destination)!r} is not empty: name a new directory")
     base = model or str(manifest["base_model"])
-    try:
+    with bad_checkpoint(f"cannot load the base model {base!r}", "; name it with --model"):
         whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"cannot load the base model {base!r}: {error}; name it with --model") from error
     head = whole.get_output_embeddings()
     if head.weight is whole.get_input_embeddings().weight and HEAD in targets_of(version_directory):
         # The adapter changes the head alone; merged into the shared tensor, it would change the embeddings too.
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
         whole.config.tie_word_embeddings = False
-    with torch.no_grad():
+    with torch.no_grad(), bad_checkpoint(f"the adapter {str(version_directory)!r} cannot be loaded"):
         merged = PeftModel.from_pretrained(whole, str(version_directory)).merge_and_unload()
     merged.save_pretrained(destination)
     copy_tokenizer(base, destination)
