@@ -18,7 +18,6 @@ from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.store import experiences, lineage, trained
 from turnwise.store.database import Connection
-from turnwise.store.session_records import turn_path
 from turnwise.types import TRAINED_ROLES, Role, TokenIds, Turn
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
@@ -90,8 +89,7 @@ async def get_tokens(
     """Return every token of a turn's prompt and reply, with its text, logprob and the turn that added it."""
 
     def read(connection: Connection) -> TurnTokens:
-        path = turn_path(connection, principal.tenant, turn_id)
-        session_pk, _ = lineage.place_of_turn(connection, turn_id)
+        session_pk, path = lineage.turns_to(connection, turn_id, principal.tenant)
         credit = experiences.session_credit(connection, session_pk)
         updates = trained.trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}

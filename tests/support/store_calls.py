@@ -269,7 +269,7 @@ OF_TENANT: dict[str, Ask] = {
     "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
     "a turn's tokens": lambda c: history.full_tokens(c, "t-s-t1"),
     "a turn's session": lambda c: queries.sessions_of_turns(c, "t", ["t-s-t1"]),
-    "a turn's path": lambda c: session_records.turn_path(c, "t", "t-s-t2"),
+    "a turn's path": lambda c: lineage.turns_to(c, "t-s-t2", "t"),
     "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
     "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
     "a dialogue": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),

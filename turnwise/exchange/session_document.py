@@ -42,6 +42,7 @@ def _turn(view: TurnView) -> Json:
         "messages": view.messages,
         "tools": view.tools,
         "prompt_token_ids": view.prompt_token_ids.tolist(),
+        "trained_in": as_json(view.trained_in),
         "rewards": _lines(view.rewards),
     }
 

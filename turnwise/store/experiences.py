@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
 
+from turnwise import chains
 from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.experience import EID, HINTS, Experience
 from turnwise.store import lineage, rows, trained
+from turnwise.store.lineage import Updates
 from turnwise.store.session_filter import SessionFilter, rows_in_batches
 from turnwise.store.statements import is_among
 from turnwise.store.tables import feedback, sessions
@@ -36,7 +38,6 @@ from turnwise.types import (
     Role,
     Session,
     SessionStatus,
-    TrainedIn,
     Turn,
 )
 
@@ -122,7 +123,7 @@ def _of_session(
     row: rows.StoredRow,
     turns: Sequence[Turn],
     lines: Sequence[Reward],
-    updates_of: Sequence[tuple[TrainedIn, trained.Advantages]],
+    updates: Updates,
     hints: Mapping[str, Json],
     shape: Shape,
 ) -> Iterator[Experience]:
@@ -136,8 +137,8 @@ def _of_session(
     session = rows.SESSIONS.record(row, reward=assigned.reward)
     by_id = {turn.turn_id: turn for turn in turns}
     for sequence in merge_session(turns) if shape.merge == "chain" else split_session(turns):
-        agent = agent_digest(root_of(sequence.turns[0], by_id).messages)
-        experience = _experience(session, sequence, assigned, updates_of, agent, shape.credit)
+        agent = agent_digest(chains.lineage(sequence.turns[0], by_id)[0].messages)
+        experience = _experience(session, sequence, assigned, updates, agent, shape.credit)
         own = {turn_id: hint for turn_id, hint in hints.items() if turn_id in experience.turn_ids}
         yield dataclasses.replace(experience, info=experience.info | {HINTS: own}) if own else experience
 
@@ -152,13 +153,6 @@ def _hints(conn: sa.Connection, session_pks: Sequence[int]) -> defaultdict[int, 
         if hint is not None:
             hints[row.session_pk][hint["turn_id"]] = hint
     return hints
-
-
-def root_of(turn: Turn, by_id: dict[str, Turn]) -> Turn:
-    """Return the first turn of the chain."""
-    while turn.parent_turn_id in by_id:
-        turn = by_id[turn.parent_turn_id]
-    return turn
 
 
 def agent_digest(messages: Sequence[Json]) -> str:
@@ -187,7 +181,7 @@ def _experience(
     session: Session,
     sequence: ChainTokens,
     credit: SessionCredit,
-    updates_of: Sequence[tuple[TrainedIn, trained.Advantages]],
+    updates: Updates,
     agent: str,
     other_policy: Credit | None,
 ) -> Experience:
@@ -213,12 +207,12 @@ def _experience(
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_own_rewards=np.array([credit.own_rewards.get(turn_id, 0.0) for turn_id in turn_ids], np.float64),
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),
-        turn_advantages=_advantages(turn_ids, updates_of),
+        turn_advantages=_advantages(turn_ids, updates),
         reward=credit.reward,
         policy_version_first=min(versions),
         policy_version_last=max(versions),
         split=session.split,
-        trained_in=tuple(update for update, advantages in updates_of if not advantages.keys().isdisjoint(turn_ids)),
+        trained_in=tuple(update for update, advantages in updates if not advantages.keys().isdisjoint(turn_ids)),
         metrics={"num_turns": len(turn_ids), "num_tokens": int(sequence.loss_mask.sum())},
         info={
             "status": session.status.value,
@@ -235,11 +229,9 @@ def _experience(
     )
 
 
-def _advantages(
-    turn_ids: Sequence[str], updates_of: Sequence[tuple[TrainedIn, trained.Advantages]]
-) -> npt.NDArray[np.float64] | None:
+def _advantages(turn_ids: Sequence[str], updates: Updates) -> npt.NDArray[np.float64] | None:
     """Return the advantages of turns in the last update that trained all of them; None without one."""
-    for _, advantages in reversed(updates_of):
+    for _, advantages in reversed(updates):
         if advantages.keys() >= set(turn_ids):
             return np.array([advantages[turn_id] for turn_id in turn_ids], np.float64)
     return None

@@ -9,17 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import sqlalchemy as sa
 
+from turnwise import chains
 from turnwise.errors import NotFound
 from turnwise.store import rows
 from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, num_fitting, size_of
 from turnwise.store.statements import is_among
 from turnwise.store.tables import rewards, session_labels, sessions, turns
 from turnwise.types import Json, Label, Reward, TokenIds, TrainedIn, Turn
+
+Updates: TypeAlias = Sequence[tuple[TrainedIn, Mapping[str, float]]]
+"""The updates that trained a session, oldest first, each with the advantages of its turns by turn id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,16 @@ def session_turns(
     return [rows.TURNS.record(row) for row in conn.execute(SELECT_TURNS.where(*conditions).order_by(turns.c.seq))]
 
 
+def turns_to(conn: sa.Connection, turn_id: str, tenant: str) -> tuple[int, list[Turn]]:
+    """Return the key of a turn's session, and the turns from the root of its chain to this turn, inclusive.
+
+    Raises:
+        NotFound: this tenant has no such turn.
+    """
+    session_pk, seq = place_of_turn(conn, turn_id, tenant)
+    return session_pk, session_turns(conn, session_pk, turns.c.seq == seq)
+
+
 def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> tuple[int, int]:
     """Return the key of a turn's session and its place in it.
 
@@ -160,7 +174,7 @@ def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *,
 def turn_views(
     turns_in_order: Sequence[Turn],
     lines: Iterable[Reward],
-    updates_of: Sequence[tuple[TrainedIn, Mapping[str, float]]] = (),
+    updates: Updates = (),
     *,
     first: int = 0,
     whole_prompt: bool = True,
@@ -170,7 +184,7 @@ def turn_views(
     Args:
         turns_in_order: Turns of one session in order of `seq`, for whole prompts with all their ancestors.
         lines: The session's reward lines in order of arrival.
-        updates_of: The updates that trained it, as `trained.trained_in` returns them.
+        updates: The updates that trained it.
         first: The `seq` of the first turn that is returned.
         whole_prompt: Whether each turn has its whole prompt.
     """
@@ -182,23 +196,21 @@ def turn_views(
     for turn in turns_in_order:
         if turn.seq < first:
             continue
-        path = [turn]
-        while whole_prompt and (parent_id := path[-1].parent_turn_id) is not None:
-            path.append(by_id[parent_id])
+        path = chains.lineage(turn, by_id) if whole_prompt else [turn]
         messages: list[Json] = []
         tokens: list[TokenIds] = []
-        for earlier in reversed(path[1:]):
+        for earlier in path[:-1]:
             messages += [*earlier.messages, earlier.response]
             tokens += [earlier.prompt_delta, earlier.token_ids]
         views.append(
             TurnView(
                 turn=turn,
                 messages=messages + turn.messages,
-                tools=path[-1].tools,
+                tools=path[0].tools,
                 prompt_token_ids=np.concatenate([*tokens, turn.prompt_delta]),
                 trained_in=tuple(
                     TrainedTurn(**dataclasses.asdict(update), advantage=advantages[turn.turn_id])
-                    for update, advantages in updates_of
+                    for update, advantages in updates
                     if turn.turn_id in advantages
                 ),
                 rewards=tuple(

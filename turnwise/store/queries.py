@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -22,7 +22,7 @@ from turnwise.store.rows import to_micros
 from turnwise.store.session_filter import SessionFilter
 from turnwise.store.statements import fetch_rows
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
-from turnwise.types import Credit, GroupStatus, Session, SessionKey, Turn, utc_now
+from turnwise.types import Credit, GroupStatus, Reward, Session, SessionKey, Turn, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
 """How far back failed calls are counted."""
@@ -268,18 +268,25 @@ def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict
 
 def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
     """Return these sessions with their rewards, updates and labels."""
+    return [session for session, _, _ in sessions_with_lines(conn, found)]
+
+
+def sessions_with_lines(
+    conn: sa.Connection, found: Sequence[rows.StoredRow]
+) -> Iterator[tuple[Session, list[Reward], lineage.Updates]]:
+    """Yield these sessions, each with its reward lines and the updates that trained it."""
     labels = lineage.labels_of(conn, [row.session_pk for row in found])
     lines = lineage.rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
     updates_of = trained.trained_in(conn, [row.session_pk for row in found if row.group_pk is not None])
-    return [
-        rows.SESSIONS.record(
+    for row in found:
+        own, updates = lines.get(row.session_pk, []), updates_of.get(row.session_pk, ())
+        session = rows.SESSIONS.record(
             row,
-            reward=credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)),
-            trained_in=tuple(update for update, _ in updates_of.get(row.session_pk, ())),
+            reward=credit.session_reward(own, Credit(row.credit)),
+            trained_in=tuple(update for update, _ in updates),
             labels=labels.get(row.session_pk, ()),
         )
-        for row in found
-    ]
+        yield session, own, updates
 
 
 def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:

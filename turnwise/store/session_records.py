@@ -1,4 +1,4 @@
-"""Whole sessions and whole chains, for exports and for display.
+"""Whole sessions, for exports and checks.
 
 Sessions are read in batches in one transaction, so an export of any size uses bounded memory and is a consistent
 snapshot.
@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterator
 
 import sqlalchemy as sa
 
-from turnwise import credit
-from turnwise.store import lineage, policies, rows
+from turnwise.store import lineage, policies, queries
 from turnwise.store.session_filter import SessionFilter, rows_in_batches
-from turnwise.store.tables import sessions, turns
-from turnwise.types import Credit, Reward, Session, Turn
+from turnwise.store.tables import sessions
+from turnwise.types import Reward, Session, Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,10 +29,11 @@ class SessionRecord:
     """The stored turns, in order of `seq`."""
     rewards: list[Reward]
     """All reward lines, in order of arrival."""
+    updates: lineage.Updates
 
     def views(self) -> list[lineage.TurnView]:
         """Return the turns with their whole prompts."""
-        return lineage.turn_views(self.turns, self.rewards)
+        return lineage.turn_views(self.turns, self.rewards, self.updates)
 
 
 def count_sessions(conn: sa.Connection, wanted: SessionFilter) -> int:
@@ -50,23 +50,9 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
     """
     names = policies.names_of_policies(conn)
     for found in rows_in_batches(conn, *wanted.clauses()):
-        pks = [row.session_pk for row in found]
-        stored, lines, labels = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks), lineage.labels_of(conn, pks)
-        for row in found:
-            judged = lines.get(row.session_pk, [])
-            reward = credit.session_reward(judged, Credit(row.credit))
-            session = rows.SESSIONS.record(row, reward=reward, labels=labels.get(row.session_pk, ()))
-            yield SessionRecord(session, names[row.policy_id], stored.get(row.session_pk, []), judged)
-
-
-def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
-    """Return the turns from the root of a chain to this turn, inclusive.
-
-    Raises:
-        NotFound: this tenant has no such turn.
-    """
-    session_pk, seq = lineage.place_of_turn(conn, turn_id, tenant)
-    return lineage.session_turns(conn, session_pk, turns.c.seq == seq)
+        turns = lineage.turns_of(conn, [row.session_pk for row in found])
+        for row, (session, lines, updates) in zip(found, queries.sessions_with_lines(conn, found), strict=True):
+            yield SessionRecord(session, names[row.policy_id], turns.get(row.session_pk, []), lines, updates)
 
 
 def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[str]) -> dict[str, str]:

@@ -191,7 +191,7 @@ def _turn_digests(conn: sa.Connection, turn_ids: set[str]) -> dict[str, bytes | 
     return {row.turn_id: row.digest for row in found}
 
 
-def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, list[tuple[TrainedIn, Advantages]]]:
+def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, lineage.Updates]:
     """Return the updates that trained these sessions, oldest first, with the advantages of their turns."""
     found = conn.execute(
         sa.select(trained_sessions)

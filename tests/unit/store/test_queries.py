@@ -20,7 +20,6 @@ from turnwise.store import (
     lineage,
     queries,
     session_changes,
-    session_records,
     trained,
     versions,
 )
@@ -86,7 +85,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
         (lambda: queries.session(connection, "other", "s"), "no session 's'"),
         (lambda: queries.turn(connection, "other", "t1"), "no turn 't1'"),
         (lambda: session_changes.set_chain_role(connection, "other", "t1", Role.SIDE), "no turn 't1'"),
-        (lambda: session_records.turn_path(connection, "other", "t1"), "no turn 't1'"),
+        (lambda: lineage.turns_to(connection, "t1", "other"), "no turn 't1'"),
         (lambda: queries.turn(connection, "default", "t9"), "no turn 't9'"),
         (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
         (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),

@@ -8,9 +8,11 @@ import pytest
 from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import Conflict
+from turnwise.exchange.session_document import session_document
 from turnwise.store import claims, experiences, ledger, policies, queries, serving, trained, versions
 from turnwise.store.database import Database
 from turnwise.store.session_filter import SessionFilter
+from turnwise.store.session_records import session_records
 from turnwise.store.trained import TrainedSession, UpdateGroup
 from turnwise.types import GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
 
@@ -46,6 +48,9 @@ def test_each_trained_thing_names_its_update_and_version(ledger_of_two: Database
         assert queries.turns(connection, "zeta", "kim-0")[0][0].trained_in == ()
         found = experiences.experiences(connection, SessionFilter(tenant="acme"))
         assert [one.trained_in for one in found] == [expected, expected]
+        document = session_document(next(session_records(connection, SessionFilter(session_id="kim-0"))))
+        assert document["trained_in"] == [{"update_id": 1, "policy_version": 1}]
+        assert document["turns"][0]["trained_in"] == [{"update_id": 1, "policy_version": 1, "advantage": 0.5}]
 
 
 def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_of_two: Database) -> None:
