@@ -127,12 +127,7 @@ class LedgerSource(Ledger):
         if more is None:
             return None
         held = batch.claim
-        claim = dataclasses.replace(
-            held,
-            groups=held.groups + more.groups,
-            leased_until=min(held.leased_until, more.leased_until),
-            num_stale=held.num_stale + more.num_stale,
-        )
+        claim = claims.Claim(groups=held.groups + more.groups, num_stale=held.num_stale + more.num_stale)
         self.end_lease(held)
         self.hold(claim, LEASE_SECONDS)
         return dataclasses.replace(

@@ -21,7 +21,7 @@ from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
 from proxy.settings import FeedbackRewards
 from turnwise.chains import is_trainable
-from turnwise.errors import InvalidRequest, NotFound
+from turnwise.errors import InvalidRequest
 from turnwise.store import feedback, queries
 from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
@@ -142,11 +142,7 @@ def _feedback(
     """
     session_id = wanted.session_id
     if wanted.turn_id is not None:
-        holder = queries.sessions_of_turns(connection, principal.tenant, [wanted.turn_id]).get(wanted.turn_id)
-        if holder is None or session_id not in (None, holder):
-            where = "" if session_id is None else f" in session {session_id!r}"
-            raise NotFound(f"there is no turn {wanted.turn_id!r}{where}", param="turn_id")
-        session_id = holder
+        session_id = queries.session_of_turn(connection, principal.tenant, wanted.turn_id, session_id)
     assert session_id is not None
     principal.require_session(session_id)
     original = queries.session(connection, principal.tenant, session_id)

@@ -29,7 +29,6 @@ from proxy.routes.serialise import (
     turn_json,
 )
 from proxy.services import Services
-from turnwise.errors import NotFound
 from turnwise.store import (
     groups,
     ledger,
@@ -205,9 +204,7 @@ async def fork_turn(
     wanted = fork or Fork()
 
     def read(connection: Connection) -> Session:
-        forked_id = queries.sessions_of_turns(connection, principal.tenant, [turn_id]).get(turn_id)
-        if forked_id is None:
-            raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+        forked_id = queries.session_of_turn(connection, principal.tenant, turn_id)
         return queries.session(connection, principal.tenant, forked_id)
 
     forked = await services.database.fetch(read)
@@ -306,9 +303,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 @router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
-    holder = (await services.database.fetch(queries.sessions_of_turns, principal.tenant, [turn_id])).get(turn_id)
-    if holder is None or principal.session_id not in (None, holder):
-        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+    holder = await services.database.fetch(queries.session_of_turn, principal.tenant, turn_id, principal.session_id)
     turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
     services.forget_session(principal.tenant, holder)
     return answer(ChainRole(wanted.role, turn_ids))

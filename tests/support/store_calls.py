@@ -268,7 +268,7 @@ OF_TENANT: dict[str, Ask] = {
     "a turn": lambda c: queries.turn(c, "t", "t-s-t1"),
     "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
     "a turn's tokens": lambda c: history.full_tokens(c, "t-s-t1"),
-    "a turn's session": lambda c: queries.sessions_of_turns(c, "t", ["t-s-t1"]),
+    "a turn's session": lambda c: queries.session_of_turn(c, "t", "t-s-t1"),
     "a turn's path": lambda c: lineage.turns_to(c, "t-s-t2", "t"),
     "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
     "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
@@ -311,7 +311,9 @@ OF_TENANT: dict[str, Ask] = {
     "a deleted tenant": lambda c: retention.delete_tenant(c, "t"),
     "the sessions of an end user": lambda c: (
         session_changes.change_session(c, _session("over", user_id="kim"), {"user_id"}),
-        retention.delete_all(opened(c), lambda conn: retention.delete_user(conn, "t", "kim")),
+        retention.delete_all(
+            opened(c), lambda conn: retention.delete_sessions(conn, SessionFilter(tenant="t", user_id="kim"))
+        ),
     ),
     "a tenant without sessions": lambda c: retention.delete_tenant(c, "nobody"),
 }

@@ -105,13 +105,15 @@ def forget(
         raise click.UsageError("give either --session-id or --user-id")
     from turnwise.commands.store import opened
     from turnwise.store import retention
+    from turnwise.store.session_filter import SessionFilter
 
     with opened(database_url(database)) as store:
         found = _contents(store, tenant, session_id, user_id)
         if not yes:
             _confirm(found)
         if user_id is not None:
-            deleted = _delete_all(store, lambda conn: retention.delete_user(conn, tenant, user_id))
+            of_user = SessionFilter(tenant=tenant, user_id=user_id)
+            deleted = _delete_all(store, lambda conn: retention.delete_sessions(conn, of_user))
         elif session_id is None:
             deleted = _delete_all(store, lambda conn: retention.delete_tenant(conn, tenant))
         else:

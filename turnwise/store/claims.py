@@ -22,7 +22,7 @@ from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
-from turnwise.store.rows import from_micros, to_micros
+from turnwise.store.rows import to_micros
 from turnwise.store.statements import is_among, unindexed
 from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.store.trained import Advantages, record_trained
@@ -68,11 +68,8 @@ class ClaimedGroup:
 class Claim:
     """Groups that a trainer holds until its lease expires."""
 
-    trainer_id: str
     groups: tuple[ClaimedGroup, ...]
     """At least one group; the group that was ready first comes first."""
-    leased_until: datetime.datetime
-    """Time on the database's clock."""
     num_stale: int = 0
     """Groups that this call dropped because one of their turns was too old."""
 
@@ -121,8 +118,7 @@ def claim(
     with db.write() as conn:
         instant = clock(conn, now)
         sampled = _is_claimable(conn.dialect, instant, policy_id, held)
-        stale = None if min_policy_version is None else _stale(sampled, min_policy_version)
-        num_stale = 0 if stale is None else len(stale.make(conn))
+        num_stale = 0 if min_policy_version is None else _drop_stale(conn, sampled, min_policy_version)
         leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
             sa.select(
@@ -153,7 +149,7 @@ def claim(
                 leased_until=leased_until,
             )
         )
-    return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
+    return Claim(groups=claimed, num_stale=num_stale)
 
 
 def undone(
@@ -222,7 +218,7 @@ def oldest_version_in_flight(
     return found
 
 
-def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> Claim:
+def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> None:
     """Extend the lease.
 
     Raises:
@@ -232,7 +228,6 @@ def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetim
         leased_until = clock(conn, now) + _lease_micros(lease_seconds)
         for group in held.groups:
             _change(conn, group, leased_until=leased_until)
-    return dataclasses.replace(held, leased_until=from_micros(leased_until))
 
 
 def release(db: Database, held: Claim, reason: str | None = None) -> None:
@@ -323,11 +318,11 @@ def _lease_micros(lease_seconds: float) -> int:
     return int(min(lease_seconds, LONGEST_LEASE_SECONDS) * 1e6)
 
 
-def _stale(claimable: sa.ColumnElement[bool], min_policy_version: int) -> Change:
-    """Drop the groups that could be claimed and have an older turn."""
+def _drop_stale(conn: sa.Connection, claimable: sa.ColumnElement[bool], min_policy_version: int) -> int:
+    """Drop the groups that could be claimed and have an older turn; return their number."""
     wanted = sa.and_(claimable, groups.c.policy_version_first < min_policy_version)
     done = f"dropped %d groups with a turn older than policy version {min_policy_version} (max_staleness)"
-    return drop(wanted, "stale", done)
+    return len(drop(wanted, "stale", done).make(conn))
 
 
 def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:

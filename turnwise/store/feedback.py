@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from turnwise.chains import IMPORTED
 from turnwise.errors import InvalidRequest
 from turnwise.store import forks, idempotency, ledger, lineage, queries, retention, rows
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.statements import insert_rows
 from turnwise.store.tables import feedback, sessions
 from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Outcome, Reward, Session, TokenIds, Turn
@@ -111,7 +112,7 @@ def add(
         )
         ledger.add_rewards(conn, [line], retrain=retrain)
     if earlier is not None and earlier != given.group_id:
-        retention.delete_group(conn, given.tenant, earlier)
+        retention.delete_sessions(conn, SessionFilter(tenant=given.tenant, group_id=earlier))
     if earlier != given.group_id:
         for one in group:
             _finish(conn, one)

@@ -28,8 +28,10 @@ from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
 _PREFIX = "tw"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
+_SESSION_KEYS = "session_keys"
+"""Name of the secret that signs session keys."""
 _KEYS_EXIST = "keys_exist"
-"""Name of the row that the first key leaves among the secrets; nothing deletes it, the deletion of a tenant neither."""
+"""Name of the row that the first key adds to the secrets; it is never deleted, also not with the key's tenant."""
 USE_INTERVAL = datetime.timedelta(minutes=1)
 """Minimum time between two updates of a key's last use."""
 
@@ -196,10 +198,10 @@ def revoke_key(conn: sa.Connection, key_id: str, *, tenant: str | None = None) -
     return get_key(conn, key_id)
 
 
-def server_secret(conn: sa.Connection, name: str = "session_keys") -> bytes:
-    """Return a secret that all proxy processes share; the first call creates it."""
-    insert_ignoring(conn, secrets_table, {"name": name, "value": secrets.token_bytes(_SECRET_BYTES)})
-    found = sa.select(secrets_table.c.value).where(secrets_table.c.name == name)
+def server_secret(conn: sa.Connection) -> bytes:
+    """Return the secret with which all proxy processes sign session keys; the first call creates it."""
+    insert_ignoring(conn, secrets_table, {"name": _SESSION_KEYS, "value": secrets.token_bytes(_SECRET_BYTES)})
+    found = sa.select(secrets_table.c.value).where(secrets_table.c.name == _SESSION_KEYS)
     return bytes(conn.execute(found).scalar_one())
 
 

@@ -22,6 +22,8 @@ from turnwise.store.statements import fetch_rows, insert_new_rows, insert_rows, 
 from turnwise.store.tables import rewards, sessions, turns
 from turnwise.types import MAX_REWARD, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
 
+CLOSED_AT_ONCE = 500
+"""Most idle sessions that one transaction closes."""
 Created = tuple[Session, bool] | TurnwiseError
 """The stored session and whether it was created; or the error that rejects it."""
 
@@ -142,43 +144,30 @@ def _close(
     groups.finish(conn, [row for row in found if row.num_rewards > 0])
 
 
-def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime, *, limit: int = 500) -> list[SessionKey]:
-    """Expire open sessions without activity since then; sessions with a reward are finished.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        idle_before: Sessions whose last activity is older are idle.
-        limit: Maximum number of sessions, so that the transaction stays short.
-
-    Returns:
-        Tenant and id of each, longest idle first.
-    """
+def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime) -> list[SessionKey]:
+    """Expire open sessions without activity since then, at most `CLOSED_AT_ONCE`; return them, longest idle first."""
     is_open = sessions.c.status == SessionStatus.OPEN.value
-    return _close_idle(conn, is_open, idle_before, limit, SessionStatus.EXPIRED)
+    return _close_idle(conn, is_open, idle_before, SessionStatus.EXPIRED)
 
 
-def end_rewarded_sessions(conn: sa.Connection, idle_before: datetime.datetime, *, limit: int = 500) -> list[SessionKey]:
+def end_rewarded_sessions(conn: sa.Connection, idle_before: datetime.datetime) -> list[SessionKey]:
     """End open single sessions that no call names, that have a reward, and without activity since then.
 
-    Their clients may know of no session to end. Arguments and result are those of `expire_idle_sessions`.
+    Their clients may know of no session to end. The limit and the result are those of `expire_idle_sessions`.
     """
     is_unnamed = sa.exists().where(turns.c.session_pk == sessions.c.session_pk, turns.c.inferred_by.is_not(None))
     wanted = sa.and_(groups.OPEN_WITH_REWARD, sessions.c.group_id.is_(None), is_unnamed)
-    return _close_idle(conn, wanted, idle_before, limit, SessionStatus.ENDED)
+    return _close_idle(conn, wanted, idle_before, SessionStatus.ENDED)
 
 
 def _close_idle(
-    conn: sa.Connection,
-    wanted: sa.ColumnElement[bool],
-    idle_before: datetime.datetime,
-    limit: int,
-    status: SessionStatus,
+    conn: sa.Connection, wanted: sa.ColumnElement[bool], idle_before: datetime.datetime, status: SessionStatus
 ) -> list[SessionKey]:
     idle = conn.execute(
         sa.select(*(sessions.c[name] for name in LockedSession._fields))
         .where(wanted, sessions.c.last_active_at < to_micros(idle_before))
         .order_by(sessions.c.last_active_at)
-        .limit(limit)
+        .limit(CLOSED_AT_ONCE)
         .with_for_update(skip_locked=True)
     ).all()
     if idle:
@@ -246,17 +235,11 @@ def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) 
             raise InvalidRequest(
                 f"a reward is for turn {line.turn_id!r} or for step {line.step!r}, not both", param="step"
             )
-    holders = queries.sessions_of_turns(conn, tenant, {line.turn_id for line in lines if line.turn_id is not None})
-    return [line.session_id if line.turn_id is None else _holder(line, holders) for line in lines]
-
-
-def _holder(line: Reward, holders: Mapping[str, str]) -> str:
-    """Return the session id of a line's turn."""
-    session_id = holders.get(line.turn_id or "")
-    if session_id is None or line.session_id not in ("", session_id):
-        where = f" in session {line.session_id!r}" if line.session_id else ""
-        raise NotFound(f"there is no turn {line.turn_id!r}{where}", param="turn_id")
-    return session_id
+    found = queries.sessions_of_turns(conn, tenant, {line.turn_id for line in lines if line.turn_id is not None})
+    return [
+        line.session_id if line.turn_id is None else queries.holder(found, line.turn_id, line.session_id)
+        for line in lines
+    ]
 
 
 def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[LockedSession]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -209,6 +209,28 @@ def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str
     return {turn_id: session_id for turn_id, session_id, holder in found if holder == tenant}
 
 
+def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str, session_id: str | None = None) -> str:
+    """Return the id of the session that a turn is in.
+
+    Raises:
+        NotFound: this tenant has no such turn, or the session that is named has not.
+    """
+    return holder(sessions_of_turns(conn, tenant, [turn_id]), turn_id, session_id)
+
+
+def holder(found: Mapping[str, str], turn_id: str, session_id: str | None = None) -> str:
+    """Return the session of a turn from what `sessions_of_turns` has found.
+
+    Raises:
+        NotFound: it has not found the turn, or found it in another session than the one that is named.
+    """
+    held_by = found.get(turn_id)
+    if held_by is None or (session_id and session_id != held_by):
+        where = f" in session {session_id!r}" if session_id else ""
+        raise NotFound(f"there is no turn {turn_id!r}{where}", param="turn_id")
+    return held_by
+
+
 def stored_turn(
     conn: sa.Connection, tenant: str, session_id: str, *, turn_id: str | None = None, request_key: str | None = None
 ) -> Turn | None:
@@ -226,14 +248,14 @@ def stored_turn(
     return None if row is None else rows.TURNS.record(row)
 
 
-def unfinished_groups(conn: sa.Connection, *, limit: int = MOST_UNFINISHED) -> dict[str, int]:
-    """Count the open, ready and claimed groups of all tenants, at most `limit` of each.
+def unfinished_groups(conn: sa.Connection) -> dict[str, int]:
+    """Count the open, ready and claimed groups of all tenants, at most `MOST_UNFINISHED` of each.
 
     Groups that agents gave up stay open until they are pruned, so there may be any number of them.
     """
     status = tables.groups.c.status
     unfinished = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
-    some = [sa.select(status).where(status == value).limit(limit).subquery() for value in unfinished]
+    some = [sa.select(status).where(status == value).limit(MOST_UNFINISHED).subquery() for value in unfinished]
     counted = [sa.select(sa.func.count()).select_from(each).scalar_subquery() for each in some]
     return dict(zip(unfinished, conn.execute(sa.select(*counted)).one(), strict=True))
 

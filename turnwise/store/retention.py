@@ -21,6 +21,7 @@ from turnwise.store.groups import leave
 from turnwise.store.idempotency import forget_sessions
 from turnwise.store.pages import num_within
 from turnwise.store.rows import StoredRow, to_micros
+from turnwise.store.session_filter import SessionFilter
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among
 from turnwise.store.tables import (
     DELETED,
@@ -92,29 +93,26 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
     return copies if copies.has_more else _delete(conn, [row])
 
 
-def delete_group(conn: sa.Connection, tenant: str, group_id: str) -> Deleted:
-    """Delete the first `SESSIONS_AT_ONCE` sessions of a group, and with its last session the group."""
-    return _delete_first(conn, sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.group_id == group_id))
+def delete_sessions(conn: sa.Connection, wanted: SessionFilter) -> Deleted:
+    """Delete some sessions that a filter selects, and with the last session of a group the group.
+
+    Call it while it has more.
+    """
+    return _delete_first(conn, sa.select(sessions).where(*wanted.clauses()))
 
 
-def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
+def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
     """Delete some sessions of a tenant, or after the last of them its keys, usage, stored answers and policies.
 
     Call it while it has more.
     """
-    own = sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.session_pk)
-    if (deleted := _delete_first(conn, own, limit)).has_more:
+    if (deleted := delete_sessions(conn, SessionFilter(tenant=tenant))).has_more:
         return deleted
     for table in (groups, token_usage, idempotency, api_keys):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
     num_policies, deleted_versions = policies.delete_policies(conn, tenant)
     return Deleted(num_policies=num_policies, deleted_versions=tuple(deleted_versions))
-
-
-def delete_user(conn: sa.Connection, tenant: str, user_id: str) -> Deleted:
-    """Delete some sessions of an end user; call it while it has more."""
-    return _delete_first(conn, sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.user_id == user_id))
 
 
 def prune(conn: sa.Connection, before: datetime.datetime) -> Deleted:
@@ -231,9 +229,9 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
     )
 
 
-def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]], limit: int = SESSIONS_AT_ONCE) -> Deleted:
+def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]]) -> Deleted:
     """Delete the first sessions of a query; there is more while it finds some."""
-    found = conn.execute(wanted.limit(limit).with_for_update(of=sessions)).all()
+    found = conn.execute(wanted.limit(SESSIONS_AT_ONCE).with_for_update(of=sessions)).all()
     return dataclasses.replace(_delete(conn, found), has_more=bool(found))
 
 

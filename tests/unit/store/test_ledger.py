@@ -473,14 +473,15 @@ def test_old_idempotent_answers_are_deleted(database: Database) -> None:
         assert queries.counts(connection).num_rewards == 2
 
 
-def test_idle_sessions_expire_in_batches(database: Database) -> None:
+def test_idle_sessions_expire_in_batches(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "CLOSED_AT_ONCE", 3)
     for number in range(5):
         add_session(database, f"s{number}")
     later = utc_now() + HOUR
     with database.write() as connection:
-        assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 3
+        assert len(ledger.expire_idle_sessions(connection, later)) == 3
     with database.write() as connection:
-        assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 2
+        assert len(ledger.expire_idle_sessions(connection, later)) == 2
 
 
 def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_chain(database: Database) -> None:

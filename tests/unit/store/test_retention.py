@@ -108,7 +108,8 @@ def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_m
 def test_the_deletion_of_an_end_user_leaves_that_of_the_same_name_of_another_tenant(database: Database) -> None:
     for tenant in ("x", "y"):
         add_session(database, "s", tenant=tenant, user_id="kim")
-    deleted = retention.delete_all(database, lambda connection: retention.delete_user(connection, "x", "kim"))
+    of_kim = SessionFilter(tenant="x", user_id="kim")
+    deleted = retention.delete_all(database, lambda connection: retention.delete_sessions(connection, of_kim))
     assert deleted.sessions == (("x", "s"),)
 
 
@@ -148,7 +149,10 @@ def test_the_deletion_of_a_tenant_names_the_versions_that_were_trained_on_it(dat
         assert retention.delete_tenant(connection, "acme").policy_versions == (4,)
 
 
-def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database: Database) -> None:
+def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "SESSIONS_AT_ONCE", 2)
     for tenant in ("acme", "zeta"):
         for number in range(3):
             add_session(database, f"s{number}", tenant=tenant, turns=2)
@@ -158,7 +162,7 @@ def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database: D
     rounds = []
 
     def delete_some(connection: sa.Connection) -> retention.Deleted:
-        deleted = retention.delete_tenant(connection, "acme", limit=2)
+        deleted = retention.delete_tenant(connection, "acme")
         rounds.append(len(deleted.sessions))
         return deleted
 
