@@ -45,7 +45,7 @@ class SessionFilter:
             for field in dataclasses.fields(self)
             if field.name not in ("label", "metadata", "policy") and getattr(self, field.name) is not None
         ]
-        if self.tenant is None and self.status is None:
+        if not self.tenant and self.status is None:
             wanted.append(sessions.c.status != DELETED)
         if self.policy is not None:
             wanted.append(policies.is_named(sessions.c.policy_id, self.tenant, self.policy))

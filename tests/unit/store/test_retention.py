@@ -13,6 +13,7 @@ from turnwise.errors import NotFound, SettingsError
 from turnwise.store import claims, feedback, keys, ledger, queries, retention, tables
 from turnwise.store.database import Database
 from turnwise.store.session_filter import SessionFilter
+from turnwise.store.session_records import count_sessions
 from turnwise.types import IMPORT, Feedback, FeedbackKind, Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)
@@ -194,6 +195,7 @@ def test_a_long_session_is_gone_at_once_and_swept_in_slices(
             queries.turn(connection, "default", "long-t7")
         (left,) = connection.execute(sa.select(tables.sessions)).all()
         assert not {"default", "long", "secret", "kim", '{"name":"Kim"}'} & set(map(str, left))
+        assert count_sessions(connection, SessionFilter(tenant=tables.NO_TENANT)) == 0, "it would be deleted again"
     assert sizes(database) == {"sessions": 1, "turns": 7, "rewards": 1}
     with database.write() as connection:
         ledger.create_session(connection, Session(session_id="long"))
