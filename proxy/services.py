@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import ipaddress
 import logging
-import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
@@ -88,7 +87,7 @@ class Services:
             max_concurrent_calls=settings.max_concurrent_calls,
             wait_seconds=settings.engine_wait_seconds,
             gone_seconds=settings.engine_gone_seconds,
-            access=engine_access(settings),
+            access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
         )
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         self.sessions = Sessions(database, self.writer, settings, metrics, faults)
@@ -251,27 +250,6 @@ async def running_services(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await services.close()
-
-
-def engine_access(settings: ProxySettings) -> Access:
-    """Return the proxy's credentials for engines, and the authorities that it trusts.
-
-    Raises:
-        SettingsError: a file cannot be read, or is not PEM.
-    """
-    key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
-    files = (settings.engine_ca, settings.engine_certificate, settings.engine_certificate_key)
-    if not any(files):
-        return Access(bearer_key=key)
-    try:
-        tls = ssl.create_default_context(cafile=settings.engine_ca)
-        if settings.engine_certificate is not None:
-            tls.load_cert_chain(settings.engine_certificate, settings.engine_certificate_key)
-    except (OSError, ssl.SSLError) as error:
-        raise SettingsError(
-            f"the engines' TLS files {[str(file) for file in files if file]} cannot be used: {error}; name PEM files"
-        ) from error
-    return Access(bearer_key=key, tls=tls)
 
 
 def _make_authenticator(database: Database, settings: ProxySettings) -> Authenticator:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import ssl
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
+from turnwise.errors import SettingsError
 from turnwise.settings import FromJson, Settings, mask_credentials
 from turnwise.types import MAX_REWARD, PolicyKind
 
@@ -229,6 +231,35 @@ class ProxySettings(Settings):
         if self.holdout_share is not None:
             return self.holdout_share
         return HOLDOUT_SHARE if kind is PolicyKind.LORA else 0.0
+
+    def engine_tls(self) -> ssl.SSLContext | None:
+        """Return how engines with `https://` are called; None for the system's authorities and no certificate.
+
+        Raises:
+            SettingsError: a file cannot be read, or is not PEM.
+        """
+        files = [each for each in (self.engine_ca, self.engine_certificate, self.engine_certificate_key) if each]
+        if not files:
+            return None
+        try:
+            tls = ssl.create_default_context(cafile=self.engine_ca)
+            if self.engine_certificate is not None:
+                tls.load_cert_chain(self.engine_certificate, self.engine_certificate_key)
+        except OSError as error:  # an SSLError is one
+            raise SettingsError(
+                f"the engines' TLS files {[*map(str, files)]} cannot be used: {error}; name PEM files"
+            ) from error
+        return tls
+
+    def engine_client_options(self) -> dict[str, Any]:
+        """Return the options with which an `httpx2.Client` calls engines as the proxy does.
+
+        Raises:
+            SettingsError: a TLS file cannot be read, or is not PEM.
+        """
+        key = self.engine_api_key
+        headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
+        return {"headers": headers, "verify": self.engine_tls() or True, "trust_env": False}
 
     @functools.cached_property
     def json_limits(self) -> dict[str, int]:

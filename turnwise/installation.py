@@ -29,6 +29,7 @@ from turnwise.engine_requirements import (
 )
 from turnwise.errors import TurnwiseError
 from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
+from turnwise.settings import mask_credentials
 
 if TYPE_CHECKING:  # imported where it is used: each proxy imports this module, and few examine anything
     import httpx2
@@ -61,25 +62,25 @@ class Finding:
     """What was found, and what to do where it is not ok."""
 
 
-def examine(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
-    """Yield the finding of each check."""
+def examine(engine_urls: list[str], database_url: str, **options: Any) -> Iterator[Finding]:
+    """Yield the finding of each check; the options are those of `engine_findings`."""
     yield _python()
     yield from _extras()
     yield _packages()
     yield _gpu()
     for url in engine_urls:
-        yield from engine_findings(url)
+        yield from engine_findings(url, **options)
     yield from _database(database_url)
 
 
-def examine_running(engine_urls: list[str], database_url: str, tenant: str | None) -> Iterator[Finding]:
+def examine_running(engine_urls: list[str], database_url: str, tenant: str | None, **options: Any) -> Iterator[Finding]:
     """Yield the findings about a running proxy: its interpreter, its engines, its database and its trainers.
 
-    With a tenant, those of other tenants' policies are left out.
+    With a tenant, those of other tenants' policies are left out. The options are those of `engine_findings`.
     """
     yield _python()
     for url in engine_urls:
-        yield from engine_findings(url)
+        yield from engine_findings(url, **options)
     yield from _database(database_url, tenant)
 
 
@@ -141,11 +142,12 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
         yield Finding(f"trainer {each.trainer_id}", verdict, f"{text}{_ADVICE if each.state.needs_attention else ''}")
 
 
-def engine_findings(url: str) -> Iterator[Finding]:
-    """Yield whether an engine can do what capture needs."""
+def engine_findings(address: str, **options: Any) -> Iterator[Finding]:
+    """Yield whether an engine can do what capture needs; the options are those of an `httpx2.Client`."""
     import httpx2
 
-    with httpx2.Client(base_url=url.rstrip("/"), timeout=30.0, trust_env=False) as http:
+    url = mask_credentials(address)
+    with httpx2.Client(base_url=address.rstrip("/"), timeout=30.0, **options) as http:
         try:
             http.get("/health").raise_for_status()
             served = http.get("/v1/models").raise_for_status().json()["data"][0]
@@ -159,7 +161,8 @@ def engine_findings(url: str) -> Iterator[Finding]:
                 yield Finding(found.name, Verdict.OK if found.is_met else Verdict.FAIL, found.text)
             yield _strict_tools(http)
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
-            yield Finding("engine probe", Verdict.FAIL, f"{url} does not take a call of one token: {error}")
+            text = f"{url} does not take a call of one token: {mask_credentials(str(error))}"
+            yield Finding("engine probe", Verdict.FAIL, text)
 
 
 def _engine_problem(url: str, error: Exception) -> str:

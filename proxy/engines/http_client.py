@@ -20,6 +20,7 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 import httptools
+from pydantic import SecretStr
 
 from proxy.http.asgi import joined
 
@@ -130,7 +131,7 @@ class Answer:
 class Access:
     """How a client proves itself to a server, and which servers it trusts."""
 
-    bearer_key: str | None = None
+    bearer_key: SecretStr | None = None
     """Sent as `Authorization: Bearer`, unless the URL has a user and password."""
     tls: ssl.SSLContext | None = None
     """For `https://`; None takes the system's authorities and no client certificate."""
@@ -159,7 +160,7 @@ class HttpClient:
             secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
             self._head += f"authorization: Basic {base64.b64encode(secret).decode()}\r\n"
         elif access.bearer_key is not None:
-            self._head += f"authorization: Bearer {access.bearer_key}\r\n"
+            self._head += f"authorization: Bearer {access.bearer_key.get_secret_value()}\r\n"
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
         self._idle: list[_Connection] = []

@@ -204,8 +204,9 @@ async def examine(services: Here, principal: Caller) -> Response:
     """
     settings = services.settings
     tenant = None if await is_operator(services, principal) else principal.tenant
-    engines, database = [engine.url for engine in services.pool.engines], settings.database.get_secret_value()
-    return await asyncio.to_thread(lambda: page(installation.examine_running(engines, database, tenant)))
+    engines, database = settings.engine, settings.database.get_secret_value()
+    options = settings.engine_client_options()
+    return await asyncio.to_thread(lambda: page(installation.examine_running(engines, database, tenant, **options)))
 
 
 @router.get("/openapi.json", include_in_schema=False)

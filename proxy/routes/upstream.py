@@ -43,12 +43,11 @@ class Upstream(Endpoint):
         super().__init__(services, ChatCompletions())
         self._path = path
         settings = services.settings
-        key = settings.upstream_api_key
         self._client = settings.upstream and HttpClient(
             settings.upstream,
             connect_seconds=CONNECT_SECONDS,
             silence_seconds=settings.engine_timeout_seconds,
-            access=Access(bearer_key=None if key is None else key.get_secret_value()),
+            access=Access(bearer_key=settings.upstream_api_key),
         )
 
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:

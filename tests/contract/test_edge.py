@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx2
 import pytest
+from click.testing import CliRunner
 from support.proxies import RunningProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 
+from proxy.engines.http_client import Access
 from proxy.engines.vllm.engine import Vllm
 from proxy.main import check_tls_files
-from proxy.services import engine_access
 from proxy.settings import ProxySettings
+from turnwise.commands.cli import main
 from turnwise.errors import EngineUnavailable, SettingsError
 from turnwise.store import keys
 from turnwise.store.database import Database
@@ -206,7 +211,7 @@ async def test_an_engine_with_tls_is_verified_by_its_own_authority_and_may_requi
         ({"engine_ca": authority}, False),
         (own, False),
     ):
-        engine = Vllm(url, timeout_seconds=5, access=engine_access(ProxySettings(**settings)))
+        engine = Vllm(url, timeout_seconds=5, access=Access(tls=ProxySettings(**settings).engine_tls()))
         if is_served:
             assert await engine.ask("GET", "/health") == {}
         else:
@@ -214,6 +219,33 @@ async def test_an_engine_with_tls_is_verified_by_its_own_authority_and_may_requi
                 await engine.ask("GET", "/health")
         engine.close()
     server.close()
+
+
+@pytest.mark.parametrize("command", ["doctor", "verify"])
+def test_commands_call_an_engine_with_the_authority_and_the_key_that_the_proxy_has(
+    certificate, tmp_path, monkeypatch, command
+):
+    """The engine answers 503 to whoever presents its key, so no check goes further than that."""
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(503 if self.headers["authorization"] == "Bearer engine-secret" else 401)
+
+    offered = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    offered.load_cert_chain(*certificate)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TURNWISE_PROXY_ENGINE_CA", str(certificate[0]))
+    monkeypatch.setenv("TURNWISE_PROXY_ENGINE_API_KEY", "engine-secret")
+    database = f"sqlite:///{tmp_path}/store.db"
+    Database(database).upgrade()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
+        server.socket = offered.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_port}"
+        done = CliRunner().invoke(main, [command, "--engine", url, "--database", database])
+        server.shutdown()
+    assert re.search(rf"{url} answer(s|ed) 503 to GET", done.output), done.output
+    assert "engine-secret" not in done.output
 
 
 def test_the_engine_is_called_with_its_key(fake_engine: RunningFakeEngine, start_proxy, tmp_path: Path):

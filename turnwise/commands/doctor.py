@@ -7,7 +7,13 @@ import sys
 
 import click
 
-from turnwise.commands.location import database_option, database_url, engine_urls, json_option
+from turnwise.commands.location import (
+    database_option,
+    database_url,
+    engine_client_options,
+    engine_urls,
+    json_option,
+)
 
 
 @click.command("doctor")
@@ -24,7 +30,7 @@ def doctor(engine: tuple[str, ...], database: str | None, *, as_json: bool) -> N
     from turnwise.installation import examine
 
     findings = []
-    for finding in examine(engine_urls(engine), database_url(database)):
+    for finding in examine(engine_urls(engine), database_url(database), **engine_client_options()):
         findings.append({"check": finding.check, "verdict": finding.verdict.value, "text": finding.text})
         if not as_json:
             colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict.value]

@@ -59,6 +59,16 @@ def engine_urls(given: tuple[str, ...]) -> list[str]:
     return urls
 
 
+def engine_client_options() -> dict[str, Any]:
+    """Return the options with which an `httpx2.Client` calls engines as the proxy does.
+
+    Raises:
+        SettingsError: a TLS file of the proxy's settings cannot be used.
+    """
+    options: dict[str, Any] = _load("proxy").engine_client_options()  # type: ignore[attr-defined]  # the proxy declares it
+    return options
+
+
 def at_running_proxy(settings: RunningSettings) -> RunningSettings:
     """Return the settings with address and key of the proxy that the command means.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from turnwise.commands.filters import filter_of, filter_options
-from turnwise.commands.location import database_option, database_url, json_option
+from turnwise.commands.location import database_option, database_url, engine_client_options, json_option
 from turnwise.commands.remote import api_filters, proxy_options, remote, sessions_of
 from turnwise.types import Json
 
@@ -98,7 +98,7 @@ def _verify_database(
     with opened(url) as store:
         checker: checks.Checker | None = None
         if engine is not None:
-            checker = LogprobChecker(engine, **rule)
+            checker = LogprobChecker(engine, **rule, **engine_client_options())
         elif is_forward:
             from trainer.forward import ForwardChecker
 

@@ -9,6 +9,7 @@ import httpx2
 
 from turnwise import logprob_request
 from turnwise.errors import BadCheckpoint, EngineUnavailable
+from turnwise.settings import mask_credentials
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 from turnwise.verify.report import Report
@@ -24,14 +25,15 @@ class LogprobChecker:
         engine_url: The engine.
         tolerance: Largest difference of logprobs, in nats, that is no mismatch.
         version_distance: Turns are checked whose policy version is at most this far from the engine's.
+        options: Further options of the `httpx2.Client`.
 
     Raises:
         EngineUnavailable: the engine does not answer.
     """
 
-    def __init__(self, engine_url: str, *, tolerance: float, version_distance: int = 0) -> None:
-        self._http = httpx2.Client(base_url=engine_url.rstrip("/"), timeout=TIMEOUT_SECONDS)
-        self._url = engine_url
+    def __init__(self, engine_url: str, *, tolerance: float, version_distance: int = 0, **options: Any) -> None:
+        self._http = httpx2.Client(base_url=engine_url.rstrip("/"), timeout=TIMEOUT_SECONDS, **options)
+        self._url = mask_credentials(engine_url)
         self._tolerance = tolerance
         self._version_distance = version_distance
         served = self._ask("GET", "/v1/models")["data"][0]
