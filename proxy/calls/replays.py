@@ -172,24 +172,21 @@ def check_same_request(identity: RequestIdentity, first_digest: bytes | None) ->
         )
 
 
-def identify_request(call: Call, principal: Principal, digest: bytes | None) -> RequestIdentity:
-    """Return what a retry of the call must have in common with it.
-
-    Args:
-        call: the call.
-        principal: its caller.
-        digest: of the request; None for that of the call as it is now, which has an `Idempotency-Key`.
-    """
+def identify_request(call: Call, principal: Principal, digest: bytes) -> RequestIdentity:
+    """Return what a retry of the call must have in common with it, its request's digest among it."""
     caller = principal.tenant, principal.key_id, call.session_id or ""
     key, form = call.idempotency_key, (call.dialect.name, call.stream)
-    digest = keyed_digest(call) if digest is None else digest
     return RequestIdentity(caller, key, digest, form, (*caller, digest, form) if key is None else (*caller, key))
 
 
 def keyed_digest(call: Call) -> bytes:
-    """Return the digest of a request under an `Idempotency-Key`: without the fields that decide the answer's form."""
+    """Return the digest of a request under an `Idempotency-Key`: without the fields that decide the answer's form.
+
+    It does not depend on the turns that the call continues without repeating them: a later attempt may find more.
+    """
     fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
-    request = orjson.dumps([call.dialect.name, call.num_choices, fields], option=orjson.OPT_SORT_KEYS)
+    named = [call.dialect.name, call.num_choices, call.previous_turn_id, fields]
+    request = orjson.dumps(named, option=orjson.OPT_SORT_KEYS)
     return blake3(request).digest(DIGEST_BYTES)
 
 

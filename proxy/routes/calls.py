@@ -250,12 +250,8 @@ class SampleEndpoint(Endpoint):
 
     async def _read(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
-    ) -> tuple[Call, bytes | None]:
-        """Return the call before it is resumed, and the digest of the request if that does not depend on it.
-
-        The digest is None where it must be taken of the call itself. It leaves out what a `conversation` holds: the
-        first attempt may have added the newest turn.
-        """
+    ) -> tuple[Call, bytes]:
+        """Return the call before it is resumed, and the digest of the request."""
         settings = self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         body = await parse_object(raw, **settings.json_limits)
@@ -272,9 +268,7 @@ class SampleEndpoint(Endpoint):
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}
         call.dialect = self._dialect
         identify(call, scope, headers, settings.ignored_ids, principal)
-        if call.idempotency_key is None:
-            return call, blake3(raw).digest(DIGEST_BYTES)
-        return call, keyed_digest(call) if call.previous_turn_id is None and not turn_ids else None
+        return call, blake3(raw).digest(DIGEST_BYTES) if call.idempotency_key is None else keyed_digest(call)
 
 
 def identify(

@@ -11,7 +11,7 @@ from support.in_process import in_process_proxy
 
 from proxy.auth import Principal
 from proxy.calls import relay
-from proxy.calls.replays import Replays, RequestIdentity, identify_request
+from proxy.calls.replays import Replays, RequestIdentity, identify_request, keyed_digest
 from proxy.continuation.digests import History
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.roles import Correction, Found
@@ -31,7 +31,7 @@ def identity(
         {"messages": [{"role": "user", "content": text}], **fields}, max_choices=1, max_messages=9
     )
     call.idempotency_key, call.session_id = key, principal.session_id
-    digest = repr((text, fields)).encode() if call.idempotency_key is None else None
+    digest = repr((text, fields)).encode() if call.idempotency_key is None else keyed_digest(call)
     return identify_request(call, principal, digest)
 
 
@@ -134,6 +134,22 @@ def test_a_keyed_call_of_a_conversation_is_found_again_although_its_turn_is_the_
         assert again.json()["id"] == first.json()["id"]
         assert http.post("/v1/responses", json={**ask, "input": "Two"}, headers=keyed).status_code == 409
         assert len(http.get("/v1/sessions/conversation:conv_kim/turns").json()["data"]) == 1
+
+
+@pytest.mark.parametrize("replay_bytes", [10**6, 0])
+@pytest.mark.parametrize("field", ["conversation", "previous_response_id"])
+def test_a_keyed_call_that_continues_stored_turns_and_refers_to_their_items_is_found_again(
+    field: str, replay_bytes: int, tmp_path: Path
+):
+    keyed, start = {"idempotency-key": "k"}, {"input": "One", "conversation": "conv_kim"}
+    with in_process_proxy(tmp_path, replay_bytes=replay_bytes) as (http, _):
+        one, two = (http.post("/v1/responses", json=start).raise_for_status().json() for _ in range(2))
+        given = [{"type": "item_reference", "id": one["output"][0]["id"]}, {"role": "user", "content": "Three"}]
+        ask = {"input": given, field: {"conversation": "conv_kim", "previous_response_id": one["id"]}[field]}
+        first, again = (http.post("/v1/responses", json=ask, headers=keyed).raise_for_status() for _ in range(2))
+        assert again.json()["id"] == first.json()["id"]
+        other = {"input": given, "previous_response_id": two["id"]}
+        assert http.post("/v1/responses", json=other, headers=keyed).status_code == 409
 
 
 @pytest.mark.parametrize("replay_bytes", [10**6, 0])
