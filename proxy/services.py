@@ -84,7 +84,6 @@ class Services:
             metrics,
             database,
             timeout_seconds=settings.engine_timeout_seconds,
-            max_concurrent_calls=settings.max_concurrent_calls,
             wait_seconds=settings.engine_wait_seconds,
             gone_seconds=settings.engine_gone_seconds,
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),

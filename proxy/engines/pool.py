@@ -1,4 +1,4 @@
-"""All engines: which one a session's calls go to, how many calls run at once, and how long a call waits for an engine.
+"""All engines: which one a session's calls go to, and how long a call waits for an engine.
 
 A session goes to the same serving engine each time, by rendezvous hashing of its id, so that its prefix cache is warm
 and the loss of an engine moves only that engine's sessions. While an engine's weights are exchanged its new calls wait
@@ -24,7 +24,7 @@ from proxy.engines.http_client import Access
 from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
-from turnwise.errors import Conflict, EngineUnavailable, Overloaded
+from turnwise.errors import Conflict, EngineUnavailable
 from turnwise.store import policies, serving
 from turnwise.store.database import Connection, Database
 from turnwise.store.serving import NO_VERSIONS, ServingState
@@ -38,7 +38,7 @@ OWN_MODEL = PolicyVersion(version=0, path="")
 
 
 class EnginePool:
-    """Routes calls to engines and limits how many run at once."""
+    """Routes calls to engines."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class EnginePool:
         database: Database,
         *,
         timeout_seconds: float,
-        max_concurrent_calls: int,
         wait_seconds: float = 0.0,
         gone_seconds: float = 30.0,
         access: Access | None = None,
@@ -85,10 +84,7 @@ class EnginePool:
         """Changes that other processes announced; the last reading includes the first `_num_noted` of them."""
         self._num_noted = 0
         self._metrics = metrics
-        self._max_concurrent_calls = max_concurrent_calls
         self._wait_seconds = wait_seconds
-        self.num_served = 0
-        """Calls that hold a `Place`: from their admission to the last byte of their reply."""
         self._in_flight = 0
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
@@ -311,16 +307,6 @@ class EnginePool:
         lane.engine.adapters.pop(lane.version, None)
         await self._loaded(lane)
         lane.engine.adapters[lane.version] = lane
-
-    def check_limit(self) -> None:
-        """Check that another call may be served.
-
-        Raises:
-            Overloaded: all places are taken.
-        """
-        if self.num_served >= self._max_concurrent_calls:
-            self._metrics.limited.labels("proxy").inc()
-            raise Overloaded(f"{self.num_served} calls are in flight, which is the limit; retry after a second")
 
     async def _update_served(self, session: Session) -> None:
         """Read which versions are served, if what this process knows of them could give the call a wrong one.

@@ -1,15 +1,14 @@
-"""Limits per key and per tenant, with a fair queue in front of them.
+"""Limits of the proxy, of each key and of each tenant, with a fair queue in front of them.
 
 Each proxy process counts for itself. A session key counts as the key that made it. A call over a limit waits for
 `queue_seconds`: keys take turns, so that a key with many waiting calls delays no other key by more than one call.
-Without any limit set, nothing is counted.
+Without a queue and a limit of keys or tenants, only the number of all calls is counted, by the calls themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -20,11 +19,9 @@ from turnwise.errors import Overloaded
 
 MAX_SCOPES = 10_000
 """Keys and tenants that are remembered; idle ones beyond that are dropped."""
-EVERYBODY = "proxy as a whole"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """The limits of each key, or of each tenant; None for no limit."""
 
     max_calls: int | None = None
@@ -34,7 +31,7 @@ class Rule:
     @property
     def is_set(self) -> bool:
         """Whether it limits anything."""
-        return any(limit is not None for limit in dataclasses.astuple(self))
+        return any(limit is not None for limit in self)
 
 
 class Bucket:
@@ -104,14 +101,17 @@ class Limits:
         )
         self._queue_seconds = settings.queue_seconds
         self._metrics = metrics
-        self._everybody = Scope(EVERYBODY, Rule(settings.max_concurrent_calls if self._queue_seconds else None), 0.0)
-        """Without a queue, `EnginePool.check_limit` refuses calls over this limit."""
+        self._everybody = Scope("proxy", Rule(settings.max_concurrent_calls if self._queue_seconds else None), 0.0)
+        self.max_calls = math.inf if self._queue_seconds else settings.max_concurrent_calls
+        """Most calls that may hold a `Place`; no limit with a queue, where `admit` has it."""
+        self.num_calls = 0
+        """Calls that hold one: from their admission to the last byte of their reply. A `Place` counts itself."""
         self._scopes: dict[str, Scope] = {}
         self._queues: collections.OrderedDict[str, collections.deque[Waiter]] = collections.OrderedDict()
         """Waiting calls by key; the first key is served next."""
         self._timer: asyncio.TimerHandle | None = None
         self.are_set = self._key_rule.is_set or self._tenant_rule.is_set or self._queue_seconds > 0
-        """Whether calls are counted at all."""
+        """Whether `admit` counts calls at all."""
 
     async def admit(self, principal: Principal) -> list[Scope]:
         """Take a place in all scopes of the caller, after waiting in the queue if there is none; return them.
@@ -131,6 +131,10 @@ class Limits:
             raise self._overloaded(scopes)
         await self._wait(principal.root_key_id, scopes)
         return scopes
+
+    def full(self) -> Overloaded:
+        """Return the error for a call beyond `max_calls`, and count it."""
+        return self._overloaded([self._everybody])
 
     def leave(self, scopes: list[Scope], num_tokens: int) -> None:
         """Return the place of a call, and count its prompt and sampled tokens."""
@@ -190,9 +194,7 @@ class Limits:
         self._metrics.limited.labels(name.partition(" ")[0]).inc()
         seconds = 1 if blocked in (0, math.inf) else math.ceil(blocked)
         waited = f" after {self._queue_seconds:g} s in the queue" if self._queue_seconds else ""
-        return Overloaded(
-            f"the limit of {name} is reached{waited}; retry after {seconds} s", retry_after_seconds=seconds
-        )
+        return Overloaded(f"the {name} is at its limit{waited}; retry after {seconds} s", retry_after_seconds=seconds)
 
     def _scopes_of(self, principal: Principal) -> list[Scope]:
         scopes = [self._everybody]

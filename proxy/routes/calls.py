@@ -21,7 +21,7 @@ from proxy.auth import Principal
 from proxy.calls.capture import Running
 from proxy.calls.replays import DIGEST_BYTES, Attempt, identify_request, keyed_digest
 from proxy.continuation.which_session import EXPLICIT_SOURCES, name_session, newest_turn
-from proxy.dialects.base import Call, Dialect, WireRoute
+from proxy.dialects.base import Call
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
@@ -80,10 +80,11 @@ class Place:
         services, principal = self.services, self.principal
         if services.budgets.are_set or principal.has_budget:
             await services.budgets.check(principal)
-        if not services.settings.queue_seconds:
-            services.pool.check_limit()
-        self.limited = await services.limits.admit(principal) if services.limits.are_set else []
-        services.pool.num_served += 1
+        limits = services.limits
+        if limits.num_calls >= limits.max_calls:
+            raise limits.full()
+        self.limited = await limits.admit(principal) if limits.are_set else []
+        limits.num_calls += 1
 
     def release(self) -> None:
         """Return all of it, and count the call's tokens."""
@@ -96,7 +97,7 @@ class Place:
         if self.body is not None:
             self.body.close()
         if self.limited is not None:
-            services.pool.num_served -= 1
+            services.limits.num_calls -= 1
             if self.limited:
                 services.limits.leave(self.limited, num_tokens)
             if services.budgets.are_set or self.principal.has_budget:
@@ -106,26 +107,20 @@ class Place:
 class SampleEndpoint(Endpoint):
     """An endpoint of one dialect that samples."""
 
-    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
-        super().__init__(services, dialect)
-        self._route = route
-
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         """Answer a call, or repeat the answer to the call that it retries."""
         services = self._services
         headers = dict(scope["headers"])
-        query: dict[str, str] = {}
         if self._dialect.reads_url:
-            query = query_of(scope)
-            headers = self._dialect.normalise_headers(headers, query)
+            headers = self._dialect.normalise_headers(headers, query_of(scope))
         principal = await services.authenticator.authenticate(headers)
         principal.require("call")
-        if principal.session_id is not None and (named := scope.get("path_params", {}).get("session_id")):
+        if principal.session_id is not None and (named := scope["path_params"].get("session_id")):
             principal.require_session(named)  # before the body is read
         place = Place(services, principal, scope["extensions"][LEFT])
         try:
             with cancelled_when_client_leaves(place.left):
-                earlier = await self._begin(scope, receive, headers, query, place, reply)
+                earlier = await self._begin(scope, receive, headers, place, reply)
             if earlier is not None and earlier.answer is not None:
                 services.metrics.coalesced.inc()
                 reply.headers = {**earlier.headers}
@@ -136,13 +131,7 @@ class SampleEndpoint(Endpoint):
             place.release()
 
     async def _begin(
-        self,
-        scope: Scope,
-        receive: Receive,
-        headers: dict[bytes, bytes],
-        query: dict[str, str],
-        place: Place,
-        reply: ReplySender,
+        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], place: Place, reply: ReplySender
     ) -> Attempt | None:
         """Read the call and return the one that it retries, with its answer, or find the session of a new one."""
         services, principal = self._services, place.principal
@@ -154,7 +143,7 @@ class SampleEndpoint(Endpoint):
             await place.take()
         if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
             place.body = await services.bodies.reserve(principal, headers)
-        call, digest = await self._read(scope, receive, headers, query, principal)
+        call, digest = await self._read(scope, receive, headers, principal)
         reply.call, call.is_retry = call, is_marked
         await services.model_names.name_policy(call, principal)
         if call.dropped_fields or call.dropped_tools:
@@ -249,14 +238,14 @@ class SampleEndpoint(Endpoint):
         return {turn_id: view for turn_id, view in views.items() if own is None or view.turn.session_id == own}
 
     async def _read(
-        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
+        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], principal: Principal
     ) -> tuple[Call, bytes]:
         """Return the call before it is resumed, and the digest of the request."""
         settings = self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         body = await parse_object(raw, **settings.json_limits)
         if self._dialect.reads_url:
-            body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
+            body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
         if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
             views = await self._read_turns(turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
@@ -281,7 +270,7 @@ def identify(
         Forbidden: the caller's key is for another session than the one that the request names.
     """
     metadata = call.body.get("metadata") or {}
-    name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
+    name_session(call, scope["path_params"].get("session_id"), headers, ignored_ids)
     if principal.session_id is not None:
         if call.session_id is not None and call.session_source in EXPLICIT_SOURCES:
             principal.require_session(call.session_id)
@@ -312,5 +301,5 @@ def _step(given: object, *, is_metadata: bool) -> int | None:
 
 def query_of(scope: Scope) -> dict[str, str]:
     """Return the query parameters of a request."""
-    raw: bytes = scope.get("query_string", b"")
+    raw: bytes = scope["query_string"]
     return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}

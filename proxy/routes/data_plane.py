@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.auth import Principal
 from proxy.dialects import registry
-from proxy.dialects.base import Action, Call, Dialect, WireRoute, template_arguments
+from proxy.dialects.base import Action, Call, template_arguments
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
-from proxy.routes import upstream
 from proxy.routes.calls import SampleEndpoint, identify, query_of
 from proxy.routes.reply_sender import Endpoint, ReplySender
+from proxy.routes.upstream import UPSTREAM_ROUTES, Upstream
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -42,10 +42,6 @@ class ModelConvertor(StringConvertor):
 class CountEndpoint(Endpoint):
     """An endpoint of one dialect that counts the tokens of a prompt."""
 
-    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
-        super().__init__(services, dialect)
-        self._route = route
-
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         """Answer with the length of a prompt, continued from a stored turn or rendered by the engine."""
         services, settings = self._services, self._services.settings
@@ -66,7 +62,7 @@ class CountEndpoint(Endpoint):
         """Return the chat call whose prompt is counted."""
         settings = self._services.settings
         body = await parse_object(raw, **settings.json_limits)
-        body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
+        body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
         chat = self._dialect.count_request(body)
         call = registry.DIALECTS[0].parse(chat, max_choices=1, max_messages=settings.max_messages)
         call.original = {field: value for field, value in body.items() if field not in UNREPEATED_FIELDS}
@@ -107,15 +103,12 @@ class ModelsEndpoint(Endpoint):
         await reply.whole(orjson.dumps(shown))
 
 
-def _endpoint(services: Services, dialect: Dialect, route: WireRoute) -> Endpoint:
-    """Return the endpoint that serves a dialect's route."""
-    match route.action:
-        case Action.SAMPLE:
-            return SampleEndpoint(services, dialect, route)
-        case Action.COUNT_TOKENS:
-            return CountEndpoint(services, dialect, route)
-        case Action.LIST_MODELS | Action.GET_MODEL:
-            return ModelsEndpoint(services, dialect)
+ENDPOINTS: dict[Action, type[Endpoint]] = {
+    Action.SAMPLE: SampleEndpoint,
+    Action.COUNT_TOKENS: CountEndpoint,
+    Action.LIST_MODELS: ModelsEndpoint,
+    Action.GET_MODEL: ModelsEndpoint,
+}
 
 
 class DataPlane:
@@ -129,13 +122,12 @@ class DataPlane:
         self._exact: dict[tuple[str, str], ASGIApp] = {}
         self._patterns: list[tuple[str, re.Pattern[str], ASGIApp]] = []
         register_url_convertor("model", ModelConvertor())
-        served: list[tuple[WireRoute, Endpoint]] = [
-            (route, _endpoint(services, dialect, route)) for dialect in registry.DIALECTS for route in dialect.routes
+        served = [
+            (route, ENDPOINTS[route.action](services, dialect, route))
+            for dialect in registry.DIALECTS
+            for route in dialect.routes
         ]
-        served += [
-            (WireRoute(path=path, summary="Passed to the upstream"), upstream.Upstream(services, path))
-            for path in upstream.PATHS
-        ]
+        served += [(route, Upstream(services, registry.DIALECTS[0], route)) for route in UPSTREAM_ROUTES]
         for route, endpoint in served:
             if "{" in route.path:
                 # The framework's own pattern matches no line feed, which a client may send as `%0A`.
@@ -151,8 +143,7 @@ class DataPlane:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve a request here, or pass it to the app."""
-        endpoint = self._find(scope) if scope["type"] == "http" else self._app
-        return endpoint(scope, receive, send)
+        return self._find(scope)(scope, receive, send)
 
     def _find(self, scope: Scope) -> ASGIApp:
         """Return the endpoint of a request, and set the request's path parameters; the app for another route."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope, Send
 
-from proxy.dialects.base import Call, Dialect
+from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.http import problems
 from proxy.http.asgi import JSON, send_whole
 from turnwise.errors import StoreError, TurnwiseError
@@ -105,9 +105,10 @@ class ReplySender:
 class Endpoint(abc.ABC):
     """One endpoint of a dialect. It is plain ASGI; whatever it raises is reported in the dialect's shape."""
 
-    def __init__(self, services: Services, dialect: Dialect) -> None:
+    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
         self._services = services
         self._dialect = dialect
+        self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -9,29 +9,23 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope
 
-from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.base import Dialect, WireRoute
 from proxy.engines.http_client import Access, Disconnected, HttpClient
 from proxy.http.asgi import cancelled_when_client_leaves, read_body
 from proxy.http.connections import LEFT
-from proxy.routes.calls import query_of
 from proxy.routes.reply_sender import Endpoint, ReplySender
 from turnwise.errors import EngineUnavailable, NotFound
 
 if TYPE_CHECKING:
     from proxy.services import Services
 
-PATHS = (
-    "/v1/embeddings",
-    "/v1/moderations",
-    "/v1/rerank",
-    "/v1/audio/speech",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/v1/images/generations",
-    "/v1/images/edits",
-    "/v1/images/variations",
-)
-"""All of them are POST."""
+UPSTREAM_ROUTES = [
+    WireRoute(path=f"/v1/{path}", summary="Passed to the upstream")
+    for path in (
+        *("embeddings", "moderations", "rerank", "audio/speech", "audio/transcriptions", "audio/translations"),
+        *("images/generations", "images/edits", "images/variations"),
+    )
+]
 CONNECT_SECONDS = 5.0
 PASSED_HEADERS = (b"content-type", b"accept")
 
@@ -39,9 +33,8 @@ PASSED_HEADERS = (b"content-type", b"accept")
 class Upstream(Endpoint):
     """One route that is passed on."""
 
-    def __init__(self, services: Services, path: str) -> None:
-        super().__init__(services, ChatCompletions())
-        self._path = path
+    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
+        super().__init__(services, dialect, route)
         settings = services.settings
         self._client = settings.upstream and HttpClient(
             settings.upstream,
@@ -58,26 +51,22 @@ class Upstream(Endpoint):
             principal.require("call")
             if not self._client:
                 raise NotFound(
-                    f"{self._path} is not served: the engine only generates text; "
+                    f"{self._route.path} is not served: the engine only generates text; "
                     "the setting `upstream` names a server that such requests are passed to",
                     code="no_route",
                 )
+            passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
+            path = self._route.path.removeprefix("/v1")
+            if query := scope["query_string"].decode("latin-1"):
+                path += f"?{query}"
             with await self._services.bodies.reserve(principal, headers):
                 body = await read_body(receive, max_bytes=settings.max_body_bytes)
-                status, content_type, content = await self._ask(self._client, scope, body, headers)
-        await reply.whole(content, status=status, content_type=content_type.encode("latin-1"))
-
-    async def _ask(
-        self, client: HttpClient, scope: Scope, body: bytes, headers: dict[bytes, bytes]
-    ) -> tuple[int, str, bytes]:
-        """Return the status, the content type and the content of the upstream's answer."""
-        passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
-        path = self._path.removeprefix("/v1") + (
-            "?" + scope["query_string"].decode("latin-1") if query_of(scope) else ""
-        )
-        try:
-            with await client.request("POST", path, body, passed) as answer:
-                content = await answer.read(self._services.settings.max_reply_bytes)
-        except Disconnected as error:
-            raise EngineUnavailable(f"the upstream of {self._path} cannot be reached ({error}); retry") from error
-        return answer.status, answer.content_type or "application/json", content
+                try:
+                    with await self._client.request("POST", path, body, passed) as answer:
+                        content = await answer.read(settings.max_reply_bytes)
+                except Disconnected as error:
+                    raise EngineUnavailable(
+                        f"the upstream of {self._route.path} cannot be reached ({error}); retry"
+                    ) from error
+        content_type = (answer.content_type or "application/json").encode("latin-1")
+        await reply.whole(content, status=answer.status, content_type=content_type)

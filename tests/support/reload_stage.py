@@ -33,7 +33,7 @@ class Process:
         metrics = Metrics()
         given = ProxySettings(engine=[engine.url for engine in engines], **settings)  # type: ignore[arg-type]
         self.writer = Writer(ProxySettings(database=url), metrics)
-        self.pool = EnginePool(given.engine, metrics, database, timeout_seconds=60, max_concurrent_calls=10)
+        self.pool = EnginePool(given.engine, metrics, database, timeout_seconds=60)
         self.unsuitable: str | None = None
         self.others: list[Process] = []
         """The other workers of the same proxy, which are told what this one loads."""

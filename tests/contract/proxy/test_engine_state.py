@@ -37,7 +37,7 @@ async def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_
 
 def make_pool(wait_seconds: float, url: str = "http://a"):
     metrics = Metrics()
-    pool = EnginePool([url], metrics, NO_STORE, timeout_seconds=60, max_concurrent_calls=10, wait_seconds=wait_seconds)
+    pool = EnginePool([url], metrics, NO_STORE, timeout_seconds=60, wait_seconds=wait_seconds)
     return pool, lambda: metrics.registry.get_sample_value("turnwise_engine_up", {"engine": url})
 
 
@@ -180,7 +180,7 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
 async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_serves():
     metrics = Metrics()
     urls = [f"http://127.0.0.1:{free_port()}", "http://127.0.0.1:1"]
-    pool = EnginePool(urls, metrics, NO_STORE, timeout_seconds=60, max_concurrent_calls=10, wait_seconds=60)
+    pool = EnginePool(urls, metrics, NO_STORE, timeout_seconds=60, wait_seconds=60)
     for engine in pool.engines:
         engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):

@@ -39,6 +39,15 @@ async def test_without_a_limit_nothing_is_counted():
     assert not any(places)
 
 
+async def test_a_call_over_the_limit_of_the_proxy_is_refused_with_the_time_to_retry():
+    metrics = Metrics()
+    limits = Limits(ProxySettings(max_concurrent_calls=7), metrics)
+    assert limits.max_calls == 7
+    refused = limits.full()
+    assert (str(refused), refused.retry_after_seconds) == ("the proxy is at its limit; retry after 1 s", 1)
+    assert b'\nturnwise_limited_total{limit="proxy"} 1.0\n' in metrics.render()
+
+
 async def test_one_key_at_its_limit_does_not_stop_another():
     limits = make_limits(key_max_calls=1)
     admission = await limits.admit(caller("a"))

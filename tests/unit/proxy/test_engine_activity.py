@@ -38,7 +38,7 @@ def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
 
     async def run() -> None:
         writer, metrics = FailingOnce(), Metrics()
-        pool = EnginePool(["http://a"], metrics, NO_STORE, timeout_seconds=1, max_concurrent_calls=9)
+        pool = EnginePool(["http://a"], metrics, NO_STORE, timeout_seconds=1)
         recorder = ActivityRecorder(pool, writer, metrics)  # type: ignore[arg-type]
         pool.engines[0].change(EngineState.READY)
         for minute in range(MAX_WAITING + 3):
@@ -55,7 +55,7 @@ def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
 def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
     async def run() -> None:
         writer, metrics = FailingOnce(), Metrics()
-        pool = EnginePool(["http://a", "http://b"], metrics, NO_STORE, timeout_seconds=1, max_concurrent_calls=9)
+        pool = EnginePool(["http://a", "http://b"], metrics, NO_STORE, timeout_seconds=1)
         recorder = ActivityRecorder(pool, writer, Metrics())  # type: ignore[arg-type]
         pool.engines[0].change(EngineState.READY)
         recorder.sample(60 * MINUTE)  # second 0: no call

@@ -13,7 +13,7 @@ from proxy.engines.state import EngineState
 from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
-from turnwise.errors import EngineUnavailable, Overloaded
+from turnwise.errors import EngineUnavailable
 from turnwise.store.database import Database
 from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
@@ -29,9 +29,9 @@ IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 
 
 @pytest.fixture
-async def pool(request: pytest.FixtureRequest) -> AsyncIterator[EnginePool]:
-    """A pool of engines that are ready; no request is sent to them. The parameter is the limit of calls."""
-    pool = EnginePool(URLS, Metrics(), NO_STORE, timeout_seconds=1, max_concurrent_calls=getattr(request, "param", 100))
+async def pool() -> AsyncIterator[EnginePool]:
+    """A pool of engines that are ready; no request is sent to them."""
+    pool = EnginePool(URLS, Metrics(), NO_STORE, timeout_seconds=1)
     for engine in pool.engines:
         engine.change(EngineState.READY)
     yield pool
@@ -103,15 +103,6 @@ async def enter(pool: EnginePool, session: Session) -> Lane:
     return lane
 
 
-@pytest.mark.parametrize("pool", [1], indirect=True)
-async def test_a_call_over_the_limit_is_refused_with_the_time_to_retry(pool: EnginePool):
-    pool.check_limit()
-    pool.num_served = 1
-    with pytest.raises(Overloaded, match="1 calls are in flight"):
-        pool.check_limit()
-    assert b'\nturnwise_limited_total{limit="proxy"} 1.0\n' in pool._metrics.render()
-
-
 async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool: EnginePool):
     pool.engines[2].apply_label("8")
     pool.served = TRIAL[PolicyKind.FULL]
@@ -170,7 +161,7 @@ async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool: Eng
 
 async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_is_not_applied(monkeypatch):
     """The engine's answer arrives after the announcement of the load that it precedes."""
-    pool = EnginePool(URLS, Metrics(), NO_STORE, timeout_seconds=1.0, max_concurrent_calls=1)
+    pool = EnginePool(URLS, Metrics(), NO_STORE, timeout_seconds=1.0)
     engine = pool.engines[0]
 
     async def answer() -> str:
