@@ -9,25 +9,21 @@ none, and serves loopback only.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import functools
 import hashlib
 import hmac
-import logging
 import time
 from collections.abc import Callable, Mapping
 
 import cachetools
 
-from turnwise.errors import Forbidden, StoreError, Unauthorized
+from turnwise.errors import Forbidden, Unauthorized
 from turnwise.store import keys
 from turnwise.store.database import Connection, Database
 from turnwise.store.rows import to_micros
 from turnwise.types import DEFAULT_POLICY, Session
-
-log = logging.getLogger(__name__)
 
 SESSION_KEY_PREFIX = "tws-"
 CACHE_SECONDS = 5.0
@@ -175,9 +171,8 @@ class Authenticator:
         self._verified: cachetools.TTLCache[bytes, Principal] = cachetools.TTLCache(MAX_CACHED_KEYS, CACHE_SECONDS)
         self._last_known: cachetools.LRUCache[bytes, Principal] = cachetools.LRUCache(MAX_CACHED_KEYS)
         """The keys that were valid when they were looked up last."""
-        self._used: set[str] = set()
-        """Ids of keys whose use is to be recorded."""
-        self._recording: asyncio.Task[None] | None = None
+        self.used_keys: set[str] = set()
+        """Ids of keys whose use is to be recorded, which no call waits for."""
 
     async def authenticate(self, headers: Mapping[bytes, bytes]) -> Principal:
         """Return the principal of the presented key.
@@ -234,9 +229,7 @@ class Authenticator:
             self._last_known.pop(name, None)
             return None
         if keys.is_use_unrecorded(key):
-            self._used.add(key.key_id)
-            if self._recording is None or self._recording.done():
-                self._recording = asyncio.create_task(self._record_uses())
+            self.used_keys.add(key.key_id)
         principal = self._verified[name] = self._last_known[name] = Principal(
             tenant=key.tenant,
             role=key.role,
@@ -245,25 +238,6 @@ class Authenticator:
             policy_id=key.policy_id,
         )
         return principal
-
-    async def _record_uses(self) -> None:
-        """Record the uses of keys; no call waits for it, because the database may be locked."""
-
-        def record(key_id: str) -> None:
-            with self._database.write() as connection:
-                keys.record_use(connection, key_id)
-
-        while self._used:
-            key_id = self._used.pop()
-            try:
-                await asyncio.to_thread(record, key_id)
-            except StoreError as error:
-                log.warning("the last use of key %s could not be recorded: %s", key_id, error)
-
-    async def close(self) -> None:
-        """Wait until the last uses of keys are recorded."""
-        if self._recording is not None:
-            await self._recording
 
     def session_key(
         self, session: Session, creator: Principal, *, may_reward: bool = False, expires_at: int | None = None

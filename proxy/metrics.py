@@ -60,21 +60,18 @@ class Metrics:
 
     def compute(self, gauge: Gauge, function: Callable[[], float]) -> None:
         """Export the value of a function as a gauge."""
-        if self._directory is None:
-            gauge.set_function(function)
-        else:
-            self._computed.append((gauge, function))
+        self._computed.append((gauge, function))
 
     def refresh(self) -> None:
-        """Store the values of this worker's computed gauges, for whichever worker is asked."""
+        """Store the values of this process's computed gauges, for whichever worker is asked."""
         for gauge, function in self._computed:
             gauge.set(function())
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format; those of several workers are summed."""
+        self.refresh()
         if self._directory is None:
             return generate_latest(self.registry)
-        self.refresh()
         summed = CollectorRegistry()
         MultiProcessCollector(summed, str(self._directory))  # type: ignore[no-untyped-call]
         summed.register(_WorkerProcesses(self._directory))

@@ -37,7 +37,7 @@ from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
-from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
+from turnwise.errors import EngineUnsuitable, SettingsError, StoreError, TurnwiseError
 from turnwise.store import idempotency, keys, ledger, retention
 from turnwise.store.database import Connection, Database
 from turnwise.types import SessionKey, utc_now
@@ -53,7 +53,7 @@ NUM_EXPORTS = 4
 REWARDED_IDLE = datetime.timedelta(minutes=10)
 """A single session that has a reward, and that no call names, ends after so long without activity."""
 SWEEP_SECONDS = 5.0
-"""How often idle sessions are expired and old stored answers are deleted."""
+"""How often the uses of keys are recorded, idle sessions expired, and old stored answers deleted."""
 ANNOUNCE_SECONDS = 1.0
 """How long an engine stays paused at most until all workers have noted what it has loaded."""
 GAUGES_SECONDS = 1.0
@@ -158,6 +158,12 @@ class Services:
             found = await find_template(engine, self.settings.tokenizer, is_checked=is_checked)
             self.sessions.learn_template(found)
 
+    async def _record_key_uses(self) -> None:
+        """Record that keys were used."""
+        used = self.authenticator.used_keys
+        while used:
+            await self.writer.do(keys.record_use, used.pop())
+
     async def _prune(self) -> None:
         """Delete sessions that are older than the retention, if one is set."""
         days = self.settings.retention_days
@@ -168,11 +174,12 @@ class Services:
             self.forget_session(tenant, session_id)
 
     async def sweep(self) -> None:
-        """Expire idle sessions, and delete old stored answers and the rows of deleted sessions, until cancelled."""
+        """Record the uses of keys, expire idle sessions, and delete what is old or deleted, until cancelled."""
         idle = datetime.timedelta(seconds=self.settings.session_idle_seconds)
         remembered = datetime.timedelta(seconds=self.settings.idempotency_seconds)
         while True:
             try:
+                await self._record_key_uses()
                 while await self.writer.do(idempotency.forget_answers, utc_now() - remembered):
                     pass
                 await self._close_idle(ledger.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
@@ -181,7 +188,7 @@ class Services:
                 await self.writer.sweep()
             except TurnwiseError as error:
                 self.metrics.background_errors.labels("sweep").inc()
-                log.warning("could not expire idle sessions and delete old data, will retry: %s", error)
+                log.warning("could not record uses of keys, expire sessions and delete old data, will retry: %s", error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.writer.has_deleted.wait(), SWEEP_SECONDS)
 
@@ -189,13 +196,13 @@ class Services:
         self,
         close_some: Callable[[Connection, datetime.datetime], list[SessionKey]],
         idle: datetime.timedelta,
-        as_: str,
+        event: str,
     ) -> None:
         """End or expire what is idle for so long, in short transactions."""
         while closed := await self.writer.do(close_some, utc_now() - idle):
             for tenant, session_id in closed:
                 self.forget_session(tenant, session_id)
-            self.metrics.sessions.labels(as_).inc(len(closed))
+            self.metrics.sessions.labels(event).inc(len(closed))
 
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""
@@ -204,7 +211,8 @@ class Services:
         self.pool.close()
         self.peers.close()
         await self.budgets.close()
-        await self.authenticator.close()
+        with contextlib.suppress(StoreError):
+            await self._record_key_uses()
         await self.writer.close()
         for opened in (self.database, self.exports):
             opened.close()

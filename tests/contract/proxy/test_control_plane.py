@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
-from turnwise.store import claims, search, versions
+from turnwise.store import claims, keys, search, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion
 
@@ -216,6 +216,20 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
 
         wait_until(is_refused, "the files are known not to exist")
         assert f"Version {version}'s files no longer exist" in refusal(answers[-1])
+
+
+def test_the_last_use_of_a_key_is_recorded_at_the_next_sweep(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("proxy.services.SWEEP_SECONDS", 0.05)
+    with in_process_proxy(tmp_path) as (http, database):
+        with database.write() as connection:
+            _, secret = keys.create_key(connection, "default", keys.KeyRole.ADMIN, "mine")
+        admin = {"authorization": f"Bearer {secret}"}
+
+        def is_recorded() -> bool:
+            (key,) = http.get("/v1/keys", headers=admin).raise_for_status().json()["data"]
+            return key["last_used_at"] is not None
+
+        wait_until(is_recorded, "the use is recorded")
 
 
 def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch) -> None:

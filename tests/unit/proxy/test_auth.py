@@ -166,15 +166,14 @@ def test_an_expired_key_is_refused_and_the_last_use_of_a_key_is_stored(database,
     with pytest.raises(Unauthorized, match="unknown, expired or revoked"):
         who(gate, expired)
     before = utc_now()
-
-    async def use() -> Principal:
-        principal = await gate.authenticate(bearer(valid))
-        await gate.close()
-        return principal
-
-    assert asyncio.run(use()).key_id == key_id
-    with database.read() as connection:
+    assert who(gate, valid).key_id == key_id
+    assert gate.used_keys == {key_id}
+    with database.write() as connection:
+        keys.record_use(connection, gate.used_keys.pop())
         used = keys.get_key(connection, key_id)
+    gate.forget()
+    who(gate, valid)
+    assert not gate.used_keys
     assert used.last_used_at >= before
     assert not keys.is_use_unrecorded(used)
     assert keys.is_use_unrecorded(dataclasses.replace(used, last_used_at=before - HOUR))
@@ -182,14 +181,8 @@ def test_an_expired_key_is_refused_and_the_last_use_of_a_key_is_stored(database,
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
 def test_a_locked_database_delays_no_caller(database, gate):
-    """The last use of the key is recorded once the lock is free."""
+    """The last use of the key is recorded later."""
     key_id, key = new_key(database)
-
-    async def use() -> None:
-        with database.write():
-            await asyncio.wait_for(gate.authenticate(bearer(key)), 30)
-        await gate.close()
-
-    asyncio.run(use())
-    with database.read() as connection:
-        assert keys.get_key(connection, key_id).last_used_at is not None
+    with database.write():
+        who(gate, key)
+    assert gate.used_keys == {key_id}
