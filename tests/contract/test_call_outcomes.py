@@ -105,17 +105,24 @@ def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_i
     assert (second.parent_turn_id, second.chain_id) == (first.turn_id, first.chain_id)
 
 
-def test_a_client_that_varies_what_its_session_pins_extends_its_turns(tmp_path: Path):
-    """Pinned arguments of the template replace the call's before its conversation is compared with stored ones."""
-    pinned, messages = {"chat_template_kwargs": {"enable_thinking": False}}, list(CHAT["messages"])
-    with in_process_proxy(tmp_path, engine_check="strict") as (http, _):
+def converse(directory: Path, *calls: dict[str, Any], **session: Any) -> list[dict[str, Any]]:
+    """Play a conversation with these fields in its calls, one after the other; return its turns."""
+    messages = list(CHAT["messages"])
+    with in_process_proxy(directory, engine_check="strict") as (http, _):
         wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
-        http.post("/v1/sessions", json={"session_id": "s", "sampling": pinned}).raise_for_status()
-        for own in ({"enable_thinking": True}, {"enable_thinking": False, "date": "today"}, {}):
-            asked = {**CHAT, "messages": messages, "chat_template_kwargs": own}
+        http.post("/v1/sessions", json={"session_id": "s", **session}).raise_for_status()
+        for fields in calls:
+            asked = {**CHAT, "messages": messages, **fields}
             reply = http.post("/sessions/s/v1/chat/completions", json=asked).raise_for_status().json()
             messages += [reply["choices"][0]["message"], {"role": "user", "content": "Go on."}]
-        turns = http.get("/v1/sessions/s/turns").json()["data"]
+        return list(http.get("/v1/sessions/s/turns").json()["data"])
+
+
+def test_a_client_that_varies_what_its_session_pins_extends_its_turns(tmp_path: Path):
+    """Pinned arguments of the template replace the call's before its conversation is compared with stored ones."""
+    pinned = {"chat_template_kwargs": {"enable_thinking": False}}
+    varied = ({"enable_thinking": True}, {"enable_thinking": False, "date": "today"}, {})
+    turns = converse(tmp_path, *({"chat_template_kwargs": own} for own in varied), sampling=pinned)
     assert [(turn["outcome"], turn["reason"]) for turn in turns] == [("exact", None)] * 3
     assert [turn["parent_turn_id"] for turn in turns[1:]] == [turn["turn_id"] for turn in turns[:-1]]
 
@@ -181,14 +188,7 @@ def test_a_whole_reply_without_a_finish_reason_is_stored_and_a_retry_with_its_ke
 
 
 def test_a_truncated_prompt_is_not_repeated_by_a_call_that_asks_for_the_whole_conversation(tmp_path: Path):
-    messages = list(CHAT["messages"])
-    with in_process_proxy(tmp_path, engine_check="strict") as (http, _):
-        wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
-        for own in ({}, {"truncate_prompt_tokens": 3}, {}, {}):
-            asked = {**CHAT, "messages": messages, **own}
-            reply = http.post("/sessions/s/v1/chat/completions", json=asked).raise_for_status().json()
-            messages += [reply["choices"][0]["message"], {"role": "user", "content": "Go on."}]
-        turns = http.get("/v1/sessions/s/turns").json()["data"]
+    turns = converse(tmp_path, {}, {"truncate_prompt_tokens": 3}, {}, {})
     assert [turn["reason"] for turn in turns] == [None, "truncated_prompt", "truncated_prompt", None]
     assert [turn["parent_turn_id"] for turn in turns] == [None, None, None, turns[2]["turn_id"]]
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import httpx2
 import pytest
 from openai import OpenAI
-from support.migrated import migrated
-from support.proxies import RunningProxy, running_proxy
+from support.migrated import migrated, writing
+from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from proxy.routes.tokens import Characters, characters
 from turnwise.store import keys
-from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
 from turnwise.types import utc_now
 
@@ -34,10 +33,8 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     """A client without a key, and a proxy that requires one."""
     directory = tmp_path_factory.mktemp("keyed")
     url = migrated(f"sqlite:///{directory}/turnwise.db")
-    database = Database(url)
-    with database.write() as connection:
+    with writing(url) as connection:
         keys.create_key(connection, "default", keys.KeyRole.ADMIN, "me")
-    database.close()
     with (
         running_fake_engine() as engine,
         running_proxy(engine.url, url, directory) as proxy,
@@ -49,10 +46,8 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
 def test_a_trainer_that_died_is_seen_where_an_operator_looks_and_calls_are_served_meanwhile(tmp_path):
     url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
     died = TrainerStatus(trainer_id="t", text="IndexError: 7", state=TrainerState.DIED, reported_at=utc_now())
-    database = Database(url)
-    with database.write() as connection:
+    with writing(url) as connection:
         report_status(connection, died)
-    database.close()
     with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path) as proxy:
         ready = httpx2.get(f"{proxy.url}/readyz")
         assert ready.status_code == 200
@@ -141,10 +136,10 @@ def test_vendored_files_are_those_of_the_pinned_release_and_include_their_licenc
     assert "MIT" in http.get("/web/vendor/uPlot.LICENSE.txt").text
 
 
-@pytest.fixture
-def played(proxy: RunningProxy) -> tuple[RunningProxy, str]:
+@pytest.fixture(scope="module")
+def played(shared_proxy: ProxyAndEngine) -> tuple[RunningProxy, str]:
     """A group of two sessions that edit a reply, with odd text; the id of the turn that lost its chain in the first."""
-    turn_id = ""
+    proxy, turn_id = shared_proxy.proxy, ""
     with httpx2.Client(base_url=proxy.url) as http:
         for run in range(2):
             wanted = {"session_id": f"s{run}", "task_id": ODD, "group_id": "g", "group_size": 2, "run": run}
@@ -206,11 +201,11 @@ def test_a_character_of_several_tokens_is_listed_as_a_whole():
 
 
 def test_a_turns_logprobs_are_recomputed_under_the_served_version(
-    played: tuple[RunningProxy, str], fake_engine: RunningFakeEngine
+    played: tuple[RunningProxy, str], shared_engine: RunningFakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
     proxy, turn_id = played
-    name = Path(fake_engine.state.weights_path).name
-    fake_engine.state.script.logprob_shifts = {name: -0.5}
+    name = Path(shared_engine.state.weights_path).name
+    monkeypatch.setitem(shared_engine.state.script.logprob_shifts, name, -0.5)
     with httpx2.Client(base_url=proxy.url) as http:
         found = http.get(f"/v1/turns/{turn_id}/logprobs").raise_for_status().json()
         assert http.get("/v1/turns/nobodys/logprobs").status_code == 404

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from click.testing import CliRunner
+from support.migrated import migrated, writing
 from support.proxies import RunningProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
@@ -27,7 +28,6 @@ from proxy.settings import ProxySettings
 from turnwise.commands.cli import main
 from turnwise.errors import EngineUnavailable, SettingsError
 from turnwise.store import keys
-from turnwise.store.database import Database
 
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -81,10 +81,8 @@ def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_addr
 ):
     """A proxy that starts before the first key is created, and one that starts after that."""
     assert httpx2.get(f"{proxy.url}/readyz").json()["engines"][0]["url"] == fake_engine.url
-    database = Database(proxy.database_url)
-    with database.write() as connection:
+    with writing(proxy.database_url) as connection:
         _, secret = keys.create_key(connection, "default", "admin", "me")
-    database.close()
     proxy = start_proxy(fake_engine.url, database_url=proxy.database_url)
     with httpx2.Client(timeout=60) as http:
         assert http.get(f"{proxy.v1}/sessions").status_code == 401
@@ -236,8 +234,7 @@ def test_commands_call_an_engine_with_the_authority_and_the_key_that_the_proxy_h
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TURNWISE_PROXY_ENGINE_CA", str(certificate[0]))
     monkeypatch.setenv("TURNWISE_PROXY_ENGINE_API_KEY", "engine-secret")
-    database = f"sqlite:///{tmp_path}/store.db"
-    Database(database).upgrade()
+    database = migrated(f"sqlite:///{tmp_path}/store.db")
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
         server.socket = offered.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()

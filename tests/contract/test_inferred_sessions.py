@@ -11,6 +11,7 @@ import httpx2
 import pytest
 import sqlalchemy as sa
 from support.control_plane import metric
+from support.migrated import writing
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
@@ -60,11 +61,8 @@ def restarted(start_proxy: StartProxy, proxy: RunningProxy, engine: RunningFakeE
 
 @pytest.fixture
 def two_keys(database_url: str) -> list[str]:
-    database = Database(database_url)
-    with database.write() as connection:
-        made = [keys.create_key(connection, "default", keys.KeyRole.AGENT, name)[1] for name in ("a", "b")]
-    database.close()
-    return made
+    with writing(database_url) as connection:
+        return [keys.create_key(connection, "default", keys.KeyRole.AGENT, name)[1] for name in ("a", "b")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -142,17 +140,13 @@ def test_a_conversation_whose_session_has_ended_continues_in_a_new_session(
     assert sorted(sessions_of(proxy).values()) == [["one"], ["three"], ["two"]]
 
 
-@pytest.mark.parametrize("flags", [(), ("--replay-bytes", "0")], ids=["restart", "no memory"])
-def test_an_idempotency_key_alone_finds_the_stored_answer(
-    flags: tuple[str, ...], fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_an_idempotency_key_alone_finds_the_stored_answer(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
     """The first and a later call of a conversation are each sampled once; another idempotency key is another call."""
-    proxy = start_proxy(fake_engine.url, *flags)
+    proxy = start_proxy(fake_engine.url)
     first = call(proxy, [user("one")], idempotency_key="k1")
     messages = [user("one"), first["choices"][0]["message"], user("two")]
     second = call(proxy, messages, idempotency_key="k2")
-    if not flags:
-        proxy = restarted(start_proxy, proxy, fake_engine)
+    proxy = restarted(start_proxy, proxy, fake_engine)
     fake_engine.calls.clear()
     again = [call(proxy, [user("one")], idempotency_key="k1"), call(proxy, messages, idempotency_key="k2")]
     assert [reply["id"] for reply in again] == [first["id"], second["id"]]

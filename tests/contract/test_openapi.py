@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.migrated import migrated
+from support.migrated import migrated, writing
 from support.proxies import RunningProxy, running_proxy
 from turnwise_fake_engine import running_fake_engine
 
 from turnwise.store import keys
-from turnwise.store.database import Database
 
 REVOKE = "/v1/keys/{key_id}/revoke"
 EXAMPLES = [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 100))]
@@ -37,10 +36,8 @@ def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, str]]:
     """A proxy and one of its admin keys."""
     directory = tmp_path_factory.mktemp("openapi")
     url = f"sqlite:///{directory}/turnwise.db"
-    database = Database(migrated(url))
-    with database.write() as connection:
+    with writing(migrated(url)) as connection:
         _, key = keys.create_key(connection, "default", keys.KeyRole.ADMIN, "me")
-    database.close()
     with running_fake_engine() as engine, running_proxy(engine.url, url, directory) as proxy:
         yield proxy, key
 

@@ -23,17 +23,14 @@ import pytest
 import torch
 from openai import APIError, AsyncOpenAI, OpenAI
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_perturbed
-from support.control_plane import ask, metric, policy, publish, wait_for_status
+from support.control_plane import ask, metric, policy, publish, publish_in_store, wait_for_status
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.store import versions
-from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
-from turnwise.types import PolicyKind, PolicyVersion
 
 pytestmark = pytest.mark.engine
 
@@ -296,14 +293,6 @@ def test_a_bad_version_is_refused_before_the_engine_loads_it_and_serving_continu
     after = write_perturbed(engine.model_dir, tmp_path / "after", 2)
     wait_for_status(served, publish(served, with_probe(after, forward_of(after))))
     assert greedy_gap(served, forward_of(after)) < TOLERANCE
-
-
-def publish_in_store(proxy: RunningProxy, version: int, path: Path, kind: PolicyKind = PolicyKind.FULL) -> None:
-    """Publish as a trainer does, past the checks of the route."""
-    database = Database(proxy.database_url)
-    with database.write() as connection:
-        versions.publish_version(connection, PolicyVersion(version=version, path=str(path), kind=kind))
-    database.close()
 
 
 @pytest.mark.filterwarnings(TIED)

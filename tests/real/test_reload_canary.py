@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,9 @@ import pytest
 from pydantic import PrivateAttr
 from support.control_plane import ask, policy, publish, wait_for_status
 from support.proxies import RunningProxy, StartProxy
-from support.tiny_checkpoints import write_adapter, write_weights
+from support.tiny_checkpoints import write_adapter, write_probe, write_weights
 from turnwise_fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
-from turnwise_fake_engine.sampling import logprobs_of
 
 DONE_SECONDS = 60.0
 SHARE = 0.25
@@ -170,14 +168,6 @@ def test_a_poisoned_update_is_rolled_back_automatically_and_a_good_one_is_promot
     assert all(versions.index(bad) < versions.index(good) for versions in changed), "into the trial in the middle"
 
 
-def probed(place: Path, shift: float) -> Path:
-    """Write a trainer's probe beside the weights: a text, and its logprobs under these weights."""
-    text = [40, 41, 42, 43]
-    logprobs = [logprobs_of(token, 1.0, count=0)[0] + shift for token in text[1:]]
-    (place / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": text, "logprobs": logprobs}}))
-    return place
-
-
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_version_too_far_from_the_served_one_is_never_tried(
     engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path, kind: str
@@ -191,11 +181,11 @@ def test_a_version_too_far_from_the_served_one_is_never_tried(
         engine.state.script.logprob_shifts = {"far": -3.0, "near": -0.5}
     urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
     proxy = start_proxy(urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS)
-    good = publish(proxy, probed(WRITE[kind](tmp_path / "good"), 0.0), kind=kind)
+    good = publish(proxy, write_probe(WRITE[kind](tmp_path / "good"), 0.0), kind=kind)
     wait_for_status(proxy, good, "active")
-    far = publish(proxy, probed(WRITE[kind](tmp_path / "far"), -3.0), kind=kind)
+    far = publish(proxy, write_probe(WRITE[kind](tmp_path / "far"), -3.0), kind=kind)
     failed = wait_for_status(proxy, far, "failed")
     assert "it is 2.05 nats a token from the served version; the limit is 1" in failed["error"]
-    near = publish(proxy, probed(WRITE[kind](tmp_path / "near"), -0.5), kind=kind)
+    near = publish(proxy, write_probe(WRITE[kind](tmp_path / "near"), -0.5), kind=kind)
     wait_for_status(proxy, near, "canary")
     assert policy(proxy, good)["status"] == "active"

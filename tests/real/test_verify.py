@@ -13,10 +13,10 @@ from openai import OpenAI
 from support.checkpoints import write_perturbed
 from support.control_plane import wait_for_status
 from support.engines import RunningEngine
+from support.migrated import writing
 from support.proxies import running_proxy
 
 from turnwise.commands.cli import main
-from turnwise.store.database import Database
 from turnwise.store.tables import policy_versions
 
 pytestmark = pytest.mark.engine
@@ -71,10 +71,8 @@ def test_files_that_the_engine_did_not_serve_are_named(captured: Path, engine: R
     changed = tmp_path / "turnwise.db"
     shutil.copy(captured, changed)
     other = write_perturbed(engine.model_dir, tmp_path / "other", 1)
-    database = Database(f"sqlite:///{changed}")
-    with database.write() as connection:
+    with writing(f"sqlite:///{changed}") as connection:
         connection.execute(sa.update(policy_versions).values(path=str(other)))
-    database.close()
     status, report = verify(changed, "--forward")
     assert status == 1
     assert any("the files give" in mismatch["problem"] for mismatch in report["mismatches"])

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import forward_of, write_perturbed
-from support.control_plane import ask, metric, policy, publish, wait_for_status
+from support.control_plane import ask, metric, policy, publish, publish_in_store, wait_for_status
 from support.engines import RunningEngine
-from support.proxies import RunningProxy
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.engine_plugin.channel import Channel, TransferFailed
-from turnwise.store import versions
-from turnwise.store.database import Database
-from turnwise.types import PolicyVersion
 
 pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-3
 """Nats between the engine and `transformers`; both compute in float32."""
+
+
+NOWHERE = Path("/nowhere/at/all")
 
 
 def gap(engine: RunningEngine, directory) -> float:
@@ -28,14 +29,6 @@ def gap(engine: RunningEngine, directory) -> float:
     choice = ask(engine.url, "/v1/completions", body | {"return_token_ids": True, "ignore_eos": True})["choices"][0]
     expected = forward_of(directory)([40, 41, 42, *choice["token_ids"]], 3)
     return float((torch.tensor(choice["logprobs"]["token_logprobs"]) - expected).abs().max())
-
-
-def publish_unwritten(proxy: RunningProxy, version: int) -> None:
-    """Publish a version whose directory does not exist."""
-    database = Database(proxy.database_url)
-    with database.write() as connection:
-        versions.publish_version(connection, PolicyVersion(version=version, path="/nowhere/at/all"))
-    database.close()
 
 
 def test_versions_in_float32_and_bfloat16_are_served_as_they_were_sent(served, engine, tmp_path):
@@ -52,7 +45,7 @@ def test_versions_in_float32_and_bfloat16_are_served_as_they_were_sent(served, e
     with weights_in_memory(served.database_url) as trainer:
         for version, directory in ((1, first), (2, second), (3, third)):
             trainer.hold(version, directory)
-            publish_unwritten(served, version)
+            publish_in_store(served, version, NOWHERE)
             wait_for_status(served, version)
             assert gap(engine, directory) < TOLERANCE
     assert gap(engine, first) > TOLERANCE
@@ -72,13 +65,13 @@ def test_a_half_sent_version_leaves_the_last_good_one_served(served, engine, tmp
     monkeypatch.setattr("trainer.publish.weight_server.CHUNK_BYTES", 1 << 16)
     with weights_in_memory(served.database_url) as trainer:
         trainer.hold(2, write_perturbed(engine.model_dir, tmp_path / "v2", 2))
-        publish_unwritten(served, 2)
+        publish_in_store(served, 2, NOWHERE)
         assert "is not a directory" in wait_for_status(served, 2, "failed")["error"]
         assert policy(served, 1)["status"] == "active"
         assert gap(engine, good) < TOLERANCE
         monkeypatch.undo()
         third = write_perturbed(engine.model_dir, tmp_path / "v3", 3)
         trainer.hold(3, third)
-        publish_unwritten(served, 3)
+        publish_in_store(served, 3, NOWHERE)
         wait_for_status(served, 3)
         assert gap(engine, third) < TOLERANCE

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
+from support.migrated import writing
 from support.waiting import wait_until
+
+from turnwise.store import versions
+from turnwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     from support.proxies import RunningProxy
@@ -37,6 +41,12 @@ def ask(
 def publish(proxy: RunningProxy, path: Path, **fields: object) -> int:
     """Publish a directory as a policy; return its version."""
     return ask(proxy.url, "/v1/policies", {"path": str(path), **fields})["version"]
+
+
+def publish_in_store(proxy: RunningProxy, version: int, path: Path) -> None:
+    """Publish a directory as a trainer does, past the checks of the route."""
+    with writing(proxy.database_url) as connection:
+        versions.publish_version(connection, PolicyVersion(version=version, path=str(path)))
 
 
 def policy(proxy: RunningProxy, version: int) -> dict:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import sqlalchemy as sa
 
 from turnwise.store.database import Database
 
@@ -26,6 +30,13 @@ def migrated(url: str) -> str:
 def new_database(path: Path) -> Database:
     """Open a new SQLite file with this release's tables."""
     return Database(migrated(f"sqlite:///{path}"))
+
+
+@contextlib.contextmanager
+def writing(url: str) -> Iterator[sa.Connection]:
+    """Open a database for one transaction."""
+    with contextlib.closing(Database(url)) as database, database.write() as connection:
+        yield connection
 
 
 @functools.cache

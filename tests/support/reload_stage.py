@@ -73,6 +73,15 @@ class Process:
         self.pool.release(lane)
         return lane.version
 
+    async def versions_of(self, sessions: list[Session]) -> set[int]:
+        """Return the versions that calls of the sessions get."""
+        return {await self.version_of(session) for session in sessions}
+
+    async def open_sessions(self, prefix: str, count: int = 16) -> tuple[list[Session], list[Session]]:
+        """Open sessions; return those that a trial or a hold-out took, and the others."""
+        opened = [(await self.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(count)]
+        return [one for one in opened if one.arm is not None], [one for one in opened if one.arm is None]
+
     async def look(self) -> None:
         """Check the engines once."""
         await self.reloader._check_engines(self.pool.engines)

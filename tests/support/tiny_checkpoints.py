@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from turnwise_fake_engine.sampling import logprobs_of
+
+from turnwise.version_directory import MANIFEST
 
 WEIGHTS = {"w": np.zeros(1, np.float32)}
 FACTORS = {"layer.lora_A.weight": np.zeros((1, 1), np.float32)}
@@ -20,6 +23,14 @@ def write_weights(place: Path, tensors: Tensors = WEIGHTS, **config: object) -> 
     place.mkdir()
     (place / "config.json").write_text(json.dumps(config))
     save_file(dict(tensors), place / "model.safetensors")
+    return place
+
+
+def write_probe(place: Path, shift: float = 0.0) -> Path:
+    """Write a trainer's probe beside the weights: a text, and the stand-in engine's logprobs of it, plus a shift."""
+    text = [40, 41, 42, 43]
+    logprobs = [logprobs_of(token, 1.0, count=0)[0] + shift for token in text[1:]]
+    (place / MANIFEST).write_text(json.dumps({"probe": {"token_ids": text, "logprobs": logprobs}}))
     return place
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import peft
 import pytest
 from click.testing import CliRunner, Result
-from support.migrated import migrated
+from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
 from turnwise.commands.cli import main
 from turnwise.store import policies, serving, versions
-from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 
 
@@ -23,15 +22,13 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A store with versions 0 to 2; the files of version 1 were removed."""
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(migrated(url))
-    with database.write() as conn:
+    with writing(migrated(url)) as conn:
         for version in range(3):
             path = tmp_path / f"v{version}"
             if version != 1:
                 path.mkdir()
             versions.publish_next(conn, str(path), PolicyKind.FULL, metrics={"reward_mean": version / 4})
         serving.activate_version(conn, 2)
-    database.close()
     return url
 
 
@@ -89,13 +86,11 @@ def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
     assert "`turnwise policies list`" in _run("policies", "archive", "suport", *at).stderr
     follow = ("policies", "follow", "--policy", "support", *at)
     assert _run(*follow).output == "No version is published yet.\n"
-    database = Database(url)
-    with database.write() as conn:
+    with writing(url) as conn:
         policy_id = policies.find_policy(conn, "default", "support").policy_id
         for version in (1, 2):
             adapter = PolicyVersion(version=version, policy_id=policy_id, path=str(tmp_path), kind=PolicyKind.LORA)
             versions.publish_version(conn, adapter)
-    database.close()
     assert json.loads(_run("keys", "create", "--policy", "support", *at, "--json").output)["policy"] == "support"
     _run("policies", "activate", "1", *at)
     listed = json.loads(_run("policies", *at, "--json").output)
@@ -111,11 +106,9 @@ def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_l
     at = ("--database", url)
     _run("policies", "create", "support", *at)
     adapter = write_adapter(tmp_path / "v000001")
-    database = Database(url)
-    with database.write() as conn:
+    with writing(url) as conn:
         policy_id = policies.find_policy(conn, "default", "support").policy_id
         versions.publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
-    database.close()
     listed = json.loads(_run("policies", "list", *at, "--json").output)
     summaries = {each["name"]: each["summary"] for each in listed}
     assert (summaries["support"]["num_versions"], summaries["default"]["num_versions"]) == (1, 0)

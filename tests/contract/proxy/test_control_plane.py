@@ -130,9 +130,9 @@ def test_a_turn_is_returned_with_its_new_tokens_and_on_request_with_its_whole_pr
     answer = http.post("/sessions/long/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
     messages = [*CHAT["messages"], answer, {"role": "user", "content": "Go on."}]
     second = http.post("/sessions/long/v1/chat/completions", json={**CHAT, "messages": messages}).json()
-    for path in ("/v1/sessions/long/turns?after=" + http.get("/v1/sessions/long/turns").json()["data"][0]["turn_id"],):
-        (added,) = http.get(path).json()["data"]
-        (whole,) = http.get(f"{path}&prompt=whole").json()["data"]
+    path = "/v1/sessions/long/turns?after=" + http.get("/v1/sessions/long/turns").json()["data"][0]["turn_id"]
+    (added,) = http.get(path).json()["data"]
+    (whole,) = http.get(f"{path}&prompt=whole").json()["data"]
     assert http.get(f"/v1/turns/{second['id']}").json() == added
     assert http.get(f"/v1/turns/{second['id']}?prompt=whole").json() == whole
     assert [message["role"] for message in whole["messages"]] == ["user", "assistant", "user"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from support.ledger_samples import add_session, finish
-from support.migrated import migrated
+from support.migrated import migrated, writing
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
@@ -145,10 +145,8 @@ def test_a_stream_has_live_turns_and_ends_when_the_server_stops(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(migrated(url))
-    with database.write() as connection:
+    with writing(migrated(url)) as connection:
         key = keys.create_key(connection, "mine", keys.KeyRole.ADMIN, "me")[1]
-    database.close()
     proxy = start_proxy(fake_engine.url, "--drain-seconds", "600", database_url=url)
     stream = Stream(proxy, key)
     assert stream.lines[0].startswith("200 text/event-stream")

@@ -15,7 +15,7 @@ from support.reload_stage import Process, Stage
 from proxy.engines.state import EngineState
 from turnwise.store import serving
 from turnwise.store.arms import Arm
-from turnwise.types import PolicyKind, Session
+from turnwise.types import PolicyKind
 
 
 @contextlib.asynccontextmanager
@@ -41,32 +41,21 @@ async def on_trial(stage: Stage) -> AsyncIterator[Process]:
         yield driver
 
 
-async def open_sessions(process: Process, prefix: str, count: int = 16) -> tuple[list[Session], list[Session]]:
-    """Open sessions; return those that the trial took, and the others."""
-    opened = [(await process.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(count)]
-    taken = [session for session in opened if session.arm is not None]
-    return taken, [session for session in opened if session.arm is None]
-
-
-async def versions_of(process: Process, sessions: list[Session]) -> set[int]:
-    return {await process.version_of(session) for session in sessions}
-
-
 @pytest.mark.parametrize("kind", PolicyKind)
 async def test_a_session_of_a_trial_gets_its_version_at_a_worker_that_has_not_read_of_the_trial(
     stage: Stage, kind: PolicyKind
 ):
     async with two_workers(stage, kind) as (driver, other):
-        _, before = await open_sessions(driver, "before")
+        _, before = await driver.open_sessions("before")
         assert len(before) == 16
         await driver.follow()
         assert stage.statuses() == ["active", "canary"]
-        taken, control = await open_sessions(driver, "during")
+        taken, control = await driver.open_sessions("during")
         assert taken
         assert control
         for process in (other, driver):
-            assert await versions_of(process, taken) == {2}
-            assert await versions_of(process, control + before) == {1}
+            assert await process.versions_of(taken) == {2}
+            assert await process.versions_of(control + before) == {1}
 
 
 @pytest.mark.parametrize("is_good", [True, False])
@@ -74,21 +63,21 @@ async def test_no_worker_serves_a_trial_that_another_has_ended(stage: Stage, is_
     """A session that has left the trial at one worker cannot return to it at another."""
     async with two_workers(stage, PolicyKind.LORA) as (driver, other):
         await driver.follow()
-        taken, control = await open_sessions(driver, "during")
-        assert await versions_of(other, taken) == {2}
+        taken, control = await driver.open_sessions("during")
+        assert await other.versions_of(taken) == {2}
         with stage.database.write() as connection:
             if is_good:
                 serving.activate_version(connection, 2)
             else:
                 serving.fail_version(connection, 2, "rolled back as a canary")
         for process in (driver, other):
-            assert await versions_of(process, taken + control) == {2 if is_good else 1}
+            assert await process.versions_of(taken + control) == {2 if is_good else 1}
 
 
 async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage: Stage):
     """At the other worker a call runs on the engine of the trial, so the load waits until the call has ended."""
     async with two_workers(stage, PolicyKind.FULL) as (driver, other), asyncio.timeout(60):
-        _, before = await open_sessions(driver, "before")
+        _, before = await driver.open_sessions("before")
         reserved = other.pool.engines[1]
         on_it = next(session for session in before if other.pool.lane(session).engine is reserved)
         lane = await other.pool.admit(on_it)
@@ -101,9 +90,9 @@ async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage:
         other.pool.release(lane)
         await beginning
         assert stage.loads == [["v1"], ["v1", "v2"]]
-        taken, control = await open_sessions(driver, "during")
-        assert await versions_of(other, taken) == {2}
-        assert await versions_of(other, before + control) == {1}
+        taken, control = await driver.open_sessions("during")
+        assert await other.versions_of(taken) == {2}
+        assert await other.versions_of(before + control) == {1}
         await other.follow()
         assert not any(engine.state is EngineState.DRAINING for engine in other.pool.engines)
 
@@ -119,7 +108,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
             await driver.follow()
         assert stage.statuses() == ["active", "canary"]
         assert "version 2 waits for an engine" in (driver.reloader.problem or "")
-        taken, _ = await open_sessions(driver, "waiting")
+        taken, _ = await driver.open_sessions("waiting")
         assert taken == []
         monkeypatch.setattr("proxy.reload.arms.ENGINE_SECONDS", 0.0)
         await driver.follow()
@@ -140,19 +129,19 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
         await driver.follow()
         stage.publish(2, PolicyKind.LORA)
         await driver.follow()
-        taken, control = await open_sessions(driver, "s")
+        taken, control = await driver.open_sessions("s")
         write, seen = driver.reloader.lease.write, []
 
         async def written(change: object, *arguments: object) -> object:
             if change is serving.activate_version:
-                seen.append(await versions_of(driver, control))
+                seen.append(await driver.versions_of(control))
             return await write(change, *arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(driver.reloader.lease, "write", written)
         monkeypatch.setattr("proxy.reload.arms.arms_since", equal_arms)
         await driver.follow()
         assert (seen, stage.statuses()) == ([{1}], ["retired", "active"])
-        assert await versions_of(driver, taken + control) == {2}
+        assert await driver.versions_of(taken + control) == {2}
 
 
 def equal_arms(*_: object) -> tuple[Arm, Arm]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from support.ledger_samples import make_turn
-from support.reload_stage import Process, Stage
+from support.reload_stage import Stage
 
 from proxy.reload.verdict import lift
 from turnwise.store import ledger, queries, versions
@@ -15,16 +15,6 @@ from turnwise.store.arms import Arm
 from turnwise.types import PolicyKind, Reward, Session, Split, Turn
 
 SHARE = 0.5
-
-
-async def opened(process: Process, prefix: str) -> tuple[list[Session], list[Session]]:
-    """Open sessions; return those that the hold-out took, and the others."""
-    found = [(await process.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(16)]
-    return [one for one in found if one.arm is not None], [one for one in found if one.arm is None]
-
-
-async def versions_of(process: Process, sessions: list[Session]) -> set[int]:
-    return {await process.version_of(session) for session in sessions}
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.FULL, PolicyKind.LORA])
@@ -37,12 +27,12 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
             stage.publish(version, kind)
             await process.follow()
         assert stage.statuses() == ["holdout", "retired", "active"]
-        held, others = await opened(process, "s")
+        held, others = await process.open_sessions("s")
         assert len(held) > 2
         assert len(others) > 2
         assert {(one.arm, one.split) for one in held} == {(1, Split.EVAL)}
-        assert await versions_of(process, held) == {1}
-        assert await versions_of(process, others) == {3}
+        assert await process.versions_of(held) == {1}
+        assert await process.versions_of(others) == {3}
         groups = [
             await process.writer.open(Session(session_id=f"g{n}", group_id="g", group_size=16)) for n in range(16)
         ]
@@ -52,8 +42,8 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
         stage.publish(4, kind)
         await process.follow()
         assert stage.statuses() == ["holdout", "retired", "retired", "active"]
-        assert await versions_of(process, held) == {1}
-        assert await versions_of(process, others) == {4}
+        assert await process.versions_of(held) == {1}
+        assert await process.versions_of(others) == {4}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +123,7 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
         for version in (1, 2):
             stage.publish(version)
             await process.follow()
-        held, others = await opened(process, "s")
+        held, others = await process.open_sessions("s")
         with stage.database.write() as conn:
             grouped = ledger.create_session(conn, Session(session_id="g", group_id="g", group_size=2))[0]
             for sessions, values in ((held, (0.0, 1.0)), ([*others, grouped], (gain, gain + 1))):

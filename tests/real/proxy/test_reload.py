@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import json
 import threading
 from pathlib import Path
 
 import pytest
 from support.ports import free_port
 from support.reload_stage import Stage
+from support.tiny_checkpoints import write_probe
 from turnwise_fake_engine import running_fake_engine
-from turnwise_fake_engine.sampling import logprobs_of
 
 from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
@@ -23,7 +22,6 @@ from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
 from turnwise.store import leases, serving, trainer_status, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, PolicyKind, Session
-from turnwise.version_directory import MANIFEST
 
 
 async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
@@ -214,20 +212,13 @@ async def test_an_engine_that_a_dead_driver_left_paused_with_the_active_version_
         assert engine.running.is_set()
 
 
-def write_probe(directory: str) -> None:
-    """Write a trainer's probe beside the weights: a text, and its logprobs under these weights."""
-    text = [40, 41, 42, 43]
-    probe = {"token_ids": text, "logprobs": [logprobs_of(token, 1.0, count=0)[0] for token in text[1:]]}
-    (Path(directory) / MANIFEST).write_text(json.dumps({"probe": probe}))
-
-
 @pytest.mark.parametrize("kind", PolicyKind)
 async def test_an_engine_that_computes_something_else_than_was_published_gets_no_calls_until_it_loads_it_right(
     stage: Stage, kind: PolicyKind
 ):
     """The other engine shows that the version is good. The label or the adapter's name must not admit it again."""
     async with stage.process() as process:
-        write_probe(stage.publish(1, kind))
+        write_probe(Path(stage.publish(1, kind)))
         stage.engines[1].state.script.logprob_shifts = {"v1": -3.0}
         await process.follow()
         assert (process.versions, stage.statuses()) == ([1, None], ["active"])
