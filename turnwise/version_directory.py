@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,40 +166,70 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def recorded_digests(directory: Path) -> dict[str, str]:
+    """Return the digests of a version's weights files by name, from its manifest; none without a manifest.
+
+    Raises:
+        BadCheckpoint: the manifest cannot be read.
+    """
+    digests = read_manifest(directory).get("sha256", {})
+    if not isinstance(digests, dict):
+        raise BadCheckpoint(
+            f"{directory / MANIFEST} must hold an object of file names and digests, not {digests!r:.80}"
+        )
+    return digests
+
+
 def weights_digest(directory: Path) -> str | None:
     """Return one digest of all weights files, from the digests in the manifest; None without a manifest.
 
     Raises:
         BadCheckpoint: the manifest cannot be read.
     """
-    digests = read_manifest(directory).get("sha256")
+    digests = recorded_digests(directory)
     return None if not digests else hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-def check_digests(directory: Path) -> None:
-    """Check the weights against the digests of the manifest, where there is one.
+def compare_digests(directory: Path) -> Iterator[tuple[Path, str | None]]:
+    """Yield each weights file that the manifest names, with what is wrong with it; None if nothing is.
 
     Raises:
-        BadCheckpoint: naming the file that is missing or was changed.
+        BadCheckpoint: the manifest cannot be read.
     """
-    for name, digest in read_manifest(directory).get("sha256", {}).items():
+    for name, digest in recorded_digests(directory).items():
         file = directory / name
-        if not file.is_file() or file_digest(file) != digest:
-            raise BadCheckpoint(f"{file} is missing or was changed after its digest was written; publish it again")
+        if not file.is_file():
+            yield file, "is missing"
+        else:
+            found = file_digest(file)
+            yield file, None if found == digest else f"has SHA-256 {found[:12]}…, its manifest says {digest[:12]}…"
 
 
 def read_probe(directory: Path) -> Probe | None:
-    """Return the probe of a version, None without one."""
-    return probe_from(read_manifest(directory).get("probe"))
+    """Return the probe of a version, None without one.
+
+    Raises:
+        BadCheckpoint: the manifest cannot be read, or its probe lacks something.
+    """
+    try:
+        return probe_from(read_manifest(directory).get("probe"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(
+            f"{directory / MANIFEST} has a probe without lists `token_ids` and `logprobs`, one logprob for each token "
+            "after the first; write both, or no probe"
+        ) from error
 
 
 def probe_from(document: dict[str, Any] | None) -> Probe | None:
     """Return the probe in a manifest or in a trainer's answer; None if it is missing or too short."""
     if document is None or len(document["token_ids"]) < SHORTEST_PROBE:
         return None
+    token_ids, logprobs = list(document["token_ids"]), list(document["logprobs"])
+    if len(logprobs) != len(token_ids) - 1:
+        raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
     return Probe(
-        list(document["token_ids"]),
-        list(document["logprobs"]),
+        token_ids,
+        logprobs,
         str(document.get("dtype", "float32")),
         probe_from(document.get("base")),
     )

@@ -19,7 +19,7 @@ from turnwise.version_directory import (
     MODEL_CONFIG,
     TOKENIZER,
     WEIGHT_INDEX,
-    check_digests,
+    compare_digests,
     read_json,
     weight_files,
 )
@@ -58,7 +58,9 @@ def check_values(path: str) -> None:
         BadCheckpoint: naming the file or tensor.
     """
     directory = Path(path)
-    check_digests(directory)
+    for file, problem in compare_digests(directory):
+        if problem is not None:
+            raise BadCheckpoint(f"{file} {problem}: it was changed after its digest was written; publish it again")
     for shard in weight_files(directory):
         name = find_not_finite(shard, read_header(shard))
         if name is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyVersion
 from turnwise.verify.report import Report
-from turnwise.version_directory import MANIFEST, file_digest, read_json, weights_digest
+from turnwise.version_directory import MANIFEST, compare_digests, read_manifest, weights_digest
 
 
 def check_weights(policy: PolicyVersion, report: Report) -> None:
@@ -21,24 +21,16 @@ def check_weights(policy: PolicyVersion, report: Report) -> None:
         report.not_checked["policy versions without a manifest"] += 1
         return
     try:
-        document = read_json(manifest)
-        digests: dict[str, str] = document["sha256"]
-    except (BadCheckpoint, KeyError) as error:
-        report.add("weights", str(manifest), f"is no manifest: {type(error).__name__} {error}")
+        named = read_manifest(directory).get("version")
+        found = weights_digest(directory)
+    except BadCheckpoint as error:
+        report.add("weights", str(manifest), f"is no manifest: {error}")
         return
-    if document.get("version") != version:
-        report.add("weights", str(manifest), f"names version {document.get('version')}, the database {version}")
-    if policy.weights_digest is not None and policy.weights_digest != weights_digest(directory):
+    if named != version:
+        report.add("weights", str(manifest), f"names version {named}, the database {version}")
+    if found is None or (policy.weights_digest is not None and policy.weights_digest != found):
         report.add("weights", str(manifest), f"has other digests than version {version} was published with")
-    for name, digest in digests.items():
+    for file, problem in compare_digests(directory):
         report.checked["weights files"] += 1
-        _check_file(directory / name, digest, report)
-
-
-def _check_file(path: Path, digest: str, report: Report) -> None:
-    if not path.is_file():
-        report.add("weights", str(path), "is missing")
-        return
-    found = file_digest(path)
-    if found != digest:
-        report.add("weights", str(path), f"has SHA-256 {found[:12]}…, its manifest says {digest[:12]}…")
+        if problem is not None:
+            report.add("weights", str(file), problem)

@@ -188,6 +188,24 @@ def test_a_probe_is_read_if_it_exists(tmp_path):
     assert read_probe(path) is None
 
 
+@pytest.mark.parametrize(
+    "probe", [{}, {"token_ids": [1, 2]}, {"token_ids": [1, 2], "logprobs": []}, {"token_ids": 3}, [1], "text"]
+)
+def test_a_probe_of_another_form_is_named(tmp_path, probe):
+    """A directory that somebody publishes may have a manifest of their own."""
+    path = checkpoint(tmp_path / "a")
+    (path / "turnwise.json").write_text(json.dumps({"probe": probe}))
+    with pytest.raises(BadCheckpoint, match=r"turnwise.json has a probe without lists"):
+        read_probe(path)
+
+
+def test_digests_of_another_form_are_named(tmp_path):
+    path = checkpoint(tmp_path / "a")
+    (path / "turnwise.json").write_text(json.dumps({"sha256": ["model.safetensors"]}))
+    with pytest.raises(BadCheckpoint, match="must hold an object of file names and digests"):
+        check_values(str(path))
+
+
 def test_the_checked_positions_are_spread_over_the_probe():
     """10 tokens have 9 logprobs, at positions 1 to 9; with a limit of 4, every third from the end: 9, 6, 3."""
     probe = Probe(list(range(10)), [0.0] * 9)
