@@ -241,8 +241,7 @@ class Ledger:
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published, of any policy, failed ones included."""
-        newest, _ = self.read(lambda conn: versions.list_versions(conn, limit=1))
-        return newest[0].version if newest else 0
+        return self.read(versions.highest_version) or 0
 
     def versions_in_use(self) -> set[int]:
         """Return the active version, the one on trial, the hold-out, the pinned and the newest good one.

@@ -248,7 +248,7 @@ class LedgerSource(Ledger):
         self._checked_at = time.monotonic()
         if alarm != active.alarm:
             with self.db.write() as conn:
-                versions.note_alarm(conn, active.version, alarm)
+                versions.change_version(conn, active.version, alarm=alarm)
         return dataclasses.replace(look, alarm=alarm)
 
     def _read_quota(self, conn: Connection, now: datetime) -> str | None:

@@ -52,11 +52,6 @@ def session_reward(lines: Iterable[Reward], credit: Credit) -> float | None:
     return sum(line.value for line in in_force)
 
 
-def rewards_by_name(lines: Iterable[Reward], credit: Credit) -> dict[str, float]:
-    """Return the parts of `session_reward`, by name."""
-    return _by_name(latest_lines(lines), credit)
-
-
 def shape_returns(raw: Sequence[float], gamma: float = 0.0, reward_bonus_coeff: float = 0.0) -> list[float]:
     """Return the step rewards after bonus and discount; the value 0 disables each of them, as in rLLM.
 

@@ -21,7 +21,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import BudgetSpent, StoreError
-from turnwise.store import usage
+from turnwise.store import keys, usage
 from turnwise.store.database import Connection, Database
 from turnwise.types import utc_now
 
@@ -126,8 +126,8 @@ class Budgets:
             account.num_tokens = sum(stored.values()) + self._unstored(account)
             account.budget = self._tenant_budget
             if account.key_id is not None:
-                own = usage.key_budget(connection, account.tenant, account.key_id)
-                account.budget = self._key_budget if own is None else own
+                key = keys.valid_key(connection, account.key_id)
+                account.budget = self._key_budget if key is None or key.token_budget is None else key.token_budget
             account.read_at = time.monotonic()
 
     def _unstored(self, account: Account) -> int:

@@ -167,7 +167,7 @@ def _pins(conn: sa.Connection) -> None:
     versions.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
     serving.choose_version(conn, 1, pin=False)
     serving.serving_state(conn)
-    versions.note_alarm(conn, 1, "an alarm")
+    versions.change_version(conn, 1, alarm="an alarm")
     serving.choose_version(conn, 1, pin=True)
     serving.choose_version(conn, 2, pin=False)
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3))
@@ -204,7 +204,6 @@ def _keys(conn: sa.Connection) -> None:
     usage.add_usage(conn, {("t", key_id, 1): 5})
     usage.used_by_key(conn, "t", key_id, since_day=1)
     usage.used_by_key(conn, "t", since_day=1)
-    usage.key_budget(conn, "t", key_id)
 
 
 def _regroup(conn: sa.Connection) -> None:

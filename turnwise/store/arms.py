@@ -172,13 +172,13 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
 
 
 def _arm_of(found: Sequence[_Compared]) -> Arm:
+    judged = [credit.assign_credit([], lines, Credit(row.credit)) for row, lines in found if lines]
     by_name: dict[str, list[float]] = collections.defaultdict(list)
-    for row, lines in found:
-        for name, value in credit.rewards_by_name(lines, Credit(row.credit)).items():
+    for one in judged:
+        for name, value in one.by_name.items():
             by_name[name].append(value)
-    rewards = (credit.session_reward(lines, Credit(row.credit)) for row, lines in found)
     return Arm(
-        rewards=tuple(reward for reward in rewards if reward is not None),
+        rewards=tuple(one.reward for one in judged),
         num_sessions=len(found),
         num_turns=sum(row.num_turns for row, _ in found),
         num_broken=sum(row.num_broken for row, _ in found),

@@ -30,15 +30,12 @@ Values = Mapping[int | None, Mapping[str, float]]
 def with_advantages(conn: sa.Connection, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
     """Yield experiences as `experiences` does, with the advantages that their turns got last, or would get."""
 
-    def read(these: SessionFilter, shape: Shape) -> Iterator[Experience]:
-        yield from experiences(conn, these, shape)
-
     @functools.lru_cache(NUM_GROUPS)
     def of_group(tenant: str, group_id: str) -> Values:
         of_turns = dataclasses.replace(shape, merge="turn")
-        return _compared(read(SessionFilter(tenant=tenant, group_id=group_id), of_turns))
+        return _compared(experiences(conn, SessionFilter(tenant=tenant, group_id=group_id), of_turns))
 
-    for experience in read(wanted, shape):
+    for experience in experiences(conn, wanted, shape):
         if experience.turn_advantages is not None or experience.info["single"] or _is_open(experience):
             yield experience
             continue

@@ -73,7 +73,7 @@ def experiences(conn: sa.Connection, wanted: SessionFilter, shape: Shape = PER_T
     clauses = wanted.clauses()
     if wanted.status is None and wanted.session_id is None:
         clauses.append(sessions.c.status != SessionStatus.OPEN.value)
-    return _stream(conn, clauses, shape)
+    yield from _stream(conn, clauses, shape)
 
 
 def experiences_of_groups(

@@ -11,7 +11,6 @@ versions, so none is given to another one.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping
 
 import sqlalchemy as sa
@@ -22,7 +21,7 @@ from turnwise.store.rows import to_micros
 from turnwise.store.serving import serving_state
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import NO_TENANT, policies, policy_versions, updates
-from turnwise.store.versions import get_version, no_version, publish_next
+from turnwise.store.versions import get_version, known_version, no_version, publish_next
 from turnwise.types import (
     DEFAULT_POLICY,
     DEFAULT_POLICY_NAME,
@@ -75,10 +74,9 @@ def find_version(conn: sa.Connection, tenant: str, named: str, *, param: str = "
     policy_name, _, number = named.partition("@")
     policy_id = find_policy(conn, tenant, policy_name).policy_id
     if number:
-        with contextlib.suppress(NotFound):
-            version = get_version(conn, int(number) if number.isdigit() and len(number) < MAX_DIGITS else -1)
-            if version.policy_id == policy_id:
-                return version
+        version = known_version(conn, int(number)) if number.isdigit() and len(number) < MAX_DIGITS else None
+        if version is not None and version.policy_id == policy_id:
+            return version
         raise NotFound(f"there is no policy version {named!r}; `turnwise policies` lists them", param=param)
     active = serving_state(conn, policy_id).active
     if active is None or active.version == 0:

@@ -24,7 +24,14 @@ from turnwise.store import rows
 from turnwise.store.database import Database
 from turnwise.store.tables import policies
 from turnwise.store.tables import policy_versions as table
-from turnwise.store.versions import add_metrics, change_version, get_version, list_versions, no_version
+from turnwise.store.versions import (
+    add_metrics,
+    change_version,
+    get_version,
+    highest_version,
+    list_versions,
+    no_version,
+)
 from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion, utc_now
 from turnwise.version_directory import on_disk
 
@@ -251,8 +258,7 @@ def choose_version(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVer
     elif newest is None or newest.version == version:
         pin_policy(conn, None, policy_id=policy_id)
     else:
-        highest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
-        pin_policy(conn, version, until=highest, policy_id=policy_id)
+        pin_policy(conn, version, until=highest_version(conn), policy_id=policy_id)
     return chosen
 
 

@@ -18,11 +18,6 @@ from turnwise.store.statements import is_among
 from turnwise.store.tables import session_labels, sessions, turns
 from turnwise.types import Label, Role, Session, SessionStatus, Split
 
-CHANGEABLE = (
-    *("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata"),
-    *("user_id", "opened_by"),
-)
-"""Fields that a repeated creation of a session may change."""
 MAX_LABELS = 100
 """Maximum number of labels of one session."""
 _GROUPING = frozenset({"group_id", "group_size", "split"})
@@ -42,8 +37,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
     """
     row = queries.session_row(conn, wanted.tenant, wanted.session_id, lock=True)
     stored = rows.SESSIONS.record(row)
-    changes = {name: getattr(wanted, name) for name in CHANGEABLE if name in given}
-    changes = {name: value for name, value in changes.items() if value != getattr(stored, name)}
+    changes = {name: getattr(wanted, name) for name in given if getattr(wanted, name) != getattr(stored, name)}
     if not changes:
         return queries.session(conn, wanted.tenant, wanted.session_id)
     if stored.status is not SessionStatus.OPEN:

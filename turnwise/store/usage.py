@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import sqlalchemy as sa
 
 from turnwise.store.statements import insert_ignoring
-from turnwise.store.tables import api_keys, token_usage
+from turnwise.store.tables import token_usage
 
 EPOCH = datetime.date(1970, 1, 1)
 
@@ -43,9 +43,3 @@ def used_by_key(
     if since_day is not None:
         found = found.where(c.day >= since_day)
     return {key_id: int(num_tokens) for key_id, num_tokens in conn.execute(found)}
-
-
-def key_budget(conn: sa.Connection, tenant: str, key_id: str) -> int | None:
-    """Return the key's own token budget; None for a key without one, and for an unknown key."""
-    found = sa.select(api_keys.c.token_budget).where(api_keys.c.tenant == tenant, api_keys.c.key_id == key_id)
-    return conn.execute(found).scalar_one_or_none()

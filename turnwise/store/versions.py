@@ -42,8 +42,7 @@ def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
             policies.
     """
     status = PolicyStatus.PUBLISHED if version.error is None else PolicyStatus.FAILED
-    row = conn.execute(sa.select(table).where(table.c.version == version.version)).one_or_none()
-    if row is None:
+    if known_version(conn, version.version) is None:
         _check_publishable(conn, version)
         if insert_ignoring(conn, table, rows.VERSIONS.row(version, status=status.value)):
             return True
@@ -66,8 +65,7 @@ def reserve_numbers(conn: sa.Connection, highest: int) -> None:
 
     A failed version has the highest number: the weights that it names are not here.
     """
-    newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
-    if highest > (newest or 0):
+    if highest > (highest_version(conn) or 0):
         path = f"elsewhere/v{highest:06d}"
         publish_version(conn, PolicyVersion(version=highest, path=path, kind=PolicyKind.LORA, error=ELSEWHERE))
 
@@ -113,9 +111,9 @@ def publish_next(
         Conflict: as `publish_version`.
     """
     if version is None:
-        newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
-        is_first = newest is None and policy_id == DEFAULT_POLICY
-        version = 0 if is_first else (newest or 0) + 1  # 0 is the engine's own model
+        highest = highest_version(conn)
+        is_first = highest is None and policy_id == DEFAULT_POLICY
+        version = 0 if is_first else (highest or 0) + 1  # 0 is the engine's own model
     publish_version(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
     return get_version(conn, version)
 
@@ -126,13 +124,12 @@ def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:
     Raises:
         SettingsError: it belongs to another one, whose token ids and weights mean nothing to this one.
     """
-    row = conn.execute(sa.select(table).where(table.c.version == base.version)).one_or_none()
-    if row is None:
+    known = known_version(conn, base.version)
+    if known is None:
         is_usable = table.c.policy_id == DEFAULT_POLICY, table.c.status != PolicyStatus.FAILED.value
         if conn.execute(sa.select(table.c.version).where(*is_usable).limit(1)).first() is None:
             publish_version(conn, base)
         return
-    known = rows.VERSIONS.record(row)
     if known.model_digest is None and known.path == base.path:
         change_version(conn, base.version, model_digest=base.model_digest)
     elif None not in (known.model_digest, base.model_digest) and known.model_digest != base.model_digest:
@@ -187,25 +184,32 @@ def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
     change_version(conn, version, arms=arms)
 
 
-def note_alarm(conn: sa.Connection, version: int, alarm: str | None) -> None:
-    """Store which sentinel of this version is beyond its bound; None after the bound was changed."""
-    change_version(conn, version, alarm=alarm)
-
-
 def get_version(conn: sa.Connection, version: int) -> PolicyVersion:
     """Return a version.
 
     Raises:
         NotFound: no such version.
     """
-    row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
-    if row is None:
+    known = known_version(conn, version)
+    if known is None:
         raise no_version(version)
-    return rows.VERSIONS.record(row)
+    return known
+
+
+def known_version(conn: sa.Connection, version: int) -> PolicyVersion | None:
+    """Return a version; None if there is none with this number."""
+    row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
+    return None if row is None else rows.VERSIONS.record(row)
+
+
+def highest_version(conn: sa.Connection) -> int | None:
+    """Return the highest number of all versions of any policy, failed ones included; None without a version."""
+    highest: int | None = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
+    return highest
 
 
 def no_version(version: int) -> NotFound:
-    """Return the error for a version that does not exist, or not for who asks."""
+    """Return the error for a version that does not exist, or that belongs to another tenant than the caller's."""
     return NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="version")
 
 
@@ -236,7 +240,10 @@ def measured_versions(conn: sa.Connection, policy_id: int) -> list[PolicyVersion
 
 
 def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range:
-    """Return the versions above a policy's active one, up to the newest with an alarm: the older one answers it."""
+    """Return the versions above a policy's active one, up to the newest with an alarm.
+
+    An older version is served because of the alarm, and what these versions sampled is not trained.
+    """
     if active is None:
         return range(0)
     is_newer = table.c.policy_id == active.policy_id, table.c.version > active.version

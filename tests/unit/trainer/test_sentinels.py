@@ -182,7 +182,7 @@ def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)
-        versions.note_alarm(conn, 0, "sentinel 'questions' is beyond its bound")
+        versions.change_version(conn, 0, alarm="sentinel 'questions' is beyond its bound")
     source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={}))
     assert isinstance(source.next_batch(Position()), ClaimedBatch)
     with database.read() as conn:
