@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_new_rows
+from turnwise.store.statements import continue_numbers, insert_new_rows
 from turnwise.store.tables import metadata, policies, policy_versions
 from turnwise.types import DEFAULT_POLICY
 
@@ -64,8 +64,9 @@ def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
             f"table {table.name!r} has {count} rows in the source and {found_count} in the target, or other values: "
             "copy into a database that holds nothing else, and let no process write to it meanwhile"
         )
-    with target.write() as writing:
-        _continue_numbers(writing, table)
+    if table.autoincrement_column is not None:
+        with target.write() as writing:
+            continue_numbers(writing, table.autoincrement_column)
     return count
 
 
@@ -77,13 +78,3 @@ def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[Sequence[StoredR
 def _digest(row: StoredRow) -> int:
     values = [bytes(value) if isinstance(value, memoryview) else value for value in row]
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=_DIGEST_BITS // 8).digest())
-
-
-def _continue_numbers(conn: sa.Connection, table: sa.Table) -> None:
-    """Let PostgreSQL number the next row after the copied ones; SQLite does so by itself."""
-    key = table.autoincrement_column
-    if key is None or conn.dialect.name != "postgresql":
-        return
-    sequence = sa.func.pg_get_serial_sequence(table.name, key.name)
-    highest = sa.select(sa.func.max(key)).scalar_subquery()
-    conn.execute(sa.select(sa.func.setval(sequence, highest)).where(highest > 0))  # the default policy has the number 0

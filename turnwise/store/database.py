@@ -1,9 +1,8 @@
-"""One connection pool, and every difference between SQLite and PostgreSQL.
+"""One connection pool to SQLite or PostgreSQL, with the transactions and the errors that both have.
 
 Callers use two kinds of transaction, `write()` and `read()`, and handle two errors, `StoreUnavailable` and
-`SchemaMismatch`; the rest of the store is one set of SQLAlchemy Core statements for both databases. SQLite runs in WAL
-mode with `synchronous=FULL` and takes its write lock at BEGIN, so a write transaction cannot fail later because the
-lock is taken.
+`SchemaMismatch`; SQL that differs between the databases is in `statements`. SQLite runs in WAL mode with
+`synchronous=FULL` and takes its write lock at BEGIN, so no write transaction fails later because the lock is taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The advantages that turns would get in training, for those who check rewards before it.
+"""The advantages that turns would get in training, for people who check rewards before they train.
 
 They are those of `grpo` with its default settings, from the sessions that are over now. Single sessions have none:
 their baseline is the trainer's window of recent sessions.

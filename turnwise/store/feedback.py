@@ -83,7 +83,7 @@ def add(
         conn: A transaction of `Database.write`.
         given: The feedback.
         reward: Its value in the reward ledger; None writes no reward.
-        group: A demonstration's sessions, which hold what they share with the original.
+        group: A demonstration's sessions, which exist already and hold copies of the original's turns.
         idempotency_key: A replay with the same key and session writes nothing.
         body_digest: Digest of the request's body, as for rewards.
         retrain: Whether a trained session becomes ready again, to be trained with the new reward.

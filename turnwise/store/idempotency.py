@@ -53,7 +53,7 @@ def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, sessio
 def _claim(
     conn: sa.Connection, tenant: str, session_id: str, key: str, body_digest: bytes, answer: str
 ) -> StoredRow | None:
-    """Store a row, and return None; where the key has one return that."""
+    """Store the answer of a key that has none, and return None; else return the row that is stored."""
     row = {"tenant": tenant, "session_id": session_id, "key": key, "body_digest": body_digest, "answer": answer}
     if insert_ignoring(conn, idempotency, row | {"created_at": to_micros(utc_now())}):
         return None

@@ -17,8 +17,8 @@ import sqlalchemy as sa
 from turnwise import chains
 from turnwise.errors import NotFound
 from turnwise.store import rows
-from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, num_fitting, size_of
-from turnwise.store.statements import is_among
+from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, num_fitting
+from turnwise.store.statements import is_among, size_of
 from turnwise.store.tables import rewards, session_labels, sessions, turns
 from turnwise.types import Json, Label, Reward, TokenIds, TrainedIn, Turn
 
@@ -139,7 +139,7 @@ def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> lis
     """Return the first of these turns that have so many stored bytes together; always the first one."""
     held = turns.c
     arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts
-    size = size_of(conn.dialect.name, held.messages, held.tools, held.response, *arrays)
+    size = size_of(conn.dialect, held.messages, held.tools, held.response, *arrays)
     # One by one: SQLite reads a text to measure it, and those behind the last one that fits may be large.
     sizes = (conn.execute(sa.select(size).where(held.turn_id == each)).scalar_one_or_none() or 0 for each in turn_ids)
     return list(turn_ids[: num_fitting(sizes, len(turn_ids), max_bytes)])
@@ -152,7 +152,7 @@ def turn_by_id(conn: sa.Connection, turn_id: str) -> Turn:
 
 def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> Iterator[int]:
     """Yield roughly the bytes that the turns of a session with `first` ≤ `seq` < `end` have as JSON, in order."""
-    dialect, held = conn.dialect.name, turns.c
+    dialect, held = conn.dialect, turns.c
     prompt = size_of(dialect, held.messages, held.tools) + ID_BYTES * size_of(dialect, held.prompt_delta)
     reply = size_of(dialect, held.response) + ID_BYTES * size_of(dialect, held.token_ids)
     other = size_of(dialect, held.sampling, held.routed_experts) + LOGPROB_BYTES * size_of(dialect, held.logprobs)

@@ -24,15 +24,6 @@ ROW_BYTES = 1_000
 """The other fields of a row, roughly."""
 
 
-def size_of(dialect: str, *columns: sa.ColumnElement[str | bytes]) -> sa.ColumnElement[int]:
-    """Return the stored bytes of texts or arrays, as an expression that PostgreSQL computes without reading them."""
-    length = sa.func.octet_length if dialect == "postgresql" else sa.func.length  # stored texts are ASCII
-    total: sa.ColumnElement[int] = sa.literal_column("0", sa.Integer)
-    for column in columns:
-        total = total + sa.func.coalesce(length(column), 0)
-    return total
-
-
 def num_within(sizes: Iterable[int], most: int) -> int:
     """Return how many of the first sizes are at most so many together; the first one always counts."""
     totals = enumerate(itertools.accumulate(sizes))

@@ -1,6 +1,6 @@
-"""Finished live sessions with their turns, for the sentinels: the first and newest ones, and those of the hold-out.
+"""Live sessions that are over, with their turns, for the sentinels: the first and newest ones, and the hold-out's.
 
-Live sessions have no group: runs of tasks in groups are played for training, by whoever sees to them.
+A live session has no group. Groups are played for training, and whoever starts them sees what becomes of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Played:
 def live_sessions(
     conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY, *, newest: bool = False
 ) -> list[Played]:
-    """Return so many of a policy's live sessions of each way to be over: those that were over first, or last."""
+    """Return a policy's live sessions that ended and that expired: the first or the newest `num_sessions` of each."""
     found: list[StoredRow] = []
     at = sessions.c.last_active_at
     for status in _OVER:
@@ -53,7 +53,7 @@ def live_sessions(
 
 
 def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
-    """Return so many of the newest sessions of the hold-out of this version that are over."""
+    """Return the newest sessions that are over and sampled with this version as the hold-out."""
     is_over = sessions.c.status.in_(_OVER)
     found = sa.select(sessions).where(sessions.c.split == Split.EVAL.value, sessions.c.arm == version, is_over)
     return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())

@@ -5,8 +5,8 @@ model itself: it belongs to no tenant, and is all there is until a policy is cre
 the weights below them must not change: none is created once the default policy has whole weights of a later version,
 and none such is published while there are named policies.
 
-The row of a deleted policy keeps its number alone, as those of its versions do: engines know adapters by the numbers of
-versions, so none is given to another one.
+The row of a deleted policy keeps only its number, and so do the rows of its versions: engines know adapters by the
+numbers of versions, so no number is used again.
 """
 
 from __future__ import annotations

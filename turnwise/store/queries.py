@@ -20,7 +20,7 @@ from turnwise.store import lineage, pages, policies, rows, tables, trained
 from turnwise.store.lineage import TurnView
 from turnwise.store.rows import to_micros
 from turnwise.store.session_filter import SessionFilter
-from turnwise.store.statements import fetch_rows
+from turnwise.store.statements import fetch_rows, size_of
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import Credit, GroupStatus, Reward, Session, SessionKey, Turn, utc_now
 
@@ -143,7 +143,7 @@ def session_rows(
             raise ValueError("paging behind a session needs the filter's tenant")
         clauses.append(held.session_pk < session_row(conn, wanted.tenant, after).session_pk)
     newest = sa.select(tables.sessions).where(*clauses).order_by(held.session_pk.desc())
-    size = pages.size_of(conn.dialect.name, held.metadata, held.sampling)
+    size = size_of(conn.dialect, held.metadata, held.sampling)
     return pages.read(conn, newest, limit, size=size, max_bytes=max_bytes)
 
 

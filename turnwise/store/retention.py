@@ -181,7 +181,7 @@ def over_since(
     after: StoredRow | None = None,
     limit: int = SESSIONS_AT_ONCE,
 ) -> list[StoredRow]:
-    """Return the rows of some sessions that `prune` would delete, in the order of an index; none is after the last.
+    """Return the rows of some sessions that `prune` would delete, in the order of an index; none after the last page.
 
     Args:
         conn: A transaction.

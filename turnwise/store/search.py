@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from turnwise.store import pages, queries, rows
 from turnwise.store.session_filter import SessionFilter
-from turnwise.store.statements import is_among
+from turnwise.store.statements import has_text, is_among
 from turnwise.store.tables import turns
 from turnwise.types import Outcome, Session
 
@@ -53,7 +53,7 @@ class Contents:
             return False
         return row.num_rewards > 0 or (self.min_reward is None and self.max_reward is None)
 
-    def of_turn(self, dialect: str) -> list[sa.ColumnElement[bool]]:
+    def of_turn(self, dialect: sa.Dialect) -> list[sa.ColumnElement[bool]]:
         """Return the conditions on the table of turns."""
         wanted: list[sa.ColumnElement[bool]] = []
         if self.outcome is not None:
@@ -135,24 +135,17 @@ def search_sessions(
 def _matching_pks(conn: sa.Connection, window: list[rows.StoredRow], contents: Contents) -> set[int]:
     """Return the keys of the sessions that satisfy all conditions but the range of rewards."""
     pks = {row.session_pk for row in window if contents.has_session_row(row)}
-    of_turn = contents.of_turn(conn.dialect.name)
+    of_turn = contents.of_turn(conn.dialect)
     if not of_turn or not pks:
         return pks
     found = sa.select(turns.c.session_pk).where(is_among(conn.dialect, turns.c.session_pk, pks), *of_turn)
     return set(conn.execute(found.distinct()).scalars())
 
 
-def _has_text(text: str, dialect: str) -> sa.ColumnElement[bool]:
+def _has_text(text: str, dialect: sa.Dialect) -> sa.ColumnElement[bool]:
     """Return the condition that a turn's stored JSON holds a text, also inside the JSON of a tool call's arguments."""
     once = rows.dump(text)[1:-1]
     needles = dict.fromkeys((once, rows.dump(once)[1:-1]))
     return sa.or_(
-        *(
-            # SQLite's LIKE ignores the case of ASCII letters, PostgreSQL's does not.
-            column.icontains(needle, autoescape=True)
-            if dialect == "postgresql"
-            else column.contains(needle, autoescape=True)
-            for column in (turns.c.messages, turns.c.response)
-            for needle in needles
-        )
+        *(has_text(dialect, column, needle) for column in (turns.c.messages, turns.c.response) for needle in needles)
     )

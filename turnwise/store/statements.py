@@ -30,12 +30,23 @@ def delete_some(conn: sa.Connection, table: sa.Table, wanted: sa.ColumnElement[b
 
 
 def last_assigned(conn: sa.Connection, key: sa.Column[int]) -> float:
-    """Return the largest number that no later row gets from the database as its key."""
+    """Return the highest number that the database has assigned as a key: no later row gets a number up to it."""
     if conn.dialect.name == "sqlite":
-        return math.inf  # a new row gets the number after the largest one
-    sequence = sa.func.pg_get_serial_sequence(key.table.name, key.name)
-    last = sa.select(sa.func.pg_sequence_last_value(sa.cast(sequence, postgresql.REGCLASS)))
+        return math.inf  # a new row gets the number after the highest one that is stored
+    last = sa.select(sa.func.pg_sequence_last_value(sa.cast(_sequence_of(key), postgresql.REGCLASS)))
     return conn.execute(last).scalar_one() or 0
+
+
+def continue_numbers(conn: sa.Connection, key: sa.Column[int]) -> None:
+    """Let the database number the next row after the highest stored key, which a copy has brought."""
+    if conn.dialect.name == "sqlite":
+        return
+    highest = sa.select(sa.func.max(key)).scalar_subquery()
+    conn.execute(sa.select(sa.func.setval(_sequence_of(key), highest)).where(highest > 0))  # a default policy has 0
+
+
+def _sequence_of(key: sa.Column[int]) -> sa.Function[Any]:
+    return sa.func.pg_get_serial_sequence(key.table.name, key.name)
 
 
 def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -152,6 +163,22 @@ def is_among(dialect: sa.Dialect, column: sa.Column[Any], values: Collection[Any
     if dialect.name == "postgresql":
         return column == sa.any_(sa.literal(list(values), postgresql.ARRAY(column.type)))
     return column.in_(sa.select(sa.func.json_each(json.dumps(list(values))).table_valued("value").c.value))
+
+
+def size_of(dialect: sa.Dialect, *columns: sa.ColumnElement[str | bytes]) -> sa.ColumnElement[int]:
+    """Return the stored bytes of texts or arrays, as an expression that PostgreSQL computes without reading them."""
+    length = sa.func.octet_length if dialect.name == "postgresql" else sa.func.length  # stored texts are ASCII
+    total: sa.ColumnElement[int] = sa.literal_column("0", sa.Integer)
+    for column in columns:
+        total = total + sa.func.coalesce(length(column), 0)
+    return total
+
+
+def has_text(dialect: sa.Dialect, column: sa.Column[str], text: str) -> sa.ColumnElement[bool]:
+    """Return the condition that a column contains a text; upper and lower case of ASCII letters are the same."""
+    # SQLite's LIKE ignores the case of ASCII letters, PostgreSQL's does not.
+    contains = column.icontains if dialect.name == "postgresql" else column.contains
+    return contains(text, autoescape=True)
 
 
 def unindexed(column: sa.Column[str]) -> sa.ColumnElement[str]:

@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 import sqlalchemy as sa
 
-from turnwise.store.pages import size_of
-from turnwise.store.statements import is_among
+from turnwise.store.statements import is_among, size_of
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Json, Session
 
@@ -45,7 +44,7 @@ def summaries(conn: sa.Connection, found: Sequence[Session]) -> list[Summary]:
     """Return the summaries of sessions of one tenant, in their order."""
     if not found:
         return []
-    dialect, held = conn.dialect.name, turns.c
+    dialect, held = conn.dialect, turns.c
     is_found = is_among(conn.dialect, sessions.c.session_id, [session.session_id for session in found])
     of_sessions = [sessions.c.tenant == found[0].tenant, is_found]
     joined = sa.select(sessions.c.session_id, held.seq).join_from(turns, sessions).where(*of_sessions)
@@ -73,7 +72,7 @@ def summaries(conn: sa.Connection, found: Sequence[Session]) -> list[Summary]:
     ]
 
 
-def _short(dialect: str, column: sa.Column[Any]) -> sa.ColumnElement[str | None]:
+def _short(dialect: sa.Dialect, column: sa.Column[Any]) -> sa.ColumnElement[str | None]:
     """Return a column's text as an expression, null where it is long."""
     return sa.case((size_of(dialect, column) <= MAX_BYTES, column), else_=None)
 

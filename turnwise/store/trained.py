@@ -1,4 +1,4 @@
-"""Updates: the sessions and turns that each trained, with their advantages, and each in a few numbers.
+"""Updates: the sessions and turns that each one trained, with their advantages, and summaries for people.
 
 The trainer's own metrics are of all tenants; groups and rewards are of one tenant.
 """
@@ -18,7 +18,7 @@ from turnwise import credit
 from turnwise.errors import Conflict
 from turnwise.store import digests, lineage, pages, policies, rows
 from turnwise.store.engine_activity import Period, idle_shares
-from turnwise.store.statements import insert_rows, is_among
+from turnwise.store.statements import insert_rows, is_among, size_of
 from turnwise.store.tables import groups, sessions, trained_sessions, turns
 from turnwise.store.tables import policies as policies_table
 from turnwise.store.tables import updates as table
@@ -115,7 +115,7 @@ def updates(
         found = found.where(policies.is_shown_to(tenant, held.policy_id))
     if policy_id is not None:
         found = found.where(held.policy_id == policy_id)
-    page, has_more = pages.read(conn, found, limit, size=_size(conn.dialect.name), max_bytes=max_bytes)
+    page, has_more = pages.read(conn, found, limit, size=_size(conn.dialect), max_bytes=max_bytes)
     return [rows.UPDATES.record(row) for row in page], has_more
 
 
@@ -236,13 +236,13 @@ def list_updates(
     return views, has_more
 
 
-def _size(dialect: str) -> sa.ColumnElement[int]:
+def _size(dialect: sa.Dialect) -> sa.ColumnElement[int]:
     """Return roughly the bytes of an update as JSON, with the groups and sessions of all tenants."""
     num_groups = sa.select(sa.func.count()).where(groups.c.update_id == table.c.update_id)
     of_sessions = sa.select(
-        sa.func.coalesce(sa.func.sum(pages.size_of(dialect, trained_sessions.c.advantages) + _ITEM_BYTES), 0)
+        sa.func.coalesce(sa.func.sum(size_of(dialect, trained_sessions.c.advantages) + _ITEM_BYTES), 0)
     ).where(trained_sessions.c.update_id == table.c.update_id)
-    own = pages.size_of(dialect, table.c.metrics)
+    own = size_of(dialect, table.c.metrics)
     return own + _ITEM_BYTES * num_groups.scalar_subquery() + of_sessions.scalar_subquery()
 
 

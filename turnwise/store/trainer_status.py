@@ -1,9 +1,9 @@
 """What each trainer does, and whether it lives: for the page, `GET /v1/counts`, `/readyz`, the doctor and the metrics.
 
 A trainer reports in words, and a thread of its process renews `seen_at`. One that stops or fails says so; one that was
-killed says nothing, and counts as silent after a while. The trainer `NAME/3` is of the policy with the number 3, and
-its report names it: the tenant that owns it sees it, and no other one. Trainers also say where they hand out the
-weights that they hold in memory.
+killed says nothing, and counts as silent after a while. The trainer `NAME/3` trains the policy with the number 3: of
+all tenants only the one that owns the policy sees its report. Trainers also say where they hand out the weights that
+they hold in memory.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import pages, rows
-from turnwise.store.statements import insert_ignoring
+from turnwise.store.statements import insert_ignoring, size_of
 from turnwise.store.tables import NO_TENANT, policies
 from turnwise.store.tables import policy_versions as table
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
@@ -24,7 +24,7 @@ LOST = "lost: its trainer ended before its files were written"
 UNDONE = "undone: its weights come from a version in whose place an older one was activated"
 OVERTAKEN = "overtaken: another trainer recorded what it was trained on, or an update of its policy"
 ELSEWHERE = "of another database: sessions that were restored from an archive name versions up to this one"
-"""Beginnings of the errors of versions that engines never got, or have loaded."""
+"""How the error of a failed version begins where no engine refused to load it."""
 MAX_MEASURED = 1000
 """Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
 
@@ -229,7 +229,7 @@ def list_versions(
     if policy_ids is not None:
         wanted = sa.and_(wanted, table.c.policy_id.in_(policy_ids))
     newest = sa.select(table).where(wanted).order_by(table.c.version.desc())
-    size = pages.size_of(conn.dialect.name, table.c.metrics, table.c.error, table.c.arms)
+    size = size_of(conn.dialect, table.c.metrics, table.c.error, table.c.arms)
     found, has_more = pages.read(conn, newest, limit, size=size, max_bytes=max_bytes)
     return [rows.VERSIONS.record(row) for row in found], has_more
 
