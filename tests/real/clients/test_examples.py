@@ -27,7 +27,7 @@ CALL = ToolCall(name="get_weather", arguments={"city": "Oslo"})
 TOOL_SAID = "It rains in Oslo, at 7 degrees."
 ANSWER = "Yes, take one: it rains in Oslo."
 
-GROWING = ["openai", "openai_agents", "langgraph", "pydantic_ai"]
+PYTHON = ["openai", "openai_agents", "langgraph", "pydantic_ai", "smolagents"]
 EDITING = ["smolagents"]
 """Frameworks that rewrite the model's tool calls in the history."""
 
@@ -84,9 +84,6 @@ def run(command: list[str], directory: Path, base_url: str | None) -> str:
     return done.stdout
 
 
-WAYS = pytest.mark.parametrize("way", ["line", pytest.param("environment", marks=pytest.mark.slow)])
-
-
 class Played:
     """The output and the stored turns of a run of an example."""
 
@@ -110,35 +107,26 @@ class Played:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [(name, "line") for name in GROWING]
+    [(name, "line") for name in PYTHON]
     + [("openai", "environment")]
-    + [pytest.param(name, "environment", marks=pytest.mark.slow) for name in GROWING if name != "openai"],
+    + [pytest.param(name, "environment", marks=pytest.mark.slow) for name in PYTHON if name != "openai"],
 )
-def test_an_example_runs_and_is_one_exact_chain(
+def test_an_example_runs_and_is_one_exact_chain_or_its_turns_have_the_reason(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path, name: str, way: str
 ) -> None:
-    """Its history only grows: the second turn extends the first, token by token."""
+    """A history that only grows is extended token by token.
+
+    Where it is edited, each turn has its own chain, and the session's name in the URL joins them.
+    """
     played = Played(proxy, fake_engine)
     answer_as_scripted(fake_engine, name)
     (tmp_path / "agent.py").write_text(source(name, "agent.py", proxy, way=way))
-    printed = run([sys.executable, "agent.py"], tmp_path, proxy.v1 if way == "environment" else None)
-    played.check(printed, [None, None])
+    url = proxy.session_v1(f"{name}-by-environment") if name in EDITING else proxy.v1
+    printed = run([sys.executable, "agent.py"], tmp_path, url if way == "environment" else None)
+    played.check(printed, [None, "edited_history" if name in EDITING else None])
 
 
-@WAYS
-@pytest.mark.parametrize("name", EDITING)
-def test_an_example_that_edits_its_history_runs_and_its_turns_have_the_reason(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path, name: str, way: str
-) -> None:
-    """Each turn has its own chain and a newly tokenised prompt; the session's name in the URL joins them."""
-    played = Played(proxy, fake_engine)
-    answer_as_scripted(fake_engine, name)
-    (tmp_path / "agent.py").write_text(source(name, "agent.py", proxy, way=way))
-    url = proxy.session_v1(f"{name}-by-environment") if way == "environment" else None
-    played.check(run([sys.executable, "agent.py"], tmp_path, url), [None, "edited_history"])
-
-
-@WAYS
+@pytest.mark.parametrize("way", ["line", pytest.param("environment", marks=pytest.mark.slow)])
 def test_the_node_example_runs_and_is_one_exact_chain(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, node_project: Path, way: str
 ) -> None:

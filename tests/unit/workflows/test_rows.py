@@ -56,13 +56,9 @@ def test_steps_without_captured_tokens_are_skipped_with_a_warning(caplog):
 
 
 def test_a_missing_episode_and_an_empty_trajectory_give_no_row():
-    """A lost episode, and one whose trajectories are empty, are dropped."""
+    """The other trajectories of the episode still give their rows."""
     assert rows_of(None, "t", stepwise=False) == []
     assert rows_of(Episode(trajectories=[Trajectory(), Trajectory()]), "t", stepwise=True) == []
-
-
-def test_an_empty_trajectory_is_skipped():
-    """The other trajectories of the episode still give their rows."""
     full = episode(GROWING[0])
     full.trajectories.insert(0, Trajectory(name="judge"))
     assert [row.trajectory_id for row in rows_of(full, "t", stepwise=False)] == ["t_solver"]

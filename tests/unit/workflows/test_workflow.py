@@ -276,12 +276,8 @@ def test_collecting_takes_committed_ones_first_then_public_agents_by_name():
 @pytest.mark.parametrize(
     ("gamma", "bonus", "expected"),
     [
-        # bonus: 1, 2 + 0.5 * (2 - 1), 4 + 0.5 * (4 - 2)
-        (0.0, 0.5, [1.0, 2.5, 5.0]),
-        # then G_2 = 5, G_1 = 2.5 + 0.9 * 5 = 7, G_0 = 1 + 0.9 * 7 = 7.3
+        # bonus: 1, 2 + 0.5 * (2 - 1), 4 + 0.5 * (4 - 2); then G_2 = 5, G_1 = 2.5 + 0.9 * 5 = 7, G_0 = 1 + 0.9 * 7 = 7.3
         (0.9, 0.5, [7.3, 7.0, 5.0]),
-        # without bonus: 4, 2 + 0.9 * 4, 1 + 0.9 * 5.6
-        (0.9, 0.0, [6.04, 5.6, 4.0]),
         (0.0, 0.0, [1.0, 2.0, 4.0]),
     ],
 )
