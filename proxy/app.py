@@ -29,6 +29,7 @@ from proxy.routes import (
     sessions,
     tokens,
 )
+from proxy.routes.serialise import answer
 from proxy.services import Services, services_of
 from turnwise.errors import TurnwiseError
 
@@ -83,13 +84,13 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     services_of(request).metrics.refused.labels("invalid_request" if is_json else "invalid_json").inc()
     if not is_json:
         message = f"the request body is not JSON: {first['ctx']['error']}; NaN and Infinity are not JSON either"
-        return _plain(422, problems.body(message, "invalid_request_error", "invalid_json"))
+        return answer(problems.body(message, "invalid_request_error", "invalid_json"), status=422)
     place = [str(part) for part in first["loc"][1:]]
-    if place[:1] == ["0"] and len(error.errors()) and not isinstance(error.body, list):
+    if place[:1] == ["0"] and not isinstance(error.body, list):
         place = place[1:]  # one reward line is read as a list of one
     where = ".".join(place) or str(first["loc"][0])
     message = _sentence(request, first, where)
-    return _plain(422, problems.body(message, "invalid_request_error", "invalid_request", where))
+    return answer(problems.body(message, "invalid_request_error", "invalid_request", where), status=422)
 
 
 def _sentence(request: Request, first: Mapping[str, Any], where: str) -> str:
@@ -131,8 +132,4 @@ def _methods(request: Request) -> list[str]:
 async def _answer_unexpected(request: Request, error: Exception) -> Response:  # noqa: ARG001  uvicorn logs it
     services_of(request).metrics.refused.labels("internal_error").inc()
     message = "the proxy failed to serve this request; its log has the traceback, retry"
-    return _plain(500, problems.body(message, "server_error", "internal_error"))
-
-
-def _plain(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(body), status_code=status, headers=headers, media_type="application/json")
+    return answer(problems.body(message, "server_error", "internal_error"), status=500)

@@ -116,7 +116,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 log_level=settings.log_level,
                 log_config=None,
-                timeout_graceful_shutdown=settings.drain_seconds,  # type: ignore[arg-type]  # a float works,
+                timeout_graceful_shutdown=settings.drain_seconds,  # type: ignore[arg-type]  # a float works
                 ssl_certfile=settings.tls_certificate,
                 ssl_keyfile=settings.tls_key,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -207,7 +207,7 @@ class Services:
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
-            await asyncio.wait_for(self.relay.idle.wait(), self.settings.commit_timeout_seconds)
+            await asyncio.wait_for(self.limits.idle.wait(), self.settings.commit_timeout_seconds)
         self.pool.close()
         self.peers.close()
         await self.budgets.close()

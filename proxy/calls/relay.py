@@ -80,10 +80,6 @@ class Relay:
         self._writer = writer
         self._metrics = metrics
         self._max_reply_bytes = settings.max_reply_bytes
-        self._num_running = 0
-        self.idle = asyncio.Event()
-        """Set while no call runs."""
-        self.idle.set()
 
     async def begin(self, call: Call, principal: Principal, attempt: Attempt) -> Running:
         """Find the call's session; the caller gives the placement to `Sessions.release` once.
@@ -117,8 +113,6 @@ class Relay:
         if call.idempotency_key is not None and (answer := await self._repeated(running)) is not None:
             self._metrics.coalesced.inc()
             return answer
-        self._num_running += 1
-        self.idle.clear()
         try:
             try:
                 with cancelled_when_client_leaves(running.attempt.left):
@@ -133,9 +127,6 @@ class Relay:
         finally:
             if running.lane is not None:
                 self._pool.release(running.lane)
-            self._num_running -= 1
-            if not self._num_running:
-                self.idle.set()
             mode = "stream" if call.stream else "whole"
             self._metrics.call_seconds.labels(mode).observe(time.perf_counter() - running.started)
         if not is_first:

@@ -5,19 +5,11 @@ from __future__ import annotations
 HOSTED_TOOLS = frozenset(
     {
         *("web_search", "web_search_preview", "file_search", "image_generation", "code_interpreter", "computer"),
-        *(
-            "computer_use_preview",
-            "mcp",
-            "local_shell",
-            "shell",
-            "apply_patch",
-            "tool_search",
-            "programmatic_tool_calling",
-        ),
-        *("web_fetch", "code_execution", "bash", "text_editor", "memory", "advisor", "mcp_toolset"),
+        *("computer_use_preview", "mcp", "local_shell", "shell", "apply_patch", "tool_search"),
+        *("programmatic_tool_calling", "web_fetch", "code_execution", "bash", "text_editor", "memory", "advisor"),
+        *("mcp_toolset", "retrieval", "mcpServers"),
         *("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "googleMaps", "fileSearch"),
-        *("computerUse", "enterpriseWebSearch", "retrieval", "mcpServers", "google_search"),
-        *("url_context", "google_maps"),
+        *("computerUse", "enterpriseWebSearch", "google_search", "url_context", "google_maps"),
     }
 )
 """Known names: each is a label value of the metric. All other names count as `other`."""

@@ -152,15 +152,14 @@ def referenced_turn(reference: Json) -> tuple[str, int]:
     return "", 0
 
 
-def references(given: Any) -> list[Json]:
-    """Return the items of an input that only name a stored item."""
-    items = given if isinstance(given, list) else []
-    return [item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
+def is_reference(item: Any) -> bool:
+    """Return whether an item of an input only names a stored item."""
+    return isinstance(item, dict) and item.get("type") == "item_reference"
 
 
 def resolved(item: Any, stored: Mapping[str, Json], tools: ToolMap) -> Any:
     """Return an input item, or the stored item that it names; `stored` holds replies by turn id."""
-    if not isinstance(item, dict) or item.get("type") != "item_reference":
+    if not is_reference(item):
         return item
     turn_id, index = referenced_turn(item)
     blocks = (list(blocks_of(stored[turn_id])) or [Block("text", "")]) if turn_id in stored else []

@@ -17,7 +17,7 @@ import orjson
 from proxy.dialects.base import IDENTITY, STREAM, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
 from proxy.dialects.chat import ChatCompletions, check_kinds
-from proxy.dialects.response_items import chat_messages, output_item, referenced_turn, references, resolved
+from proxy.dialects.response_items import chat_messages, is_reference, output_item, referenced_turn, resolved
 from proxy.dialects.response_tools import ToolMap, chat_tool_choice, custom_input, read_tools
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
@@ -78,7 +78,8 @@ class Responses(ChatCompletions):
 
     def referenced_turns(self, body: Json) -> list[str]:
         """Return the turns whose items the input names by `item_reference`."""
-        return [turn_id for item in references(body.get("input")) if (turn_id := referenced_turn(item)[0])]
+        items = body["input"] if isinstance(body.get("input"), list) else []
+        return [turn_id for item in filter(is_reference, items) if (turn_id := referenced_turn(item)[0])]
 
     def resolve_references(self, body: Json, stored: Mapping[str, Json]) -> Json:
         """Put stored items in the place of the references to them."""

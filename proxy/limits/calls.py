@@ -106,6 +106,9 @@ class Limits:
         """Most calls that may hold a `Place`; no limit with a queue, where `admit` has it."""
         self.num_calls = 0
         """Calls that hold one: from their admission to the last byte of their reply. A `Place` counts itself."""
+        self.idle = asyncio.Event()
+        """Set while there are none."""
+        self.idle.set()
         self._scopes: dict[str, Scope] = {}
         self._queues: collections.OrderedDict[str, collections.deque[Waiter]] = collections.OrderedDict()
         """Waiting calls by key; the first key is served next."""

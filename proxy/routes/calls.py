@@ -85,6 +85,7 @@ class Place:
             raise limits.full()
         self.limited = await limits.admit(principal) if limits.are_set else []
         limits.num_calls += 1
+        limits.idle.clear()
 
     def release(self) -> None:
         """Return all of it, and count the call's tokens."""
@@ -98,6 +99,8 @@ class Place:
             self.body.close()
         if self.limited is not None:
             services.limits.num_calls -= 1
+            if not services.limits.num_calls:
+                services.limits.idle.set()
             if self.limited:
                 services.limits.leave(self.limited, num_tokens)
             if services.budgets.are_set or self.principal.has_budget:

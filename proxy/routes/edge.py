@@ -75,7 +75,7 @@ class Edge:
 
     async def _serve(self, scope: Scope, receive: Receive, outgoing: _Outgoing, read: dict[bytes, bytes]) -> None:
         if scope["method"] == "OPTIONS" and self._origins and b"origin" in read:
-            await _answer_preflight(scope, outgoing)
+            await _answer_preflight(read, outgoing)
             return
         try:
             _check_query(scope["query_string"])
@@ -208,11 +208,10 @@ class _Outgoing:
         return self._send(message)
 
 
-async def _answer_preflight(scope: Scope, send: Send) -> None:
-    wanted = next((value for name, value in scope["headers"] if name == b"access-control-request-headers"), b"")
+async def _answer_preflight(read: dict[bytes, bytes], send: Send) -> None:
     headers = [
         (b"access-control-allow-methods", ALLOWED_METHODS),
-        (b"access-control-allow-headers", wanted),
+        (b"access-control-allow-headers", read.get(b"access-control-request-headers", b"")),
         (b"access-control-max-age", PREFLIGHT_SECONDS),
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})

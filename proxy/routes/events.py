@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import time
@@ -50,9 +49,8 @@ async def listen(
 
 
 async def _stream(request: Request, services: Services, tenant: str) -> AsyncIterator[bytes]:
-    closing = request.scope["extensions"].get(CLOSING) or asyncio.get_running_loop().create_future()
     comment, sent_at = b": listening\n\n", -math.inf
-    async for found in services.events.changes(tenant, closing):
+    async for found in services.events.changes(tenant, request.scope["extensions"][CLOSING]):
         part = b"".join(b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(data)) for kind, data in found)
         now = time.monotonic()
         if part or now - sent_at >= KEEP_ALIVE_SECONDS:

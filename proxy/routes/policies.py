@@ -174,27 +174,28 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     `default`, or the only tenant with keys or policies. A directory may hold the weights of any tenant, so keys of
     other tenants get 403 for a `path`, also for their own policies.
     """
-    name = wanted.name
-    if name is not None and wanted.path is None:
-        return await _create_policy(services, principal, name, wanted)
-    policy = await services.database.fetch(policies.find_policy, principal.tenant, wanted.policy)
-    if policy.policy_id == DEFAULT_POLICY and name is None:
-        await _check_owner(services, principal)
-    if not await is_operator(services, principal):
-        raise Forbidden(
-            "Only the operator's keys may publish a directory, which may hold another tenant's weights. This key is of "
-            f"tenant {principal.tenant!r}. Create the policy from a `base`, such as `default` or `POLICY@VERSION`, or "
-            "let the operator import the directory: turnwise policies create NAME --tenant TENANT --adapter DIRECTORY",
-            code="path_not_allowed",
+    if wanted.name is not None:
+        if wanted.path is not None:
+            await _check_directory(services, principal, wanted.path, PolicyKind.LORA)
+        created, _ = await services.writer.do(
+            policies.create_policy,
+            principal.tenant,
+            wanted.name,
+            wanted.base,
+            adapter=wanted.path,
+            max_policies=services.settings.tenant_max_policies,
         )
-    path, kind = wanted.path or "", wanted.kind if name is None else PolicyKind.LORA
-    await _check_files(services, path, kind)
-    if name is not None:
-        return await _create_policy(services, principal, name, wanted)
+        await services.pool.refresh()
+        return answer(record_json(created))
+    policy = await services.database.fetch(policies.find_policy, principal.tenant, wanted.policy)
+    if policy.policy_id == DEFAULT_POLICY:
+        await _check_owner(services, principal)
+    assert wanted.path is not None
+    await _check_directory(services, principal, wanted.path, wanted.kind)
     published = await services.writer.do(
         versions.publish_next,
-        path,
-        kind,
+        wanted.path,
+        wanted.kind,
         metrics=wanted.metrics,
         version=wanted.version,
         policy_id=policy.policy_id,
@@ -203,22 +204,20 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     return answer(document)
 
 
-async def _create_policy(services: Services, principal: Principal, name: str, wanted: NewPolicy) -> Response:
-    """Create a policy of the caller's tenant; engines and calls know it at once."""
-    limit = services.settings.tenant_max_policies
-    created, _ = await services.writer.do(
-        policies.create_policy, principal.tenant, name, wanted.base, adapter=wanted.path, max_policies=limit
-    )
-    await services.pool.refresh()
-    return answer(record_json(created))
-
-
-async def _check_files(services: Services, path: str, kind: PolicyKind) -> None:
-    """Check a directory of weights against the served model.
+async def _check_directory(services: Services, principal: Principal, path: str, kind: PolicyKind) -> None:
+    """Check that the caller may publish a directory of weights, and that it fits the served model.
 
     Raises:
-        BadCheckpoint: it cannot be read, or does not fit.
+        Forbidden: the key is not of the operator.
+        BadCheckpoint: the directory cannot be read, or does not fit.
     """
+    if not await is_operator(services, principal):
+        raise Forbidden(
+            "Only the operator's keys may publish a directory, which may hold another tenant's weights. This key is of "
+            f"tenant {principal.tenant!r}. Create the policy from a `base`, such as `default` or `POLICY@VERSION`, or "
+            "let the operator import the directory: turnwise policies create NAME --tenant TENANT --adapter DIRECTORY",
+            code="path_not_allowed",
+        )
     model_path = next((engine.model_path for engine in services.pool.serving), None)
 
     def check() -> None:
