@@ -218,19 +218,22 @@ def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(
 def test_a_first_call_that_is_repeated_after_an_error_stays_in_its_session(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """Each session is found by one repetition: parallel rollouts, whose requests are equal, stay apart."""
+    """One repetition finds it: parallel rollouts, whose requests are equal, stay apart."""
     proxy = start_proxy(fake_engine.url)
-    body = {"model": "fake", "messages": [user("same")]}
-    statuses = []
-    for num_faults in (2, 2, 0, 0, 0):
-        fake_engine.state.script.faults[:] = [Fault(kind="status", status=429, count=num_faults)]
-        with ThreadPoolExecutor(2) as agents:
-            statuses += agents.map(lambda _: httpx2.post(f"{proxy.v1}/chat/completions", json=body).status_code, "ab")
-    assert statuses == [429] * 4 + [200] * 6
+    fake_engine.fail_next(Fault(kind="status", status=429, count=2))
+
+    def status(_: int) -> int:
+        return httpx2.post(
+            f"{proxy.v1}/chat/completions", json={"model": "fake", "messages": [user("same")]}
+        ).status_code
+
+    assert [status(attempt) for attempt in range(2)] == [429, 429]
+    with ThreadPoolExecutor(4) as agents:
+        assert list(agents.map(status, range(4))) == [200] * 4
     outcomes: dict[str, list[str]] = {}
     for view in proxy.turns():
         outcomes.setdefault(view.turn.session_id, []).append(view.turn.outcome.value)
-    assert sorted(outcomes.values()) == [["error", "error", "exact"]] * 2 + [["exact"]] * 4
+    assert sorted(outcomes.values()) == [["error", "error", "exact"], *[["exact"]] * 3]
 
 
 @pytest.mark.parametrize("restarts", [False, True])
