@@ -59,6 +59,18 @@ def test_one_of_two_proxies_drives_and_the_other_follows(
     assert {view.turn.policy_version_first for view in two_proxies[0].turns()} == {version}
 
 
+def test_no_published_version_has_the_number_of_an_engines_own_model_that_has_sampled(
+    proxy: RunningProxy, tmp_path: Path
+):
+    """The fake engine's model has no weights here, so the ledger has no version 0 of its own."""
+    body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+    ask(proxy.url, "/v1/chat/completions", body)
+    assert publish(proxy, write_weights(tmp_path / "v1")) == 1
+    wait_until(lambda: served(proxy) == 1, "it is served")
+    ask(proxy.url, "/v1/chat/completions", body)
+    assert sorted(view.turn.policy_version_first for view in proxy.turns()) == [0, 1]
+
+
 def test_a_pinned_version_that_fails_is_tried_once_and_again_on_request(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
 ):

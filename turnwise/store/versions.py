@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import pages, rows
 from turnwise.store.statements import insert_ignoring, size_of
-from turnwise.store.tables import NO_TENANT, policies
+from turnwise.store.tables import NO_TENANT, policies, turns
 from turnwise.store.tables import policy_versions as table
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
 
@@ -107,13 +107,16 @@ def publish_next(
 ) -> PolicyVersion:
     """Publish a version of a policy, by default with the number after the highest of all policies, and return it.
 
+    Version 0 is the engine's own model, also where its files are not here: a turn that it sampled names it.
+
     Raises:
         Conflict: as `publish_version`.
     """
     if version is None:
         highest = highest_version(conn)
         is_first = highest is None and policy_id == DEFAULT_POLICY
-        version = 0 if is_first else (highest or 0) + 1  # 0 is the engine's own model
+        has_sampled = is_first and conn.execute(sa.select(turns.c.turn_id).limit(1)).first() is not None
+        version = 0 if is_first and not has_sampled else (highest or 0) + 1
     publish_version(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
     return get_version(conn, version)
 
