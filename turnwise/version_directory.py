@@ -298,9 +298,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         decoded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadCheckpoint(
-            f"{path} cannot be read: {error.strerror}; write it before publishing the version"
-        ) from error
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}; the directory needs this file") from error
     except ValueError as error:
         raise BadCheckpoint(f"{path} is not JSON: {error}") from error
     if not isinstance(decoded, dict):

@@ -6,10 +6,9 @@ way it came. Tensors are aligned to 16 bytes; the bytes between them are zero.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,59 +19,45 @@ BLOCK_WORDS = 1 << 20
 """64-bit words that the checksum multiplies at once."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """The place of one tensor."""
 
     name: str
     """Name in the checkpoint."""
-    dtype: str
-    """Name of the torch dtype, such as `bfloat16`."""
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
+    begin: int
     """First byte."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor."""
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+    end: int
 
 
 class Layout:
-    """The places of all tensors of a version."""
+    """The places of all tensors of a version, in their order.
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = tuple(slots)
-        ends = [slot.offset + slot.num_bytes for slot in self.slots]
-        self.num_bytes = _aligned(max(ends, default=0))
+    Args:
+        described: Name, name of the torch dtype, such as `bfloat16`, and shape of each tensor, as `as_json` returns it.
+
+    Raises:
+        ValueError: It does not describe tensors.
+    """
+
+    def __init__(self, described: Iterable[Sequence[Any]]) -> None:
+        self._slots: list[Slot] = []
+        self.num_bytes = 0
+        for name, dtype_name, sizes in described:
+            dtype, shape = _dtype(str(dtype_name)), tuple(map(int, sizes))
+            end = self.num_bytes + math.prod(shape) * dtype.itemsize
+            self._slots.append(Slot(str(name), dtype, shape, self.num_bytes, end))
+            self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Return the layout of these tensors, in their order."""
-        slots, offset = [], 0
-        for name, tensor in tensors.items():
-            slot = Slot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
-            slots.append(slot)
-            offset = _aligned(offset + slot.num_bytes)
-        return cls(slots)
+        return cls((name, _name_of(tensor.dtype), tensor.shape) for name, tensor in tensors.items())
 
     def as_json(self) -> list[list[Any]]:
-        """Return the tensors as JSON values; the offsets follow from them."""
-        return [[slot.name, slot.dtype, list(slot.shape)] for slot in self.slots]
-
-    @classmethod
-    def from_json(cls, found: Sequence[Sequence[Any]]) -> Self:
-        """Return the layout that `as_json` described.
-
-        Raises:
-            ValueError: It is not a description of tensors.
-        """
-        slots, offset = [], 0
-        for name, dtype, shape in found:
-            slot = Slot(str(name), str(dtype), tuple(int(size) for size in shape), offset)
-            slots.append(slot)
-            offset = _aligned(offset + slot.num_bytes)
-        return cls(slots)
+        """Return the tensors as JSON values; the places follow from them."""
+        return [[slot.name, _name_of(slot.dtype), list(slot.shape)] for slot in self._slots]
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return a new buffer with these tensors. [num_bytes], uint8."""
@@ -83,17 +68,15 @@ class Layout:
 
     def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor as a view of the buffer, in order."""
-        for slot in self.slots:
-            flat = buffer[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
-            yield slot.name, flat.view(slot.shape)
+        for slot in self._slots:
+            yield slot.name, buffer[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name.
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    Raises:
-        ValueError: There is no such dtype.
-    """
+
+def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -112,7 +95,3 @@ def checksum_of(buffer: Tensor) -> str:
         block = words[start : start + BLOCK_WORDS]
         total += int((block * weights[: len(block)]).sum()) + 2 * start * int(block.sum())
     return f"{total % 2**64:016x}"
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

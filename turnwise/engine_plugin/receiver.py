@@ -89,7 +89,7 @@ class Receiver:
     def _receive(self, info: TransferInfo, rank: int, gpu: int | None) -> None:
         try:
             channel = Channel.join(info.host, info.port, rank=rank, size=info.world_size, seconds=info.seconds)
-            self._layout = Layout.from_json(info.layout)
+            self._layout = Layout(info.layout)
             if len(self._buffer) != self._layout.num_bytes:
                 self._allocate(self._layout.num_bytes, gpu)
             channel.broadcast(self._buffer, info.chunk_bytes)

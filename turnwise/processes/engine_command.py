@@ -25,7 +25,7 @@ from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes.ports import check_port_is_free
 from turnwise.settings import Settings
-from turnwise.version_directory import MODEL_CONFIG, local_files
+from turnwise.version_directory import MODEL_CONFIG, WEIGHT_INDEX, local_files, read_json, weight_files
 
 CPU_CONTEXT_TOKENS = 2048
 """Longest prompt and reply on a CPU, unless the settings say more."""
@@ -264,10 +264,7 @@ def model_config(model: str) -> dict[str, Any]:
     file = None if directory is None else directory / MODEL_CONFIG
     if file is None or not file.is_file():
         return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadCheckpoint(f"{str(file)!r} is not JSON: {error}; copy the model again") from error
+    found = read_json(file)
     text = found.get("text_config", found)
     return text if isinstance(text, dict) else {}
 
@@ -388,12 +385,12 @@ def check_model_directory(directory: Path) -> None:
     """
     if not directory.is_dir():
         raise BadCheckpoint(f"there is no model directory {str(directory)!r}; name an existing one, or a model's id")
-    missing = [name for name in ("config.json", "tokenizer_config.json") if not (directory / name).is_file()]
-    index = directory / "model.safetensors.index.json"
+    missing = [name for name in (MODEL_CONFIG, "tokenizer_config.json") if not (directory / name).is_file()]
+    index = directory / WEIGHT_INDEX
     if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        shards = set(read_json(index).get("weight_map", {}).values())
         missing += sorted(shard for shard in shards if not (directory / shard).is_file())
-    elif not any(directory.glob("*.safetensors")):
+    elif not weight_files(directory):
         missing.append("model.safetensors")
     if missing:
         raise BadCheckpoint(
