@@ -55,7 +55,7 @@ class Lane:
 
     @property
     def sampled_version(self) -> int:
-        """Policy version that is sampled now; of an adapter whose base was exchanged under its calls, the base's."""
+        """Policy version that is sampled now. Whole weights that are loaded during a call of an adapter replace it."""
         return self.engine.base_lane.version or self.version
 
 
@@ -91,8 +91,9 @@ class Engine(EngineKind):
         """When its last draining began, on the monotonic clock."""
         self.num_started = 0
         """Calls of this process that it was given since the process began."""
-        self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
-        """Waits while it is absent and no other engine serves; returns whether it serves again."""
+        self.wait_for_any: Callable[[], Awaitable[bool]] | None = None
+        """Waits while no engine serves; returns whether one does. A call waits only for its own engine: while others
+        serve, it fails at once and can be retried there."""
         self.observe_head: Callable[[float], None] | None = None
         """Called with the seconds from each call's request to the head of its answer."""
         self._gone_seconds = gone_seconds
@@ -167,8 +168,8 @@ class Engine(EngineKind):
         try:
             try:
                 answer = await self._http.request("POST", path, body, headers)
-            except NotConnected:
-                if not await self._wait_for_return():
+            except NotConnected as error:
+                if not await self._wait_for_return(error):
                     raise
                 answer = await self._http.request("POST", path, body, headers)
             if self.observe_head is not None:
@@ -180,11 +181,11 @@ class Engine(EngineKind):
             raise self._unavailable(error) from error
         return answer
 
-    async def _wait_for_return(self) -> bool:
-        """Take the engine out, because nothing listens on its port, and wait; return whether it is back."""
+    async def _wait_for_return(self, error: NotConnected) -> bool:
+        """Take the engine out, because it took no connection, and wait; return whether it is back."""
         if self.is_serving:
-            self.take_out("nothing listens on its port")
-        return self.wait_until_serving is not None and await self.wait_until_serving()
+            self.take_out(error)
+        return self.wait_for_any is not None and await self.wait_for_any() and self.is_serving
 
     def close(self) -> None:
         """Close idle connections."""

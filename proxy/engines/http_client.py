@@ -11,7 +11,6 @@ import base64
 import contextlib
 import dataclasses
 import math
-import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -210,7 +209,6 @@ class HttpClient:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._tls
                 )
-            connection.watch_peer()
         except TimeoutError as error:
             raise NotConnected(f"no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:  # an impossible host name is a ValueError
@@ -243,12 +241,14 @@ def set_keep_alive(transport: asyncio.BaseTransport) -> None:
     given = transport.get_extra_info("socket")
     if given is None or given.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    # uvloop's object for a socket has no setsockopt; options set through a duplicate apply to the same connection.
-    with socket.socket(fileno=os.dup(given.fileno())) as same:
+    same = socket.socket(fileno=given.fileno())  # uvloop's own object for it has no setsockopt
+    try:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEP_ALIVE_OPTIONS.items():
             if hasattr(socket, name):  # Linux has all of them
                 same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    finally:
+        same.detach()  # the descriptor remains the transport's
 
 
 class _Stale(Disconnected):
@@ -314,18 +314,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set up a new connection."""
         self._transport = transport
-
-    def watch_peer(self) -> None:
-        """Let TCP notice that the server's host has vanished; the connection is closed if that cannot be set.
-
-        Raises:
-            OSError: this process may open no further file, for example.
-        """
-        try:
-            set_keep_alive(self._transport)
-        except OSError:
-            self.abort()
-            raise
+        set_keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:
         """Parse received data."""

@@ -91,7 +91,7 @@ class EnginePool:
         for engine in self.engines:
             engine.on_change = functools.partial(self._note_change, engine)
             metrics.engine_up.labels(engine.url).set(0)
-            engine.wait_until_serving = functools.partial(self._wait_until_serving, engine)
+            engine.wait_for_any = self.wait_for_first
             engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
             metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
 
@@ -332,10 +332,6 @@ class EnginePool:
             if lane.engine.state is not EngineState.RELOADING:
                 return lane if lane.adapter is None else await self._loaded(lane)
             await self._changed.wait()
-
-    async def _wait_until_serving(self, engine: Engine) -> bool:
-        """Wait for an absent engine; while others serve, its call fails at once and can be retried there."""
-        return await self.wait_for_first() and engine.is_serving
 
     def release(self, lane: Lane) -> None:
         """Return the place of a call on this lane."""

@@ -25,7 +25,7 @@ from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
-NUM_ENGINES = 2
+MIN_ENGINES = 2
 """Serving engines that a trial or a hold-out of whole weights needs."""
 MAX_LOAD_ATTEMPTS = 3
 """Attempts to load a version whose failures may pass, as those of a busy engine do; it fails after the last."""
@@ -97,7 +97,7 @@ class Activation:
         if held is None or held.version >= target.version or not self.settings.share_held_out(target.kind):
             return None
         needs_engine = target.kind is PolicyKind.FULL
-        return None if needs_engine and len(self.pool.serving) < NUM_ENGINES else held
+        return None if needs_engine and len(self.pool.serving) < MIN_ENGINES else held
 
     def without_held_out(self, holdout: PolicyVersion | None, target: PolicyVersion) -> list[Engine]:
         """Return the serving engines that the target may be loaded into: one keeps the hold-out's whole weights."""

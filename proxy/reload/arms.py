@@ -23,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from proxy.engines.state import EngineState
-from proxy.reload.activation import NUM_ENGINES, Activation
+from proxy.reload.activation import MIN_ENGINES, Activation
 from proxy.reload.loader import serves
 from proxy.reload.verdict import drift, judge, lift
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
@@ -121,7 +121,7 @@ class Arms(Activation):
 
     def _lacks_engine(self, version: PolicyVersion) -> bool:
         engines = self.without_held_out(self.state.holdout, version)
-        return version.kind is PolicyKind.FULL and len(engines) < NUM_ENGINES
+        return version.kind is PolicyKind.FULL and len(engines) < MIN_ENGINES
 
     def note_engines(self, version: PolicyVersion | None) -> None:
         """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
@@ -134,7 +134,7 @@ class Arms(Activation):
         if self._lacks_engine_since is None:
             self._lacks_engine_since = now
             self.waits_for = (
-                f"the trial of version {canary.version} waits for an engine: it needs {NUM_ENGINES}, and "
+                f"the trial of version {canary.version} waits for an engine: it needs {MIN_ENGINES}, and "
                 f"{len(self.pool.serving)} serves; after {ENGINE_SECONDS:g} s the version is served without a trial"
             )
             log.warning("%s", self.waits_for)

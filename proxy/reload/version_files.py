@@ -129,7 +129,7 @@ class VersionFiles:
 
 
 def _noted(reading: _Reading) -> str:
-    """Return that a read goes on, and log it once in a while."""
+    """Return a sentence that a read goes on; log it every `LONG_SECONDS`."""
     now = time.monotonic()
     text = _not_read(reading.path, now - reading.started_at)
     if now - reading.logged_at >= LONG_SECONDS:

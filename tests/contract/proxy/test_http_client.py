@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
+import resource
 import socket
 
 import pytest
@@ -295,21 +295,33 @@ def test_nothing_is_kept_of_a_request_that_is_cancelled_while_it_connects():
         runner.run(cancel_in_each_round())
 
 
-def test_a_connection_that_gets_no_open_file_fails_at_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_gets_no_open_file_fails_at_once_and_says_so() -> None:
     """Without a limit of its own the call would wait for the whole time in which a connection must open."""
 
-    def refuse(_: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    async def script(server, reader, writer):
-        await server.wait_for_the_end(reader)
-
     async def connect() -> None:
-        async with serving(script) as (server, client):
-            monkeypatch.setattr("os.dup", refuse)
-            with pytest.raises(NotConnected, match="Too many open files"):
-                await get(client)
-            monkeypatch.undo()
-            await asyncio.wait_for(server.has_lost.wait(), 30)
+        async with serving(answering(OK)) as (_, client):
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+            try:
+                with pytest.raises(NotConnected, match="Too many open files"):
+                    await get(client)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert await get(client) == (200, b"ok")
+
+    uvloop.run(connect())
+
+
+def test_tcp_probes_a_silent_connection_so_that_a_vanished_host_is_noticed() -> None:
+    async def connect() -> None:
+        async with serving(answering(OK)) as (_, client):
+            with await client.request("GET", "/", b"", {}):
+                (connection,) = client._open
+                with socket.socket(fileno=os.dup(connection._transport.get_extra_info("socket").fileno())) as same:
+                    assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                    assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+                    assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
 
     uvloop.run(connect())
