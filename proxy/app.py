@@ -35,7 +35,7 @@ from turnwise.errors import TurnwiseError
 
 HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_error", "method_not_allowed")}
 """OpenAI `type` and `code` of requests that the router rejects."""
-CALL_ENDINGS = ("/chat/completions", "/completions", "/responses", "/messages")
+CALL_ENDINGS = ("/completions", "/responses", "/messages")
 """Ends of the paths that clients add to their base URL."""
 BASE_URL_HINT = (
     "the base URL of an OpenAI client ends with /v1 or /sessions/NAME/v1, that of an Anthropic or Google client with "

@@ -25,8 +25,6 @@ DECODED_HERE_STRINGS = 32_768
 """A body with more bytes or strings is decoded in a thread, item by item."""
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
-MAX_STRINGS = 131_072
-"""Default of `max_json_strings`: most strings, keys included, in one request body."""
 
 
 class cancelled_when_client_leaves:  # noqa: N801  used as a function
@@ -147,12 +145,7 @@ def decode_object(raw: bytes) -> Json:
 
 
 async def check_limits(
-    raw: bytes,
-    *,
-    max_depth: int,
-    max_containers: int,
-    max_strings: int = MAX_STRINGS,
-    max_string_bytes: int | None = None,
+    raw: bytes, *, max_depth: int, max_containers: int, max_strings: int, max_string_bytes: int
 ) -> int:
     """Check a JSON body before it is decoded; a long body is scanned in a thread, without the interpreter's lock.
 
@@ -163,7 +156,7 @@ async def check_limits(
         TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects, or more
             than `max_strings` strings, or a string of more than `max_string_bytes`.
     """
-    if len(raw) > SCANNED_HERE_BYTES:
+    if len(raw) > min(SCANNED_HERE_BYTES, max_string_bytes):
         return await asyncio.to_thread(scan, raw, max_depth, max_containers, max_strings, max_string_bytes)
     has_few_strings = len(raw) <= max_strings or raw.count(b'"') <= max_strings
     num_containers = len(raw) - len(raw.translate(None, b"[{"))  # in less time than two counts

@@ -12,14 +12,12 @@ import collections
 import contextlib
 
 from proxy.auth import Principal
-from turnwise.errors import InvalidRequest, TooLarge
+from turnwise.errors import TooLarge
 
 KEY_BODIES = 2
 """Bodies of the longest kind that one key, with its session keys, may have in memory."""
 ALL_BODIES = 8
 """Bodies of the longest kind that all keys together may have in memory."""
-
-
 SHORT_DIGITS = 5
 """A call's body is short if its declared length has no more digits."""
 
@@ -41,17 +39,11 @@ class Bodies:
 
         Raises:
             TooLarge: the declared length is larger than the longest body.
-            InvalidRequest: the declared length is no number.
         """
-        key_id, num_bytes = principal.root_key_id, self._max_body_bytes
-        if declared := headers.get(b"content-length"):
-            if not declared.isdigit():
-                raise InvalidRequest(f"content-length {declared!r} is not a number")
-            num_bytes = int(declared[:20])
-            if num_bytes > self._max_body_bytes:
-                raise TooLarge(
-                    f"the request body has {num_bytes} bytes; the limit is {self._max_body_bytes}, send less"
-                )
+        key_id, declared = principal.root_key_id, headers.get(b"content-length")
+        num_bytes = self._max_body_bytes if declared is None else int(declared)  # the server's parser has checked it
+        if num_bytes > self._max_body_bytes:
+            raise TooLarge(f"the request body has {num_bytes} bytes; the limit is {self._max_body_bytes}, send less")
         while not self._fits(key_id, num_bytes):
             await self._freed.wait()
         self._num_bytes += num_bytes

@@ -29,6 +29,7 @@ FLAGS = {
     "--max-body-bytes": "100000",
     "--max-header-bytes": "4000",
     "--max-json-depth": "20",
+    "--max-json-string-bytes": "20000",
     "--max-messages": "50",
     "--max-choices": "4",
     "--max-concurrent-calls": "4",
@@ -86,6 +87,13 @@ def test_a_body_that_is_nested_too_deep_is_refused(limited, path):
         assert code_of(http.post(path, content=deep, headers=headers)) == (413, "too_large")
         if path == "/v1/chat/completions":
             assert http.post(path, content=fine, headers=headers).status_code == 200
+
+
+def test_a_string_that_is_too_long_is_refused_in_a_short_body_too(limited):
+    with httpx2.Client(base_url=limited.proxy.url) as http:
+        for num_bytes, status in ((20_001, 413), (20_000, 200)):
+            messages = [{"role": "user", "content": "x" * num_bytes}]
+            assert http.post("/v1/chat/completions", json={**CHAT, "messages": messages}).status_code == status
 
 
 def test_too_many_messages_and_choices_are_refused(limited):
@@ -157,6 +165,14 @@ def test_a_request_that_offers_another_protocol_is_served_with_its_body(limited,
     answer = talk(limited.proxy, pieces)
     assert answer.count(b"HTTP/1.1 200 OK") == 2, answer
     assert answer.count(b'"session_id":"offered"') == 2
+
+
+def test_a_length_with_a_space_after_it_is_read(limited):
+    """As HTTP allows."""
+    body = b'{"session_id": "spaced"}'
+    head = b"POST /v1/sessions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    answer = talk(limited.proxy, [head + b"content-length: %d \r\n\r\n" % len(body) + body])
+    assert answer.startswith(b"HTTP/1.1 200 OK"), answer
 
 
 def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connection(limited):

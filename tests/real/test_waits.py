@@ -17,6 +17,7 @@ from support.waiting import wait_until
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 from proxy.http.asgi import parse_object
+from proxy.settings import ProxySettings
 from turnwise.errors import TooLarge
 
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -110,6 +111,6 @@ async def longest_pause() -> float:
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0.01)
     with pytest.raises(TooLarge, match="more than 32768 arrays and objects"):
-        await parse_object(HOSTILE, max_depth=128, max_containers=32_768)
+        await parse_object(HOSTILE, **ProxySettings().json_limits)
     watching.cancel()
     return longest[0]
