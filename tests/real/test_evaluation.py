@@ -8,13 +8,14 @@ import threading
 
 import pytest
 from support.control_plane import ask, publish
+from support.ledger_samples import groups_by_status
 from support.proxies import RunningProxy, wait_until_gone
 from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.evaluate import LedgerEvaluator
 from trainer.pacing import StopFlag
-from turnwise.store import keys, queries, serving, versions
+from turnwise.store import keys, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -68,8 +69,7 @@ def test_held_out_sessions_are_played_by_the_version_that_was_just_published(pro
     }
     [listed] = [policy for policy in ask(proxy.url, "/v1/policies")["data"] if policy["version"] == version]
     assert listed["metrics"]["eval"] == found
-    with database.read() as connection:
-        assert queries.counts(connection).groups == {"ready": 1}  # only the training session
+    assert groups_by_status(database) == {"ready": 1}  # only the training session
 
 
 def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):

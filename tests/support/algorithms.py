@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from trainer.algorithms.algorithm import Algorithm, select
 from trainer.algorithms.loading import load
 from trainer.learning.advantages import Row
@@ -35,3 +37,8 @@ def selected(
 def keys_of(experiences: Sequence[Experience]) -> list[tuple[str, str]]:
     """Return the keys of the groups."""
     return sorted({each.group_key for each in experiences})
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Check numbers that were worked by hand."""
+    np.testing.assert_allclose(np.asarray(actual), expected, atol=tolerance, rtol=0)

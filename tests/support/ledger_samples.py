@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.store import ledger
+from turnwise.store import ledger, queries
 from turnwise.store.database import Database
 from turnwise.types import Reward, Session, Turn, UpdateRecord
 
@@ -66,3 +66,9 @@ def update_record(update_id: int, *, policy_version: int | None = None, **fields
     counts = {"num_groups": 1, "num_sessions": 1, "num_tokens": 2}
     version = update_id if policy_version is None else policy_version
     return UpdateRecord(**({"trainer_id": "t", **counts} | fields), update_id=update_id, policy_version=version)
+
+
+def groups_by_status(database: Database) -> dict[str, int]:
+    """Return the number of groups in each status that one of them has."""
+    with database.read() as connection:
+        return queries.counts(connection).groups

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.algorithms import close
 from support.experience_factory import experience
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for, train
@@ -25,10 +26,6 @@ from turnwise.errors import SettingsError
 from turnwise.settings import describe
 
 Answer = Callable[[dict], tuple[int, object]]
-
-
-def close(actual, expected):
-    np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
 
 
 def batch_of(*sessions):

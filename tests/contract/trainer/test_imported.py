@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from support.tiny_models import load_model, make_model
+from support import trainer_ledger
+from support.tiny_models import load_model, logprobs_of, make_model
 from support.trainer_ledger import settings_for
 from turnwise_fake_engine import tokens
 
-from trainer.train import OnPolicyWorkflow
 from turnwise.commands.cli import main
 from turnwise.store import claims
 from turnwise.store.database import Database
@@ -41,17 +41,12 @@ def import_lines(tmp_path: Path, model: Path, lines: list[dict]) -> None:
 
 def train(tmp_path: Path, model: Path, **changes: object) -> dict:
     settings = settings_for(tmp_path, model, total_batches=1, groups_per_batch=4, reuse_epochs=4, **changes)
-    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
-    state = workflow.learn(workflow.setup(0))
-    workflow.close()
-    return state.metrics
+    return trainer_ledger.train(settings).metrics
 
 
 def logprob(directory: Path, reply: str) -> float:
     prompt, ids = tokens.encode(tokens.render(PROMPT, None)), tokens.encode(f"{reply}<|im_end|>")
-    with torch.no_grad():
-        logits = load_model(directory)(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[:, None]).sum())
+    return float(logprobs_of(load_model(directory), prompt + ids)[-len(ids) :].sum())
 
 
 def newest(tmp_path: Path) -> Path:

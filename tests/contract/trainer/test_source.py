@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 from support.algorithms import algorithm
-from support.ledger_samples import add_session, finish, make_turn, update_record
+from support.ledger_samples import add_session, finish, groups_by_status, make_turn, update_record
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.waiting import wait_until
@@ -52,11 +52,6 @@ def play_incomplete_group(database: Database) -> None:
     finish(database, "finished")
 
 
-def groups(database: Database) -> dict[str, int]:
-    with database.read() as connection:
-        return queries.counts(connection).groups
-
-
 def test_a_stalled_group_is_trained_on_its_finished_sessions(database):
     play_incomplete_group(database)
     batch = source_for(database, stalled_policy="train").next_batch(Position())
@@ -92,7 +87,7 @@ def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
 
     def is_dropped() -> bool:
         assert source._look(Position()).num_ready == 0
-        return groups(database) == {"dropped": 1}
+        return groups_by_status(database) == {"dropped": 1}
 
     wait_until(is_dropped, "the group is dropped")
 
@@ -101,7 +96,7 @@ def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
 def test_the_trainer_waits_for_an_incomplete_group_by_default_and_until_it_is_stalled(database, rule):
     play_incomplete_group(database)
     assert source_for(database, **rule)._look(Position()).num_ready == 0
-    assert groups(database) == {"open": 1}
+    assert groups_by_status(database) == {"open": 1}
     for session_id in ("unfinished", "third"):
         if session_id == "third":
             add_session(database, session_id, group_id="g", group_size=3)
@@ -164,7 +159,7 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
         acking.start()
         wait_until(lambda: "the database is not available, trying again" in caplog.text, "the trainer has tried")
     acking.join(timeout=PATIENCE_SECONDS)
-    assert groups(ledger) == {"trained": 1}
+    assert groups_by_status(ledger) == {"trained": 1}
     source.close()
 
 
@@ -303,6 +298,5 @@ def test_groups_of_equal_rewards_are_refilled_from_those_that_are_ready(
     metrics, _ = workflow.step(workflow.setup(0))
     workflow.close()
     assert (metrics["num_groups"], metrics["num_uniform_groups"], metrics["num_refill_groups"]) == expected
-    with ledger.read() as conn:
-        assert queries.counts(conn).groups["ready"] == 7 - expected[0]
+    assert groups_by_status(ledger)["ready"] == 7 - expected[0]
     assert metrics["num_sessions"] == 2 * (expected[0] - expected[1])

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.algorithms import close
 from support.experience_factory import experience
 from support.migrated import new_database
 from support.tiny_models import load_model
@@ -20,10 +21,6 @@ from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 
 GAE_FAST = {"name": "gae", "critic_learning_rate": 0.02}
-
-
-def close(actual, expected):
-    np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
 
 
 def test_gae_gives_the_numbers_worked_by_hand():

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.gloo_worlds import sessions
+from support.ledger_samples import groups_by_status
 from support.migrated import new_database
 from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts, settings_for
+from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer.learning.batch import build
 from trainer.main import run
@@ -106,12 +107,9 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     Rollouts(twin, load_model(model)).play("a", num_groups=3)
     twin.close()
     changes = {"total_batches": 1, "row_tokens": 200, "algorithm": {"correction": correction}}
-    states = []
     for directory, most_tokens in ((other, 1000), (tmp_path, 40)):
         small_memory(monkeypatch, most_tokens)
-        workflow = OnPolicyWorkflow.build_from_config(settings_for(directory, model, **changes), enable_jit=False)
-        states.append(workflow.learn(workflow.setup(0)))
-        workflow.close()
+        train(settings_for(directory, model, **changes))
         monkeypatch.undo()
     assert "does not fit into the device's memory; rows hold at most" in caplog.text
     expected, cut = (load_file(path / "policies/v000001/model.safetensors") for path in (other, tmp_path))
@@ -137,13 +135,10 @@ def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_continues
     Rollouts(ledger, load_model(model)).play("short", num_groups=2)
     Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
     small_memory(monkeypatch, 20)
-    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, total_batches=1), enable_jit=False)
-    state = workflow.learn(workflow.setup(0))
-    workflow.close()
+    state = train(settings_for(tmp_path, model, total_batches=1))
     assert state.metrics["num_groups_out_of_memory"] == 1
     assert state.progress.policy_version == 1
-    with ledger.read() as connection:
-        assert queries.counts(connection).groups == {"trained": 2, "dropped": 1}
+    assert groups_by_status(ledger) == {"trained": 2, "dropped": 1}
     assert "group long-0 is not trained: out_of_memory: a row of" in caplog.text
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.ledger_samples import groups_by_status
 from support.migrated import new_database
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for, train
@@ -14,7 +15,7 @@ from support.trainer_ledger import Rollouts, settings_for, train
 from trainer import gap_check
 from turnwise.errors import EngineDisagrees
 from turnwise.store import ledger as ledger_of
-from turnwise.store import queries, trained
+from turnwise.store import trained
 from turnwise.store.database import Database
 from turnwise.types import Reward
 
@@ -43,11 +44,6 @@ def drop_reasons(ledger: Database) -> dict[str, str]:
     return {group.group_id: group.reason for group in newest.groups if group.reason}
 
 
-def statuses(ledger: Database) -> dict[str, int]:
-    with ledger.read() as conn:
-        return queries.counts(conn).groups
-
-
 @pytest.mark.parametrize("num_minibatches", [1, 3])
 def test_a_group_of_constrained_sampling_is_refused_and_the_plain_ones_beside_it_are_trained(
     tmp_path, model, ledger, num_minibatches
@@ -58,7 +54,7 @@ def test_a_group_of_constrained_sampling_is_refused_and_the_plain_ones_beside_it
     dataclasses.replace(plain, gap=10.0).play("constrained", num_groups=1, seed=3)
     state = train_on(tmp_path, model, total_batches=1, num_minibatches=num_minibatches)
     assert state.progress.policy_version == 1
-    assert statuses(ledger) == {"trained": 2, "dropped": 1}
+    assert groups_by_status(ledger) == {"trained": 2, "dropped": 1}
     assert (state.metrics["num_gap_refused_groups"], state.metrics["num_sessions"]) == (1, 12)
     assert state.metrics["logprob_gap"] < 1e-4 + (num_minibatches > 1)
     if num_minibatches > 1:
@@ -82,7 +78,7 @@ def test_a_stale_group_is_refused_under_the_version_that_sampled_it_and_the_weig
     ledger = play_stale(tmp_path / "run", model, version=version, gap=0.5)
     state = train_on(tmp_path / "run", model, total_batches=3)
     assert state.progress.policy_version == 3
-    assert statuses(ledger) == {"trained": 8, "dropped": 1}
+    assert groups_by_status(ledger) == {"trained": 8, "dropped": 1}
     assert state.metrics["logprob_gap"] < 1e-5
     ledger.close()
 
@@ -116,7 +112,7 @@ def test_training_stops_if_nearly_all_groups_differ_and_keeps_the_last_ones(tmp_
     Rollouts(ledger, load_model(model), gap=0.5).play("a", num_groups=12)
     with pytest.raises(EngineDisagrees, match=r"12 of the last 12 groups .* Check that the engine serves the weights"):
         train_on(tmp_path, model, total_batches=1, groups_per_batch=12)
-    assert statuses(ledger).get("dropped", 0) == 0
+    assert groups_by_status(ledger).get("dropped", 0) == 0
     assert not (tmp_path / "policies" / "v000001").exists()
 
 
@@ -129,4 +125,4 @@ def test_a_reward_of_1e40_leaves_out_its_group_and_no_optimizer_step(tmp_path, m
         ledger_of.add_rewards(conn, [Reward(session_id="huge-0-1", name="profit", value=1.0)])
     state = train_on(tmp_path, model, total_batches=1, algorithm=name, reward_weights={"profit": 1e40})
     assert (state.metrics["num_skipped_updates"], state.metrics["num_sessions"]) == (0, 8)
-    assert statuses(ledger) == {"trained": 2, "dropped": 1}
+    assert groups_by_status(ledger) == {"trained": 2, "dropped": 1}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.migrated import new_database
-from support.tiny_models import load_model
+from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts
 
 from trainer.learning.optimizer import make_scheduler
@@ -61,11 +61,8 @@ def preference(tmp_path, before, after):
 
 
 def logprob(policy_model, experience):
-    tokens = torch.from_numpy(experience.tokens.astype(np.int64))[None]
-    with torch.no_grad():
-        log_p = torch.log_softmax(policy_model(tokens).logits[0, :-1], -1)
-    chosen = log_p.gather(1, tokens[0, 1:, None])[:, 0]
-    return float(chosen[torch.from_numpy(experience.loss_mask[1:])].sum())
+    found = logprobs_of(policy_model, experience.tokens.tolist())
+    return float(found[torch.from_numpy(experience.loss_mask[1:])].sum())
 
 
 LEARNERS = [

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.algorithms import algorithm
+from support.algorithms import algorithm, close
 from support.experience_factory import experience
-from support.tiny_models import load_model
+from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 from torch import tensor
 
@@ -27,10 +27,6 @@ LN2 = math.log(2.0)
 PROMPT = [7, 8, 9]
 WANTED, OTHER = [40, 41, 42], [43, 44, 45]
 """Replies that an untrained model samples with a probability of about 1e-5."""
-
-
-def close(actual, expected):
-    np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
 
 
 def test_mu_falls_as_half_a_cosine_by_hand():
@@ -111,9 +107,7 @@ def played(tmp_path: Path, model: Path, *, group_size: int = 4, **changes) -> tu
 
 
 def logprob(directory: Path, reply: list[int]) -> float:
-    with torch.no_grad():
-        logits = load_model(directory)(torch.tensor([PROMPT + reply])).logits[0, len(PROMPT) - 1 : -1]
-    return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(reply)[:, None]).sum())
+    return float(logprobs_of(load_model(directory), PROMPT + reply)[-len(reply) :].sum())
 
 
 @pytest.mark.parametrize("loss", [{}, {"imitation": "phi", "mu": 0.9}])

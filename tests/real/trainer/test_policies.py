@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from peft import PeftModel
 from safetensors.torch import load_file
 from support import trainer_ledger
+from support.ledger_samples import groups_by_status
 from support.migrated import new_database
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, new_policy, train, train_policies
@@ -19,7 +20,7 @@ from trainer import policies as trained_policies
 from trainer.update import Updates
 from turnwise.commands.cli import main
 from turnwise.errors import Conflict, EngineDisagrees
-from turnwise.store import policies, queries, serving, trained, versions
+from turnwise.store import policies, serving, trained, versions
 from turnwise.store.trainer_status import TrainerState, trainer_statuses
 from turnwise.version_directory import read_manifest
 
@@ -166,8 +167,7 @@ def test_a_policy_that_fails_is_set_aside_with_its_reason_and_the_others_go_on(t
     assert updates(ledger) == [(0, 1), (good, 2)]
     state, text = reports(ledger)[f"trainer/{bad}"]
     assert (state, text[:30]) == (TrainerState.DIED, "policy 'bad': EngineDisagrees:")
-    with ledger.read() as conn:
-        assert queries.counts(conn).groups == {"trained": 24, "ready": 12}
+    assert groups_by_status(ledger) == {"trained": 24, "ready": 12}
     settings = settings_for(tmp_path, model, groups_per_batch=12, total_batches=1, max_logprob_gap=1.0)
     assert train_policies(settings)[good].progress.policy_version == 2
     assert updates(ledger) == [(0, 1), (good, 2), (bad, 3)]

@@ -8,14 +8,14 @@ from safetensors.torch import load_file
 from support import trainer_ledger
 from support.experience_factory import experience
 from support.killed_trainer import STAGES, dying
-from support.ledger_samples import add_session
+from support.ledger_samples import add_session, groups_by_status
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train
 
 from trainer.gate import GateRule, Shift, judge, shifts_of
 from trainer.learning.batch import build
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
-from turnwise.store import evaluations, queries, serving, session_changes, versions
+from turnwise.store import evaluations, serving, session_changes, versions
 from turnwise.store import ledger as ledger_of
 from turnwise.types import Label, PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
@@ -152,8 +152,7 @@ def test_a_trainer_killed_before_a_refused_batch_is_acknowledged_refuses_the_sam
         assert refused[version].error.startswith("refused by the publishing gate: good replies of ")
     assert refused[1].weights_digest == refused[2].weights_digest
     assert train(settings.model_copy(update={"total_batches": 2})).progress.recent_versions == (0, 3)
-    with ledger.read() as conn:
-        assert queries.counts(conn).groups == {"trained": 6}
+    assert groups_by_status(ledger) == {"trained": 6}
 
 
 def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_reward(ledger, model):

@@ -12,6 +12,7 @@ import torch
 from support.algorithms import algorithm, assigned
 from support.algorithms import selected as selected_by
 from support.experience_factory import experience
+from support.ledger_samples import groups_by_status
 from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, train
@@ -221,8 +222,7 @@ def test_the_window_of_batches_that_train_nothing_is_resumed_from_the_ledger(pla
     after = train(settings_for(played.directory, played.model, total_batches=2, **BATCHES))
     assert len(after.singles) == 16
     assert after.singles[:12] == before.singles
-    with played.database.read() as connection:
-        assert queries.counts(connection).groups == {"dropped": 16}
+    assert groups_by_status(played.database) == {"dropped": 16}
 
 
 def make_rewards_equal(database: Database) -> None:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.killed_trainer import STAGES, dying
-from support.tiny_models import load_model, make_model
+from support.ledger_samples import groups_by_status
+from support.tiny_models import load_model, logprobs_of, make_model
 from support.trainer_ledger import Rollouts, train
 from support.waiting import wait_until
 
@@ -24,7 +25,7 @@ from trainer.policy import agent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.store import queries, serving, trained, versions
+from turnwise.store import serving, trained, versions
 from turnwise.store.tables import groups, turns
 from turnwise.store.trainer_status import trainer_statuses
 from turnwise.version_directory import read_manifest, weights_digest
@@ -49,11 +50,6 @@ def settings_for(tmp_path, model, **changes):
 
 def weights(tmp_path, version):
     return load_file(tmp_path / "policies" / f"v{version:06d}" / "model.safetensors")
-
-
-def groups_by_status(db):
-    with db.read() as conn:
-        return queries.counts(conn).groups
 
 
 def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledger):
@@ -160,15 +156,10 @@ def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, m
     }
     manifest = read_manifest(directory)
     assert (manifest["version"], manifest["parent"], manifest["kind"]) == (1, 0, "full")
-    ids = torch.tensor([manifest["probe"]["token_ids"]])
-    with torch.no_grad():
-        log_p = torch.log_softmax(load_model(directory)(ids).logits[0], -1)
-    expected = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    np.testing.assert_allclose(manifest["probe"]["logprobs"], expected.numpy(), atol=1e-5)
-    with torch.no_grad():
-        log_p = torch.log_softmax(load_model(model)(ids).logits[0], -1)
-    base = manifest["probe"]["base"]
-    np.testing.assert_allclose(base["logprobs"], log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy(), atol=1e-5)
+    probe = manifest["probe"]
+    for recorded, weights_of in ((probe, directory), (probe["base"], model)):
+        expected = logprobs_of(load_model(weights_of), probe["token_ids"])
+        np.testing.assert_allclose(recorded["logprobs"], expected.numpy(), atol=1e-5)
     assert (tmp_path / "policies" / "latest").read_text() == "v000001\n"
 
 
@@ -187,13 +178,6 @@ def test_behaviour_at_another_temperature_is_reproduced(tmp_path, model, ledger)
     Rollouts(ledger, load_model(model), sampling={"temperature": 0.7}).play("a", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=1))
     assert state.metrics["logprob_gap_max"] < 1e-5
-
-
-def test_turns_under_a_sampler_mask_carry_no_loss(tmp_path, model, ledger):
-    Rollouts(ledger, load_model(model), sampling={"top_p": 0.9}).play("a", num_groups=3)
-    state = train(settings_for(tmp_path, model, total_batches=1))
-    assert state.progress.policy_version == 0
-    assert state.metrics["num_refused_groups"] == 3
 
 
 def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not_recorded_as_trained(

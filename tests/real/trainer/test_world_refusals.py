@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.gloo_worlds import WorldFailed, run_world, sessions
+from support.ledger_samples import groups_by_status
 from support.tiny_models import EXPERTS, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.world_tasks import refuse_routing, train_ledger
 
 from trainer.policy.memory import MemoryLimits, read_limits
-from turnwise.store import queries
 
 
 @pytest.fixture
@@ -41,8 +41,7 @@ def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart
     assert limits == MemoryLimits(checkpoints_layers=True, syncs_every_row=True, chain_tokens=limits.chain_tokens)
     assert limits.chain_tokens > 30
     assert run_world(2, train_ledger, settings, longest_row=30) == [1, 1]
-    with ledger.read() as connection:
-        assert queries.counts(connection).groups == {"dropped": 1, "trained": 2}
+    assert groups_by_status(ledger) == {"dropped": 1, "trained": 2}
 
 
 def test_turns_that_were_routed_in_another_model_are_refused_by_all_processes_before_a_row_is_computed(

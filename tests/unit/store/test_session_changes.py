@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, groups_by_status
 
 from turnwise.errors import Conflict
 from turnwise.store import queries, session_changes, tables
@@ -35,8 +35,7 @@ def test_a_session_that_a_call_opened_accepts_a_group_and_credit_afterwards(data
     assert groups_of(database) == {"g": (2, 2)}  # its own group of one is gone
     finish(database, "s")
     finish(database, "other")
-    with database.read() as connection:
-        assert queries.counts(connection).groups == {"ready": 1}
+    assert groups_by_status(database) == {"ready": 1}
 
 
 def test_a_session_is_excluded_from_training_and_included_again(database: Database) -> None:

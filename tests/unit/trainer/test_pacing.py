@@ -7,15 +7,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, groups_by_status, update_record
 from support.waiting import wait_until
 
 from trainer import pacing
 from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, Wait, describe_wait, why_held
 from trainer.source import LedgerSource
-from turnwise.store import claims, policies, queries, rows, serving, tables, versions
+from turnwise.store import claims, policies, rows, serving, tables, versions
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyVersion, UpdateRecord
+from turnwise.types import PolicyKind, PolicyVersion
 
 AT_7 = Position(recent_versions=tuple(range(8)))
 
@@ -151,11 +151,6 @@ def pin(database, version):
         serving.pin_policy(connection, version)
 
 
-def statuses(database):
-    with database.read() as connection:
-        return queries.counts(connection).groups
-
-
 def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database, caplog):
     """Even under a staleness bound that would drop them: they wait with the trainer."""
     caplog.set_level("INFO")
@@ -169,7 +164,7 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
         wait_until(lambda: waits in caplog.text, "the wait is logged")
         source.stop()
         assert batch.result(60) is None
-    assert statuses(database) == {"ready": 1}
+    assert groups_by_status(database) == {"ready": 1}
 
 
 @pytest.mark.parametrize(
@@ -196,8 +191,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
         second, _ = policies.create_policy(conn, "default", "q")
         versions.publish_next(conn, str(tmp_path / "gone"), PolicyKind.LORA, metrics={}, policy_id=second.policy_id)
         for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
-            fields = {"policy_version": 0, "num_groups": 1, "num_sessions": 1, "num_tokens": 100}
-            record = UpdateRecord(update_id=update_id, policy_id=policy_id, trainer_id="t", **fields)
+            record = update_record(update_id, policy_version=0, policy_id=policy_id, num_tokens=100)
             conn.execute(tables.updates.insert().values(**rows.UPDATES.row(record)))
     add_session(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
     finish(database, "s")
@@ -264,19 +258,14 @@ def test_dropped_groups_are_named_in_the_log_when_nothing_else_is_ready(database
     assert caplog.messages == ["dropped 1 groups with a turn older than policy version 1 (max_staleness): g"]
 
 
-def start_old_session(database):
-    """Play the first of two turns of a slow session with version 0; its group stays open."""
-    add_session(database, "slow", group_id="slow", group_size=1)
-
-
 @pytest.mark.parametrize("bound", [2, None])
 def test_a_slow_session_holds_the_trainer_and_is_trained_when_it_ends(database, bound):
     """At version 2 the next version would be 3 ahead of the session's: nothing is claimed before it ended.
 
     Without a bound the quick group is claimed at once, and the slow one becomes ever more stale.
     """
-    start_old_session(database)
-    add_session(database, "quick", group_id="quick", group_size=1)
+    for name in ("slow", "quick"):
+        add_session(database, name, group_id=name, group_size=1)
     finish(database, "quick")
     at = Position(recent_versions=(0, 1, 2))
     source = source_for(database, groups_per_batch=1, max_versions_in_flight=bound)

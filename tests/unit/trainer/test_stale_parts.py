@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.tiny_models import logprobs_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.forward import load_version
@@ -17,14 +18,6 @@ from turnwise.verify.report import Report
 
 TEXT = list(range(3, 19))
 POSITIONS = list(range(1, len(TEXT)))
-
-
-def logprobs_of(model: torch.nn.Module) -> list[float]:
-    """Return the logprob of each token of the text after the first one."""
-    tokens = torch.tensor([TEXT])
-    with torch.no_grad():
-        log_p = model(tokens).logits[0].log_softmax(-1)
-    return log_p[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
 
 
 @pytest.fixture(params=["full", "lora"])
@@ -43,7 +36,7 @@ def versions(request, tmp_path: Path) -> dict[int, PolicyVersion]:
             if parameter.requires_grad:
                 parameter += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "v000001")
-    probe = {"token_ids": TEXT, "logprobs": logprobs_of(model)}
+    probe = {"token_ids": TEXT, "logprobs": logprobs_of(model, TEXT).tolist()}
     manifest = {"version": 1, "parent": 0, "base_model": str(tmp_path / "v000000"), "probe": probe}
     (tmp_path / "v000001" / "turnwise.json").write_text(json.dumps(manifest))
     return {
@@ -54,7 +47,7 @@ def versions(request, tmp_path: Path) -> dict[int, PolicyVersion]:
 
 def named(versions: dict[int, PolicyVersion], engine: torch.nn.Module) -> str:
     """Return what is said of version 1, if this model answered its probe."""
-    versions[1].metrics["engine_answer"] = {"positions": POSITIONS, "logprobs": logprobs_of(engine)}
+    versions[1].metrics["engine_answer"] = {"positions": POSITIONS, "logprobs": logprobs_of(engine, TEXT).tolist()}
     report = Report()
     name_stale_parts(versions, report)
     (found,) = report.mismatches
