@@ -48,7 +48,7 @@ def session_reward(lines: Iterable[Reward], credit: Credit) -> float | None:
     if not in_force:
         return None
     if credit is Credit.PROPAGATE:
-        in_force = [line for line in in_force if _is_for_session(line)] or in_force
+        in_force = [line for line in in_force if is_for_session(line)] or in_force
     return sum(line.value for line in in_force)
 
 
@@ -127,7 +127,7 @@ def _by_name(in_force: Sequence[Reward], credit: Credit) -> dict[str, float]:
     names = sorted({line.name for line in in_force})
     counted = in_force
     if credit is Credit.PROPAGATE:
-        counted = [line for line in in_force if _is_for_session(line)] or in_force
+        counted = [line for line in in_force if is_for_session(line)] or in_force
     return {name: sum(line.value for line in counted if line.name == name) for name in names}
 
 
@@ -136,6 +136,6 @@ def _step(turn: Turn) -> int:
     return turn.seq if turn.step is None else turn.step
 
 
-def _is_for_session(line: Reward) -> bool:
+def is_for_session(line: Reward) -> bool:
     """Return whether the line is for the whole session."""
     return line.turn_id is None and line.step is None

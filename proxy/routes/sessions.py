@@ -32,7 +32,6 @@ from proxy.services import Services
 from turnwise.store import (
     groups,
     ledger,
-    lineage,
     pages,
     policies,
     queries,
@@ -256,12 +255,7 @@ async def list_sessions(
 @router.get("/sessions/{session_id}", responses=describe_answer("ReadSession"))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Read one session, with the rewards that were given for all of it."""
-
-    def read(connection: Connection) -> tuple[Session, list[Reward]]:
-        session = queries.session(connection, principal.tenant, session_id)
-        return session, lineage.session_lines(connection, principal.tenant, session_id)
-
-    session, lines = await services.database.fetch(read)
+    session, lines = await services.database.fetch(queries.session_with_rewards, principal.tenant, session_id)
     return answer({**await session_json(session, services), "rewards": [record_json(line) for line in lines]})
 
 

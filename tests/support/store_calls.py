@@ -258,7 +258,7 @@ OF_TENANT: dict[str, Ask] = {
     "a page's summaries": lambda c: summaries.summaries(
         c, [queries.session(c, "t", "s"), queries.session(c, "t", "over")]
     ),
-    "a session's own rewards": lambda c: lineage.session_lines(c, "t", "s"),
+    "a session's own rewards": lambda c: queries.session_with_rewards(c, "t", "s"),
     "changes": lambda c: changes.read_state(c, "t"),
     "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over")),
     "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False, max_bytes=1),

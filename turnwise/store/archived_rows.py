@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
+from turnwise.store.session_filter import is_session
 from turnwise.store.statements import insert_ignoring, is_among, last_assigned
 from turnwise.store.tables import feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.types import SessionStatus
@@ -62,9 +63,7 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
         archived: Its rows.
     """
     row = archived.session
-    known = sa.select(sessions.c.session_pk).where(
-        sessions.c.tenant == row["tenant"], sessions.c.session_id == row["session_id"]
-    )
+    known = sa.select(sessions.c.session_pk).where(*is_session(row["tenant"], row["session_id"]))
     if conn.execute(known).first() is not None:
         return False
     group_pk = None if archived.group is None else _join_group(conn, archived.group, row)

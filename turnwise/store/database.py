@@ -132,11 +132,7 @@ class Database:
             SchemaMismatch: this release does not know the tables.
             StoreUnavailable: the database cannot be reached.
         """
-        found = self._revision()
-        if found is not None and found not in _known_revisions():
-            raise SchemaMismatch(self._mismatch(found))
-        if found == _head():
-            self._check_tables()
+        if self._known_revision() == _head():
             return
         from alembic import command
 
@@ -157,10 +153,9 @@ class Database:
             SchemaMismatch: they are not; the message names the command to run.
             StoreUnavailable: the database cannot be reached.
         """
-        found = self._revision()
+        found = self._known_revision()
         if found != _head():
             raise SchemaMismatch(self._mismatch(found))
-        self._check_tables()
 
     def prepare(self) -> bool:
         """Migrate the tables to this release if that is safe; return whether they were changed.
@@ -172,20 +167,32 @@ class Database:
             SchemaMismatch: this release does not know the tables, or they are PostgreSQL's and out of date.
             StoreUnavailable: the database cannot be reached.
         """
-        found = self._revision()
+        found = self._known_revision()
         if found == _head():
-            self._check_tables()
             return False
-        if self.dialect != "sqlite" or not (self._is_empty() if found is None else found in _known_revisions()):
+        if self.dialect != "sqlite" or (found is None and not self._is_empty()):
             raise SchemaMismatch(self._mismatch(found))
         self.upgrade()
         return True
 
-    def _revision(self) -> str | None:
+    def _known_revision(self) -> str | None:
+        """Return the revision of the tables; None without Turnwise's.
+
+        Raises:
+            SchemaMismatch: this release does not know it, or another commit made tables of the newest one.
+        """
         with self.read() as conn:
             if not sa.inspect(conn).has_table("alembic_version"):
                 return None
-            return conn.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+            found = conn.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+        if found not in (None, *_known_revisions()):
+            raise SchemaMismatch(
+                f"{self._name()} is at schema revision {found!r}, which this release does not know (it needs "
+                f"{_head()!r}): {_MOVE.format(maker='release')}"
+            )
+        if found == _head():
+            self._check_tables()
+        return found
 
     def _check_tables(self) -> None:
         """Check that tables at the newest revision are those of this release: until 0.2 several commits have this one.
@@ -223,11 +230,6 @@ class Database:
             return f"{name} has tables, but none of Turnwise's: name another database with --database"
         if found is None:
             return f"{name} has no Turnwise tables; run `turnwise db upgrade`, or name another database with --database"
-        if found not in _known_revisions():
-            return (
-                f"{name} is at schema revision {found!r}, which this release does not know (it needs {_head()!r}): "
-                f"{_MOVE.format(maker='release')}"
-            )
         return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
 
     def backup(self, target: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from turnwise.store import lineage, rows, tables
+from turnwise.store.session_filter import is_session
 from turnwise.types import DEFAULT_POLICY, Outcome, SessionStatus, TokenIds, Turn
 
 _ADDED_COLUMNS = [
@@ -36,7 +37,7 @@ def unknown_turns(
     Returns:
         The turns, each with the messages that it adds to its parent's, and the `seq` to start from next time.
     """
-    of_session = (tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
+    of_session = is_session(tenant, session_id)
     listed = conn.execute(
         sa.select(tables.turns.c.turn_id, tables.turns.c.seq)
         .join_from(tables.turns, tables.sessions)
@@ -123,11 +124,7 @@ def newest_in_conversation(conn: sa.Connection, tenant: str, session_id: str, co
     newest_first = conn.execute(
         sa.select(tables.turns.c.turn_id, tables.turns.c.sampling)
         .join_from(tables.turns, tables.sessions)
-        .where(
-            tables.sessions.c.tenant == tenant,
-            tables.sessions.c.session_id == session_id,
-            tables.turns.c.outcome.in_(_WHOLE),
-        )
+        .where(*is_session(tenant, session_id), tables.turns.c.outcome.in_(_WHOLE))
         .order_by(tables.turns.c.seq.desc())
     )
     return next(

@@ -79,16 +79,6 @@ def labels_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, tupl
     return {session_pk: tuple(labels) for session_pk, labels in by_session.items()}
 
 
-def session_lines(conn: sa.Connection, tenant: str, session_id: str) -> list[Reward]:
-    """Return the reward lines for a whole session in order of arrival; those for its steps and turns are left out."""
-    whole = [rewards.c.turn_id.is_(None), rewards.c.step.is_(None)]
-    own = [sessions.c.tenant == tenant, sessions.c.session_id == session_id]
-    return [
-        rows.REWARDS.record(row)
-        for row in conn.execute(_SELECT_REWARDS.where(*own, *whole).order_by(rewards.c.reward_id))
-    ]
-
-
 def session_turns(
     conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool], with_ancestors: bool = True
 ) -> list[Turn]:

@@ -19,7 +19,7 @@ from turnwise.errors import NotFound
 from turnwise.store import lineage, pages, policies, rows, tables, trained
 from turnwise.store.lineage import TurnView
 from turnwise.store.rows import to_micros
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.session_filter import SessionFilter, is_session
 from turnwise.store.statements import fetch_rows, size_of
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import Credit, GroupStatus, Reward, Session, SessionKey, Turn, utc_now
@@ -54,7 +54,17 @@ def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
     Raises:
         NotFound: no such session.
     """
-    return sessions_from_rows(conn, [session_row(conn, tenant, session_id)])[0]
+    return session_with_rewards(conn, tenant, session_id)[0]
+
+
+def session_with_rewards(conn: sa.Connection, tenant: str, session_id: str) -> tuple[Session, list[Reward]]:
+    """Return a session, and the reward lines for all of it in order of arrival, without those of its steps and turns.
+
+    Raises:
+        NotFound: no such session.
+    """
+    ((found, lines, _),) = sessions_with_lines(conn, [session_row(conn, tenant, session_id)])
+    return found, [line for line in lines if credit.is_for_session(line)]
 
 
 def session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:
@@ -63,9 +73,7 @@ def session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool
     Raises:
         NotFound: no such session.
     """
-    found = sa.select(tables.sessions).where(
-        tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id
-    )
+    found = sa.select(tables.sessions).where(*is_session(tenant, session_id))
     row = conn.execute(found.with_for_update() if lock else found).one_or_none()
     if row is None:
         raise _no_session(session_id)
@@ -238,8 +246,7 @@ def stored_turn(
     names = {tables.turns.c.turn_id: turn_id, tables.turns.c.request_key: request_key}
     row = conn.execute(
         lineage.SELECT_TURNS.where(
-            tables.sessions.c.tenant == tenant,
-            tables.sessions.c.session_id == session_id,
+            *is_session(tenant, session_id),
             sa.or_(*(column == name for column, name in names.items() if name is not None)),
         )
         .order_by(tables.turns.c.seq)

@@ -59,6 +59,11 @@ class SessionFilter:
         return wanted
 
 
+def is_session(tenant: str, session_id: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    """Return the conditions on the table of sessions that one session alone satisfies."""
+    return sessions.c.tenant == tenant, sessions.c.session_id == session_id
+
+
 def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
     """Return the condition on the stored text, in which a pair ends with a comma or a brace."""
     key, sign, text = condition.partition("=")

@@ -141,7 +141,7 @@ def test_a_name_finds_the_session_of_its_tenant_alone(database: Database) -> Non
         acknowledge(connection, 1, "s")
         for tenant, is_theirs in (("default", False), ("t", True)):
             assert bool(queries.stored_turn(connection, tenant, "s", request_key="key")) is is_theirs
-            assert bool(lineage.session_lines(connection, tenant, "s")) is is_theirs
+            assert bool(queries.session_with_rewards(connection, tenant, "s")[1]) is is_theirs
             assert trained.last_updates(connection, tenant, ["s"]) == ({"s": 1} if is_theirs else {})
 
 
