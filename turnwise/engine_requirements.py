@@ -11,7 +11,9 @@ import json
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from turnwise.errors import EngineUnavailable
 from turnwise.types import Json
 
 MINIMUM_VLLM = "0.32"
@@ -54,6 +56,27 @@ class Requirement:
     is_met: bool
     text: str
     """What was found, and what to change where it is not met."""
+
+
+def read_models(url: str, answer: Any) -> list[tuple[str, str]]:
+    """Return the name and the path of each model that an engine serves, its own model first.
+
+    Args:
+        url: The engine, for the error.
+        answer: The decoded answer to `GET /v1/models`, or the text of one that is not JSON.
+
+    Raises:
+        EngineUnavailable: it is no list of models, so another server has this address.
+    """
+    try:
+        found = [(str(model["id"]), str(model.get("root") or model["id"])) for model in answer["data"]]
+    except (AttributeError, LookupError, TypeError):
+        found = []
+    if not found:
+        raise EngineUnavailable(
+            f"the server at {url} answers GET /v1/models with {str(answer)[:80]!r}, not with models; {ADDRESS_HINT}"
+        )
+    return found
 
 
 Check = Generator[Json, Json, list[Requirement]]

@@ -25,9 +25,10 @@ from turnwise.engine_requirements import (
     check_capture,
     check_sampling_defaults,
     enforces_strict_tools,
+    read_models,
     read_sampling_defaults,
 )
-from turnwise.errors import TurnwiseError
+from turnwise.errors import EngineUnavailable, TurnwiseError
 from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
 from turnwise.settings import mask_credentials
 
@@ -150,19 +151,29 @@ def engine_findings(address: str, **options: Any) -> Iterator[Finding]:
     with httpx2.Client(base_url=address.rstrip("/"), timeout=30.0, **options) as http:
         try:
             http.get("/health").raise_for_status()
-            served = http.get("/v1/models").raise_for_status().json()["data"][0]
-            model = served["id"]
-        except (httpx2.HTTPError, LookupError, ValueError) as error:
+            (model, path), *_ = read_models(url, _decoded(http.get("/v1/models").raise_for_status()))
+        except EngineUnavailable as error:
+            yield Finding("engine", Verdict.FAIL, str(error))
+            return
+        except httpx2.HTTPError as error:
             yield Finding("engine", Verdict.FAIL, _engine_problem(url, error))
             return
         yield Finding("engine", Verdict.OK, f"{url} serves {model!r}")
         try:
-            for found in _requirements(http, model, str(served.get("root") or model)):
+            for found in _requirements(http, model, path):
                 yield Finding(found.name, Verdict.OK if found.is_met else Verdict.FAIL, found.text)
             yield _strict_tools(http)
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
             text = f"{url} does not take a call of one token: {mask_credentials(str(error))}"
             yield Finding("engine probe", Verdict.FAIL, text)
+
+
+def _decoded(reply: httpx2.Response) -> Any:
+    """Return an answer's JSON, or its text where it is something else."""
+    try:
+        return reply.json()
+    except ValueError:
+        return reply.text
 
 
 def _engine_problem(url: str, error: Exception) -> str:

@@ -16,6 +16,7 @@ import orjson
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.kind import EngineKind
 from proxy.engines.state import SERVING, TRANSITIONS, EngineState
+from turnwise.engine_requirements import read_models
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.telemetry import current_request
 from turnwise.types import Json, PolicyKind, PolicyVersion
@@ -254,11 +255,16 @@ class Engine(EngineKind):
             return raw.decode(errors="replace")
 
     async def fetch_models(self) -> None:
-        """Read which model and which adapters it serves; an adapter that is loaded meanwhile stays."""
+        """Read which model and which adapters it serves; an adapter that is loaded meanwhile stays.
+
+        Raises:
+            EngineUnavailable: no answer, or one of another server than an engine.
+            EngineRefused: an error status.
+        """
         before = set(self.adapters)
-        models = (await self.ask("GET", "/v1/models"))["data"]
-        self.model, self.model_path = str(models[0]["id"]), str(models[0].get("root") or models[0]["id"])
-        served = {version for model in models if (version := adapter_version(str(model["id"]))) is not None}
+        models = read_models(self.url, await self.ask("GET", "/v1/models"))
+        self.model, self.model_path = models[0]
+        served = {version for name, _ in models if (version := adapter_version(name)) is not None}
         for version in before - served:
             self.adapters.pop(version, None)
         for version in sorted(served - self.adapters.keys()):

@@ -79,7 +79,11 @@ def check_tokenizer(path: str, model_path: str | None) -> None:
     if not (ours.is_file() and served.is_file()) or ours.read_bytes() == served.read_bytes():
         return
     new, old = read_json(ours), read_json(served)
-    new_ids, old_ids = _token_ids(new), _token_ids(old)
+    try:
+        new_ids, old_ids = _token_ids(new), _token_ids(old)
+        has_other_merges = _merges(new) != _merges(old)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{ours} or {served} has not the form of a tokenizer.json: {error!r}") from error
     changed = [token for token, number in new_ids.items() if old_ids.get(token) != number]
     if changed or len(new_ids) != len(old_ids):
         named = f", such as that of {changed[0]!r}" if changed else ""
@@ -87,7 +91,7 @@ def check_tokenizer(path: str, model_path: str | None) -> None:
             f"{ours} gives {len(changed) or 'some'} tokens other ids than the engine's tokenizer{named}; train with "
             "the tokenizer of the served model, or start the engine with this one"
         )
-    if _merges(new) != _merges(old):
+    if has_other_merges:
         raise BadCheckpoint(f"{ours} has other merges than the engine's tokenizer; texts would get other tokens")
 
 
@@ -109,8 +113,10 @@ def _check_model(directory: Path, served: Path | None) -> None:
     config = read_json(directory / MODEL_CONFIG)
     tensors = _tensors(directory)
     index = directory / WEIGHT_INDEX
-    named = set(read_json(index).get("weight_map", {})) if index.exists() else set()
-    if missing := named - tensors.keys():
+    named = read_json(index).get("weight_map", {}) if index.exists() else {}
+    if not isinstance(named, dict):
+        raise BadCheckpoint(f"{index} must hold an object of tensors and files as `weight_map`, not {named!r:.80}")
+    if missing := named.keys() - tensors.keys():
         raise BadCheckpoint(f"{directory} lacks {len(missing)} tensors that its index names, such as {min(missing)!r}")
     if served is not None:
         served_config = read_json(served / MODEL_CONFIG)

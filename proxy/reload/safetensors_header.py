@@ -2,6 +2,9 @@
 
 The format is 8 bytes of length, a JSON header, and the tensors without gaps. A truncated file, or one of another
 format, is recognised by its sizes; values are read only to find NaN and infinity.
+
+The library safetensors is not used: it maps a file into memory, and an error of a network file system, or a file that
+becomes shorter, then ends the process with SIGBUS instead of an exception.
 """
 
 from __future__ import annotations

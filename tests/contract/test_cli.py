@@ -156,6 +156,23 @@ def test_the_doctor_does_not_blame_the_address_for_an_engines_own_error(database
     assert "answers 501 to GET /health; the log of that server states the reason" in result.output
 
 
+@pytest.mark.parametrize("command", ["doctor", "verify"])
+@pytest.mark.parametrize("content", [b"<html>Welcome</html>", b"[]"])
+def test_the_address_of_another_server_than_an_engine_is_named(database: str, command: str, content: bytes):
+    class Website(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Website) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = _run(command, "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
+        server.shutdown()
+    assert "name the address of a vLLM server, without /v1" in result.output
+    assert result.exit_code == 1
+
+
 @pytest.mark.parametrize("output", ["directory", "file/below"])
 def test_a_file_that_cannot_be_written_is_one_sentence(database: str, output: str):
     """A traceback would hide what the operator has to do."""

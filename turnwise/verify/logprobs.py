@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 
 from turnwise import logprob_request
+from turnwise.engine_requirements import ADDRESS_HINT, read_models
 from turnwise.errors import BadCheckpoint, EngineUnavailable
 from turnwise.settings import mask_credentials
 from turnwise.store.lineage import TurnView
@@ -36,10 +37,10 @@ class LogprobChecker:
         self._url = mask_credentials(engine_url)
         self._tolerance = tolerance
         self._version_distance = version_distance
-        served = self._ask("GET", "/v1/models")["data"][0]
-        self.model = str(served["id"])
+        (model, path), *_ = read_models(self._url, self._ask("GET", "/v1/models"))
+        self.model = model
         """The name under which the engine serves its own weights."""
-        self.version = self._served_version(str(served.get("root") or ""))
+        self.version = self._served_version(path)
         """Policy version of the engine's weights; 0 for a model that is no published version."""
 
     def close(self) -> None:
@@ -105,4 +106,9 @@ class LogprobChecker:
             raise EngineUnavailable(
                 f"the engine at {self._url} answered {response.status_code} to {method} {path}: {response.text:.300}"
             )
-        return response.json()
+        try:
+            return response.json()
+        except ValueError as error:
+            raise EngineUnavailable(
+                f"the server at {self._url} answers {method} {path} without JSON; {ADDRESS_HINT}"
+            ) from error

@@ -154,6 +154,23 @@ class SilentServer:
         await self._server.wait_closed()
 
 
+@pytest.mark.parametrize("content", [b"<html>Welcome</html>", b"{}", b'{"data": []}', b'{"data": [3]}', b"[1]"])
+async def test_a_server_that_is_no_engine_is_named_with_what_to_do(content: bytes):
+    """The proxy ended with a traceback at its start."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    engine = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=5)
+    with pytest.raises(EngineUnavailable, match=r"answers GET /v1/models with .*; name the address of a vLLM server"):
+        await engine.fetch_models()
+    engine.close()
+    server.close()
+
+
 def test_user_and_password_of_an_engine_appear_in_no_address():
     assert without_credentials("http://user:secret@host:8000/base/") == "http://host:8000/base"
     engine = Vllm("http://user:secret@host:8000", timeout_seconds=1)

@@ -78,6 +78,8 @@ def test_every_shard_of_the_index_must_exist(tmp_path):
     path = checkpoint(tmp_path / "a")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"gone": "model-2.safetensors"}}))
     assert "lacks 1 tensors that its index names, such as 'gone'" in refusal(path)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": 3}))
+    assert "must hold an object of tensors and files" in refusal(path)
 
 
 def test_a_checkpoint_of_the_served_model_passes_in_any_float_format(tmp_path):
@@ -235,6 +237,8 @@ def tokenizer(place, changes):
         ({"model": {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}}, "gives some tokens other ids"),
         ({"added_tokens": [{"id": 4, "content": "<end>"}]}, "of '<end>'"),
         ({"model": TOKENIZER["model"] | {"merges": []}}, "has other merges"),
+        ({"model": []}, "has not the form of a tokenizer.json"),
+        ({"added_tokens": [{}]}, "has not the form of a tokenizer.json"),
     ],
 )
 def test_a_version_with_another_tokenizer_than_the_engines_is_refused(tmp_path, changes, words):
