@@ -253,7 +253,8 @@ class Arms(Activation):
             return
         (control, *_), (tried, *_) = found
         before = await self.loader.probed(control.lane_of(active), probe)
-        nats = drift(before, await self.loader.probed(tried.lane_of(canary), probe))
+        after = await self.loader.probed(tried.lane_of(canary), probe)
+        nats = drift(before.values(), after.values())
         limit = self.settings.canary_drift_nats
         if nats > limit:
             raise ReloadFailed(f"it is {nats:.3g} nats a token from the served version; the limit is {limit:g}")

@@ -212,16 +212,16 @@ class Loader:
         """Compare the engine's logprobs with the trainer's, if the version has a probe."""
         if probe is None:
             return
-        logprobs = await self.probed(lane, probe)
+        found = await self.probed(lane, probe)
         problem = mismatch(
             probe,
-            gap_to(probe, probe.positions(NUM_PROBED), logprobs),
+            gap_to(probe, found),
             engine_dtype=lane.engine.dtype,
             at_base=self._at_base.get(lane.engine.url),
             tolerance=self._settings.probe_tolerance,
         )
         if problem is not None:
-            evidence = {ENGINE_ANSWER: {"positions": probe.positions(NUM_PROBED), "logprobs": logprobs}}
+            evidence = {ENGINE_ANSWER: {"positions": list(found), "logprobs": list(found.values())}}
             raise ReloadFailed(problem, evidence=evidence)
 
     async def _compare_base(self, engine: Engine, probe: Probe | None) -> None:
@@ -229,8 +229,7 @@ class Loader:
         base = None if probe is None else probe.base
         if base is None or engine.url in self._at_base or not engine.has_own_model:
             return
-        logprobs = await self.probed(engine.base_lane, base)
-        found = self._at_base[engine.url] = gap_to(base, base.positions(NUM_PROBED), logprobs)
+        found = self._at_base[engine.url] = gap_to(base, await self.probed(engine.base_lane, base))
         log.info(
             "the engine at %s and the trainer differ by %.3g nats on average and %.3g at most at version 0",
             engine.url,
@@ -238,9 +237,11 @@ class Loader:
             found.largest,
         )
 
-    async def probed(self, lane: Lane, probe: Probe) -> list[float]:
-        """Return the engine's logprobs at some positions of a probe's text."""
-        return await lane.engine.token_logprobs(lane.model, probe.token_ids, probe.positions(NUM_PROBED))
+    async def probed(self, lane: Lane, probe: Probe) -> dict[int, float]:
+        """Return the engine's logprobs of some tokens of a probe's text, by their positions."""
+        positions = probe.positions(NUM_PROBED)
+        logprobs = await lane.engine.token_logprobs(lane.model, probe.token_ids, positions)
+        return dict(zip(positions, logprobs, strict=True))
 
     async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: Exception) -> None:
         """Load the last good version before new calls are admitted."""

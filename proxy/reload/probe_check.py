@@ -8,7 +8,7 @@ single rare tokens may be far off although the weights are right, so a small mea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from turnwise.version_directory import Probe
 
@@ -47,15 +47,9 @@ BOTH_FLOAT32 = Limits(Gap(5e-5, 5e-4), Gap(5e-4, 5e-3), COARSE_ENGINE.least)
 """Where trainer and engine compute in float32: they differ by 3e-6 on average, and by 5e-5 at most."""
 
 
-def gap_to(probe: Probe, positions: Sequence[int], logprobs: Sequence[float]) -> Gap:
-    """Return how far an engine is from a probe.
-
-    Args:
-        probe: The text with the trainer's logprobs.
-        positions: Positions in the text, at least 1. [N]
-        logprobs: The engine's, at these positions. [N]
-    """
-    gaps = [abs(logprob - probe.logprobs[at - 1]) for logprob, at in zip(logprobs, positions, strict=True)]
+def gap_to(probe: Probe, logprobs: Mapping[int, float]) -> Gap:
+    """Return how far an engine's logprobs, by positions in the text from 1 on, are from a probe."""
+    gaps = [abs(logprob - probe.logprobs[at - 1]) for at, logprob in logprobs.items()]
     return Gap(sum(gaps) / len(gaps), max(gaps))
 
 
@@ -82,9 +76,9 @@ def mismatch(
     probe: Probe,
     found: Gap,
     *,
-    engine_dtype: str | None = None,
-    at_base: Gap | None = None,
-    tolerance: float | None = None,
+    engine_dtype: str | None,
+    at_base: Gap | None,
+    tolerance: float | None,
 ) -> str | None:
     """Return in what an engine differs from a probe; None if it is within the limits.
 

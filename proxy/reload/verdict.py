@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from proxy.settings import ProxySettings
 from turnwise.store.arms import Arm
@@ -94,7 +94,7 @@ def difference(newer: Sequence[float], older: Sequence[float]) -> tuple[float, f
     return statistics.fmean(newer) - statistics.fmean(older), error
 
 
-def drift(before: Sequence[float], after: Sequence[float]) -> float:
+def drift(before: Iterable[float], after: Iterable[float]) -> float:
     """Return the mean KL divergence of the new policy from the old over a text, nats a token, never negative.
 
     The k3 estimator of http://joschu.net/blog/kl-approx.html, for a text that the old policy sampled:

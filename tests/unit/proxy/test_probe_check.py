@@ -32,9 +32,8 @@ LOGPROBS = [-1.0, -2.0, -3.0, -4.0]
 )
 def test_mean_and_largest_difference_have_limits_by_both_precisions(dtype, engine_dtype, shifts, tolerance, is_match):
     probe = Probe([5, 6, 7, 8, 9], LOGPROBS, dtype)
-    sampled = [logprob + shift for logprob, shift in zip(LOGPROBS, shifts, strict=True)]
-    gap = gap_to(probe, [1, 2, 3, 4], sampled)
-    found = mismatch(probe, gap, engine_dtype=engine_dtype, tolerance=tolerance)
+    sampled = {at: logprob + shift for at, (logprob, shift) in enumerate(zip(LOGPROBS, shifts, strict=True), 1)}
+    found = mismatch(probe, gap_to(probe, sampled), engine_dtype=engine_dtype, at_base=None, tolerance=tolerance)
     assert (found is None) == is_match
 
 
@@ -55,7 +54,8 @@ def test_the_limits_follow_what_engine_and_trainer_differ_by_at_version_0(dtype,
 
 
 def test_a_mismatch_names_both_numbers_both_limits_and_the_likely_cause():
-    found = mismatch(Probe([5, 6, 7], [-1.0, -2.0]), Gap(0.5, 1.0), engine_dtype="float32", at_base=Gap(3e-6, 3e-5))
+    probe, at_base = Probe([5, 6, 7], [-1.0, -2.0]), Gap(3e-6, 3e-5)
+    found = mismatch(probe, Gap(0.5, 1.0), engine_dtype="float32", at_base=at_base, tolerance=None)
     assert found is not None
     assert found.startswith(
         "the engine's logprobs are 0.5 nats from the checkpoint's own probe on average and 1 at most, which at version "
