@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import resource
@@ -11,12 +12,13 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
 from proxy.app import create_app
-from proxy.http.connections import LimitedHttp, limited_http
+from proxy.http.connections import LimitedHttp
 from proxy.routes.data_plane import DataPlane
 from proxy.routes.edge import Edge
 from proxy.services import running_services
@@ -150,7 +152,8 @@ class _Server(uvicorn.Server):
                     )
                 edge = Edge(DataPlane(create_app(services), services), services)
                 self.config.app = edge
-                self.config.http = limited_http(
+                self.config.http = functools.partial(  # type: ignore[assignment]  # uvicorn only calls it
+                    LimitedHttp,
                     settings,
                     lambda code: metrics.refused.labels(code).inc(),
                     None if self._affinity is None else self._affinity.hand_over,
@@ -175,7 +178,7 @@ class _Server(uvicorn.Server):
 
     def _make_protocol(self) -> LimitedHttp:
         """Return the protocol of a connection that another worker has accepted."""
-        make: type[LimitedHttp] = self.config.http_protocol_class  # type: ignore[assignment]
+        make: Callable[..., LimitedHttp] = self.config.http_protocol_class  # type: ignore[assignment]
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def handle_exit(self, sig: int, _: FrameType | None) -> None:

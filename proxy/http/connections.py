@@ -103,24 +103,31 @@ async def serve_without_chunks(
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol under limits; `limited_http` sets them."""
+    """uvicorn's HTTP/1.1 protocol under limits."""
 
-    whole_seconds: float
-    """Maximum time until a request is complete; for a new connection, until its first request is complete."""
-    max_head_bytes: int
-    """Maximum size of request line and headers together."""
-    stall_seconds: float
-    """Maximum time in which a client reads nothing of its reply."""
-    count_refusal: Callable[[str], None]
-    """Counts a connection that is refused or closed, by the code of the reason."""
-    hand_over: Callable[[asyncio.Transport, bytes], bool] | None
-    """Hands the connection to another process between two requests, with the first bytes of the next one; returns
-    whether that took it. None serves all requests here."""
-    first_data: bytes = b""
-    """What another process has read from the connection before it handed it over."""
+    def __init__(
+        self,
+        settings: ProxySettings,
+        count_refusal: Callable[[str], None],
+        hand_over: Callable[[asyncio.Transport, bytes], bool] | None,
+        **of_uvicorn: Any,
+    ) -> None:
+        """Prepare for a connection.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        Args:
+            settings: The limits: of the time until a request is complete, of the size of its line and headers, and of
+                the time in which a client reads nothing of its reply.
+            count_refusal: Counts a connection that is refused or closed, by the code of the reason.
+            hand_over: Hands the connection to another process between two requests, with the first bytes of the next
+                one; returns whether that took it. None serves all requests here.
+            of_uvicorn: The arguments of uvicorn's own protocol.
+        """
+        super().__init__(**of_uvicorn)
+        self._settings = settings
+        self._count_refusal = count_refusal
+        self._hand_over = hand_over
+        self.first_data = b""
+        """What another process has read from the connection before it handed it over."""
         self._timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = False
@@ -165,7 +172,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _start_stall_timer(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(self.stall_seconds, self._check_stall, unread)
+        self._stall_timer = self.loop.call_later(self._settings.client_stall_seconds, self._check_stall, unread)
 
     def _stop_stall_timer(self) -> None:
         if self._stall_timer is not None:
@@ -177,12 +184,12 @@ class LimitedHttp(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < unread:
             self._start_stall_timer()
         else:
-            self.count_refusal("client_stalled")
+            self._count_refusal("client_stalled")
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, unless another process takes the connection."""
-        if self.hand_over is not None and self._is_between_requests() and self.hand_over(self.transport, data):
+        if self._hand_over is not None and self._is_between_requests() and self._hand_over(self.transport, data):
             self._unset_keepalive_if_required()
             self.transport.abort()  # closes this process's descriptor: the connection itself stays open
         else:
@@ -210,7 +217,7 @@ class LimitedHttp(HttpToolsProtocol):
             self._arm()
         if began_before and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
-            if self._head_bytes > self.max_head_bytes:
+            if self._head_bytes > self._settings.max_header_bytes:
                 self._refuse(*self._too_long())
 
     def _decline_upgrade(self, rest: bytes) -> None:
@@ -246,7 +253,7 @@ class LimitedHttp(HttpToolsProtocol):
         if self.parser.should_upgrade() and self._offers_upgrade():
             return
         num_header_bytes = sum(map(len, itertools.chain.from_iterable(self.headers)))
-        if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > self.max_head_bytes:
+        if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > self._settings.max_header_bytes:
             self._refusal = self._too_long()
             raise ValueError(self._refusal[2])  # the parser converts it into its own error, and that into a 400 reply
         super().on_headers_complete()
@@ -268,7 +275,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _arm(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self.whole_seconds, self._expire)
+            self._timer = self.loop.call_later(self._settings.header_timeout_seconds, self._expire)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -286,34 +293,19 @@ class LimitedHttp(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.close()
             return
-        message = f"the request was not complete within {self.whole_seconds:g} s; send it again"
+        message = f"the request was not complete within {self._settings.header_timeout_seconds:g} s; send it again"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message)
 
     def _too_long(self) -> tuple[HTTPStatus, str, str]:
-        message = f"the request's line and headers are longer than {self.max_head_bytes} bytes, which is the limit"
+        limit = self._settings.max_header_bytes
+        message = f"the request's line and headers are longer than {limit} bytes, which is the limit"
         return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message
 
     def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
         """Send an error without the application, and close the connection."""
-        self.count_refusal(code)
+        self._count_refusal(code)
         body = orjson.dumps(problems.body(message, "invalid_request_error", code))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
         head += f"x-request-id: {make_context('', '').request_id}\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
-
-
-def limited_http(
-    settings: ProxySettings,
-    count_refusal: Callable[[str], None],
-    hand_over: Callable[[asyncio.Transport, bytes], bool] | None = None,
-) -> type[LimitedHttp]:
-    """Return the protocol class with the limits of the settings; uvicorn makes the instances."""
-    limits = {
-        "whole_seconds": settings.header_timeout_seconds,
-        "max_head_bytes": settings.max_header_bytes,
-        "stall_seconds": settings.client_stall_seconds,
-        "count_refusal": staticmethod(count_refusal),
-        "hand_over": None if hand_over is None else staticmethod(hand_over),
-    }
-    return type("LimitedHttp", (LimitedHttp,), limits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -19,7 +20,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from proxy.http.connections import LimitedHttp, limited_http
+from proxy.http.connections import LimitedHttp
 from proxy.settings import ProxySettings
 from proxy.workers.affinity import SessionAffinity, session_name
 
@@ -44,7 +45,7 @@ class Worker:
         self.may_read = asyncio.Event()
         self.may_read.set()
         self.affinity = SessionAffinity(directory, index, num_workers, count=self._count)
-        protocol = limited_http(ProxySettings(), lambda _: None, self.affinity.hand_over)
+        protocol: Any = functools.partial(LimitedHttp, ProxySettings(), lambda _: None, self.affinity.hand_over)
         self._config = uvicorn.Config(
             self._answer, http=protocol, interface="asgi3", ws="none", log_config=None, timeout_keep_alive=600
         )
