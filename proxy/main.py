@@ -176,10 +176,11 @@ class _Server(uvicorn.Server):
             self._affinity.close()
         await super().shutdown(sockets)
 
-    def _make_protocol(self) -> LimitedHttp:
-        """Return the protocol of a connection that another worker has accepted."""
+    def _make_protocol(self, first_data: bytes) -> LimitedHttp:
+        """Return the protocol of a connection that another worker has accepted, and read so far."""
         make: Callable[..., LimitedHttp] = self.config.http_protocol_class  # type: ignore[assignment]
-        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        of_uvicorn = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        return make(first_data=first_data, **of_uvicorn)
 
     def handle_exit(self, sig: int, _: FrameType | None) -> None:
         """Stop; a terminal's ctrl-C reaches all processes, and then the parent stops the workers.

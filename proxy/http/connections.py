@@ -110,6 +110,8 @@ class LimitedHttp(HttpToolsProtocol):
         settings: ProxySettings,
         count_refusal: Callable[[str], None],
         hand_over: Callable[[asyncio.Transport, bytes], bool] | None,
+        *,
+        first_data: bytes = b"",
         **of_uvicorn: Any,
     ) -> None:
         """Prepare for a connection.
@@ -120,14 +122,14 @@ class LimitedHttp(HttpToolsProtocol):
             count_refusal: Counts a connection that is refused or closed, by the code of the reason.
             hand_over: Hands the connection to another process between two requests, with the first bytes of the next
                 one; returns whether that took it. None serves all requests here.
+            first_data: What another process has read from the connection before it handed it over.
             of_uvicorn: The arguments of uvicorn's own protocol.
         """
         super().__init__(**of_uvicorn)
         self._settings = settings
         self._count_refusal = count_refusal
         self._hand_over = hand_over
-        self.first_data = b""
-        """What another process has read from the connection before it handed it over."""
+        self._first_data = first_data
         self._timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = False
@@ -143,8 +145,8 @@ class LimitedHttp(HttpToolsProtocol):
         """Set up a new connection."""
         super().connection_made(transport)
         self._arm()
-        if self.first_data:
-            data, self.first_data = self.first_data, b""
+        if self._first_data:
+            data, self._first_data = self._first_data, b""
             self._parse(data)
 
     def connection_lost(self, exc: Exception | None) -> None:

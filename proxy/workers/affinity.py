@@ -68,8 +68,12 @@ class SessionAffinity:
         self._socket: socket.socket | None = None
         self._taking: set[asyncio.Task[object]] = set()
 
-    def start(self, make_protocol: Callable[[], LimitedHttp]) -> None:
-        """Take connections from now on."""
+    def start(self, make_protocol: Callable[[bytes], LimitedHttp]) -> None:
+        """Take connections from now on.
+
+        Args:
+            make_protocol: Returns the protocol of a connection whose first bytes another worker has read.
+        """
         path, self._make_protocol = self._path(self._index), make_protocol
         path.unlink(missing_ok=True)  # a killed worker leaves its socket
         taking = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -142,14 +146,9 @@ class SessionAffinity:
 
     async def _serve(self, connection: socket.socket, data: bytes) -> None:
         """Serve a connection whose first bytes another worker has read."""
-
-        def make() -> LimitedHttp:
-            protocol = self._make_protocol()
-            protocol.first_data = data
-            return protocol
-
+        loop = asyncio.get_running_loop()
         try:
-            transport, protocol = await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+            transport, protocol = await loop.connect_accepted_socket(lambda: self._make_protocol(data), connection)
         except OSError as error:  # the client has left
             log.debug("a connection that was handed over is closed: %s", error)
             connection.close()

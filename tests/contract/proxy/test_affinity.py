@@ -69,8 +69,8 @@ class Worker:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
 
-    def make_protocol(self) -> LimitedHttp:
-        return self._protocol(config=self._config, server_state=self.state, app_state={})
+    def make_protocol(self, first_data: bytes = b"") -> LimitedHttp:
+        return self._protocol(first_data=first_data, config=self._config, server_state=self.state, app_state={})
 
     async def listen(self) -> int:
         """Serve; return the port."""
