@@ -11,10 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import invoke
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
-from turnwise.commands.cli import main
 from turnwise.commands.output import print_records
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +27,8 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture
 def database(tmp_path: Path) -> str:
     url = f"sqlite:///{tmp_path}/store.db"
-    assert _run("db", "upgrade", "--database", url).exit_code == 0
+    assert invoke("db", "upgrade", "--database", url).exit_code == 0
     return url
-
-
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
 
 
 def test_the_command_line_starts_without_the_packages_of_the_extras():
@@ -49,77 +44,79 @@ def test_the_command_line_starts_without_the_packages_of_the_extras():
 
 
 def test_the_dry_run_of_the_engine_prints_a_line_for_the_shell():
-    output = _run("engine", "--dry-run", "--model", "owner/name", "--device", "cpu", "--", "--seed", "3").output
+    output = invoke("engine", "--dry-run", "--model", "owner/name", "--device", "cpu", "--", "--seed", "3").output
     line = output.strip().splitlines()[-1]
     assert line.startswith("VLLM_SERVER_DEV_MODE=1")
     assert line.endswith("--seed 3")
 
 
 def test_the_dry_run_of_the_stack_shows_every_process_in_its_order():
-    output = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--port", "8123").output)
+    output = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", "--port", "8123").output)
     assert list(output["commands"]) == ["engine", "proxy", "trainer"]
     proxy = output["commands"]["proxy"]
     assert proxy[proxy.index("--port") + 1] == "8123"
     for name, subcommand in (("proxy", "proxy"), ("trainer", "train")):
         argv = output["commands"][name]
         assert argv[1:4] == ["-m", "turnwise", subcommand]
-        dry = _run(*argv[3:], "--dry-run")
+        dry = invoke(*argv[3:], "--dry-run")
         assert dry.exit_code == 0, dry.output
 
 
 def test_an_invalid_setting_gives_one_sentence_and_status_two():
-    result = _run("engine", "--model", "owner/name", "--port", "much", "--dry-run")
+    result = invoke("engine", "--model", "owner/name", "--port", "much", "--dry-run")
     assert result.exit_code == 2
     assert result.stderr.startswith("turnwise: [engine] port='much' (from flag) does not fit")
     assert "Traceback" not in result.output
 
 
 def test_an_incomplete_model_gives_one_sentence_and_status_two(tmp_path):
-    result = _run("engine", "--model", str(tmp_path))
+    result = invoke("engine", "--model", str(tmp_path))
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert "is incomplete" in result.stderr
 
 
 def test_a_new_sqlite_file_needs_no_second_command(tmp_path):
-    result = _run("sessions", "--database", f"sqlite:///{tmp_path}/new.db", "--json")
+    result = invoke("sessions", "--database", f"sqlite:///{tmp_path}/new.db", "--json")
     assert (result.exit_code, json.loads(result.output)) == (0, [])
-    doctor = _run("doctor", "--engine", "http://127.0.0.1:1", "--database", f"sqlite:///{tmp_path}/other.db", "--json")
+    doctor = invoke(
+        "doctor", "--engine", "http://127.0.0.1:1", "--database", f"sqlite:///{tmp_path}/other.db", "--json"
+    )
     assert {"check": "database", "verdict": "ok"}.items() <= json.loads(doctor.output)[-1].items()
 
 
 def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("TURNWISE_PROXY_DATABASE", f"sqlite:///{tmp_path}/hidden.db")
-    assert _run("db", "upgrade").exit_code == 0
+    assert invoke("db", "upgrade").exit_code == 0
     assert (tmp_path / "hidden.db").exists()
     monkeypatch.setenv("TURNWISE_PROXY_DATABASE", "postgresql+psycopg://turnwise:hunter2@db/name")
-    output = _run("proxy", "--dry-run").output
+    output = invoke("proxy", "--dry-run").output
     assert 'database = "postgresql+psycopg://**********@db/name"' in output
     assert "hunter2" not in output
 
 
 def test_a_key_is_shown_once_and_revoked_by_its_id(database):
     made = json.loads(
-        _run("keys", "create", "--role", "admin", "--name", "ci", "--database", database, "--json").output
+        invoke("keys", "create", "--role", "admin", "--name", "ci", "--database", database, "--json").output
     )
     assert made["key"].startswith(f"tw-{made['key_id']}-")
-    listed = _run("keys", "list", "--database", database, "--json").output
+    listed = invoke("keys", "list", "--database", database, "--json").output
     assert made["key"] not in listed
     assert json.loads(listed)[0]["revoked_at"] is None
-    revoked = json.loads(_run("keys", "revoke", made["key_id"], "--database", database, "--json").output)
+    revoked = json.loads(invoke("keys", "revoke", made["key_id"], "--database", database, "--json").output)
     assert revoked["revoked_at"] is not None
 
 
 def test_an_empty_store_has_no_sessions_and_no_experiences(database):
-    assert json.loads(_run("sessions", "--database", database, "--json").output) == []
-    empty = _run("sessions", "--database", database)
+    assert json.loads(invoke("sessions", "--database", database, "--json").output) == []
+    empty = invoke("sessions", "--database", database)
     assert f"no matching sessions in {database}" in empty.stderr, "the user may have meant another database"
-    exported = _run("export", "--database", database, "--split", "train")
+    exported = invoke("export", "--database", database, "--split", "train")
     assert (exported.exit_code, exported.output) == (0, "")
 
 
 def _verdicts(engine: RunningFakeEngine, database: str) -> dict[str, str]:
-    result = _run("doctor", "--engine", engine.url, "--database", database, "--json")
+    result = invoke("doctor", "--engine", engine.url, "--database", database, "--json")
     return {finding["check"]: finding["verdict"] for finding in json.loads(result.output)}
 
 
@@ -137,13 +134,13 @@ def test_the_doctor_detects_raw_logprobs_and_an_ignored_prompt(database):
 
 
 def test_the_doctor_names_an_unreachable_engine_and_exits_with_status_one(database):
-    result = _run("doctor", "--engine", "http://127.0.0.1:1", "--database", database)
+    result = invoke("doctor", "--engine", "http://127.0.0.1:1", "--database", database)
     assert result.exit_code == 1
     assert "turnwise engine" in result.output
 
 
 def test_the_doctor_names_the_address_of_an_api_in_place_of_an_engine(fake_engine, database):
-    result = _run("doctor", "--engine", f"{fake_engine.url}/v1", "--database", database)
+    result = invoke("doctor", "--engine", f"{fake_engine.url}/v1", "--database", database)
     assert "answers 404 to GET /v1/health; name the address of a vLLM server, without /v1" in result.output
 
 
@@ -151,7 +148,7 @@ def test_the_doctor_does_not_blame_the_address_for_an_engines_own_error(database
     """The handler of the standard library has no GET: it answers 501."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = _run("doctor", "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
+        result = invoke("doctor", "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
         server.shutdown()
     assert "answers 501 to GET /health; the log of that server states the reason" in result.output
 
@@ -167,7 +164,7 @@ def test_the_address_of_another_server_than_an_engine_is_named(database: str, co
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Website) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = _run(command, "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
+        result = invoke(command, "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
         server.shutdown()
     assert "name the address of a vLLM server, without /v1" in result.output
     assert result.exit_code == 1
@@ -178,7 +175,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(database: str, output: st
     """A traceback would hide what the operator has to do."""
     Path("file").touch()
     Path("directory").mkdir()
-    result = _run("export", "--database", database, "--output", output)
+    result = invoke("export", "--database", database, "--output", output)
     assert result.exit_code == 1, result.output
     assert f"cannot read or write '{output}': " in result.output
     assert "name another place" in result.output
@@ -201,5 +198,5 @@ def test_up_in_a_bare_environment_names_all_extras_at_once(monkeypatch):
 
     monkeypatch.setattr("turnwise.commands.cli.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("turnwise.commands.running_stack.check_none_runs", lambda: lacks("sqlalchemy"))
-    result = _run("up", "--model", "owner/name")
+    result = invoke("up", "--model", "owner/name")
     assert (result.exit_code, "pip install '.[store,proxy,trainer,engine-cpu]'" in result.stderr) == (2, True)

@@ -8,16 +8,16 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.commands import invoke
 from support.proxies import running_proxy
 from turnwise_fake_engine import running_fake_engine
 
 from turnwise.client import Client
-from turnwise.commands.cli import main
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(main, list(arguments), env=environment)
+    return invoke(*arguments, env=environment)
 
 
 def lines_of(result: Result) -> list[dict]:

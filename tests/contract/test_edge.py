@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from click.testing import CliRunner
+from support.commands import invoke
 from support.migrated import migrated, writing
 from support.proxies import RunningProxy
 from support.waiting import wait_until
@@ -25,7 +25,6 @@ from proxy.engines.http_client import Access
 from proxy.engines.vllm.engine import Vllm
 from proxy.main import check_tls_files
 from proxy.settings import ProxySettings
-from turnwise.commands.cli import main
 from turnwise.errors import EngineUnavailable, SettingsError
 from turnwise.store import keys
 
@@ -239,7 +238,7 @@ def test_commands_call_an_engine_with_the_authority_and_the_key_that_the_proxy_h
         server.socket = offered.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"https://127.0.0.1:{server.server_port}"
-        done = CliRunner().invoke(main, [command, "--engine", url, "--database", database])
+        done = invoke(command, "--engine", url, "--database", database)
         server.shutdown()
     assert re.search(rf"{url} answer(s|ed) 503 to GET", done.output), done.output
     assert "engine-secret" not in done.output

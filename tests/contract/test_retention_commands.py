@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.commands import invoke
 from support.in_process import in_process_proxy
 from support.migrated import new_database
 from support.waiting import wait_until
 
-from turnwise.commands.cli import main
 from turnwise.store import keys, ledger, queries
 from turnwise.store.database import Database
 from turnwise.store.session_filter import SessionFilter
@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> Database:
 
 
 def run(tmp_path: Path, *arguments: str) -> Any:
-    done = CliRunner().invoke(main, [*arguments, "--database", f"sqlite:///{tmp_path}/store.db", "--json"])
+    done = invoke(*arguments, "--database", f"sqlite:///{tmp_path}/store.db", "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.output)
 
@@ -93,7 +93,7 @@ def test_forget_asks_and_deletes_nothing_without_an_answer_or_where_nothing_is_f
 
     def forget(*options: str, answer: str = "") -> Result:
         command = ["forget", "--database", f"sqlite:///{tmp_path}/store.db", *options]
-        return CliRunner().invoke(main, command, input=answer)
+        return invoke(*command, input=answer)
 
     for answer in ("", "n\n"):
         refused = forget("--tenant", "acme", answer=answer)
@@ -125,7 +125,7 @@ def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> N
 def test_a_misspelt_database_is_not_backed_up(tmp_path: Path) -> None:
     """SQLite opens a file that does not exist as an empty one: each night's backup would be one of nothing."""
     arguments = ["db", "backup", str(tmp_path / "backup.db"), "--database", f"sqlite:///{tmp_path}/turnwize.db"]
-    done = CliRunner().invoke(main, arguments)
+    done = invoke(*arguments)
     assert (done.exit_code, "has no Turnwise tables" in done.stderr) == (2, True)
     assert not (tmp_path / "backup.db").exists()
 

@@ -14,10 +14,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import invoke
 
 from turnwise.commands import location, preflight, running_stack
-from turnwise.commands.cli import main
 from turnwise.commands.location import at_running_proxy
 from turnwise.commands.preflight import check_database_model
 from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
@@ -48,13 +47,9 @@ def model(tmp_path: Path) -> str:
     return str(directory)
 
 
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
-
-
 def _refused(*arguments: str) -> str:
     """Return the error of a start that is refused before any process runs."""
-    result = _run(*arguments)
+    result = invoke(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1, result.stderr
     assert not Path("runs").exists()
@@ -74,7 +69,7 @@ def test_a_taken_port_is_found_before_anything_starts(model):
 def test_without_a_model_the_pretrained_one_is_served_if_it_is_installed(monkeypatch, installed, name):
     """A newcomer's first reply makes sense; without the package, the demo's small model is built."""
     monkeypatch.setattr(pretrained, "is_installed", lambda: installed)
-    commands = json.loads(_run("up", "--dry-run", "--json").output)["commands"]
+    commands = json.loads(invoke("up", "--dry-run", "--json").output)["commands"]
     assert commands["engine"][commands["engine"].index("--model") + 1] == f"runs/up/{name}"
 
 
@@ -113,10 +108,10 @@ def test_a_non_loopback_address_needs_a_key(model):
 
 
 def test_the_databases_password_is_on_no_command_line_and_in_no_dry_run():
-    result = _run("up", "--dry-run", "--json", "--model", "owner/name", "--database", PASSWORD_URL)
+    result = invoke("up", "--dry-run", "--json", "--model", "owner/name", "--database", PASSWORD_URL)
     assert result.exit_code == 0, result.output
     assert "swordfish" not in result.output
-    assert "swordfish" not in _run("up", "--dry-run", "--model", "owner/name", "--database", PASSWORD_URL).output
+    assert "swordfish" not in invoke("up", "--dry-run", "--model", "owner/name", "--database", PASSWORD_URL).output
 
 
 SLOTS = ["--max-loras", "4", "--max-cpu-loras", "16"]
@@ -124,10 +119,10 @@ SLOTS = ["--max-loras", "4", "--max-cpu-loras", "16"]
 
 def test_a_lora_trainer_enables_adapters_in_the_engine():
     Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nlora_rank = 32\n')
-    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
+    commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
     assert commands["engine"][-3:] == ["--lora", "--max-lora-rank", "32"]
     Path("turnwise.toml").unlink()
-    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--kind", "lora", *SLOTS).output)
+    commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", "--kind", "lora", *SLOTS).output)
     assert commands["commands"]["engine"][-4:] == SLOTS
     assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
 
@@ -135,17 +130,19 @@ def test_a_lora_trainer_enables_adapters_in_the_engine():
 @pytest.mark.parametrize(("settings", "flags"), [("", ["600"]), ("[proxy]\nengine_wait_seconds = 7\n", [])])
 def test_calls_wait_as_long_as_an_engine_may_take_to_start_unless_a_setting_says_otherwise(settings, flags):
     Path("turnwise.toml").write_text(settings)
-    argv = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]["proxy"]
+    argv = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]["proxy"]
     assert argv[argv.index("--engine-wait-seconds") + 1 :] == flags if flags else "--engine-wait-seconds" not in argv
 
 
 def test_engines_that_sleep_are_started_with_sleep_mode_before_the_users_flags_and_the_proxy_brings_them_to_sleep():
     Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nengine_sleep_level = 1\n')
     flags = ("--", "--block-size", "16")
-    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", *flags).output)["commands"]
+    commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", *flags).output)["commands"]
     assert commands["engine"][-5:] == ["16", "--", "--enable-sleep-mode", "--block-size", "16"]
     assert commands["proxy"][-1] == "--engine-sleep"
-    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--no-trainer").output)["commands"]
+    commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", "--no-trainer").output)[
+        "commands"
+    ]
     assert not any("sleep" in word for argv in commands.values() for word in argv)
 
 
@@ -155,7 +152,7 @@ def test_either_signal_interrupts_the_start_and_the_run_of_a_background_job(mode
     monkeypatch.setattr(preflight, "check_database_model", lambda *_: signal.raise_signal(number))
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        stopped = _run("up", "--model", model, "--no-trainer")
+        stopped = invoke("up", "--model", model, "--no-trainer")
     finally:
         signal.signal(number, before)
     assert "everything is stopped" in stopped.output
@@ -169,14 +166,14 @@ def test_engines_on_a_cpu_cannot_sleep(model, monkeypatch):
 
 def test_all_parts_read_the_settings_file_that_up_was_given(tmp_path):
     (tmp_path / "all.toml").write_text("[up]\nengine_port = 8111\n[proxy]\nmax_choices = 2\n")
-    output = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)
+    output = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)
     assert output["settings"]["engine_port"] == 8111
     assert all(argv[argv.index("--config") + 1] == "all.toml" for argv in output["commands"].values())
 
 
 def test_eight_gpus_are_used_by_four_engines_and_a_trainer_of_four_processes(monkeypatch):
     monkeypatch.setattr(engine_command, "num_gpus", lambda: 8)
-    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
+    commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
     assert list(commands) == ["engine-0", "engine-1", "engine-2", "engine-3", "proxy", "trainer"]
     assert commands["proxy"].count("--engine") == 4
     assert commands["engine-3"][-4:] == ["--gpus", "3", "--tensor-parallel", "1"]
@@ -226,7 +223,7 @@ def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_
         assert location.database_url(None) == "sqlite:///used.db"
         assert location.engine_urls(()) == ["http://127.0.0.1:8124"]
         assert running_stack.STATE_FILE.stat().st_mode & 0o077 == 0
-        assert json.loads(_run("sessions", "--json").output) == []
+        assert json.loads(invoke("sessions", "--json").output) == []
         assert (tmp_path / "used.db").exists()
     assert not (tmp_path / "turnwise.db").exists()
     assert not running_stack.STATE_FILE.exists()
@@ -255,7 +252,7 @@ def test_run_and_reward_take_address_and_key_from_the_variables_of_all_commands(
 
 def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():
     Path("turnwise.toml").write_text("[up]\nengine_gpus = [0, 1]\ntensor_parallel = 2\ntrainer_gpus = [2, 3]\n")
-    output = _run("up", "--dry-run", "--model", "owner/name")
+    output = invoke("up", "--dry-run", "--model", "owner/name")
     Path("turnwise.toml").unlink()
     assert output.exit_code == 0, output.output
     assert "# trainer, on GPU 2,3\n" in output.output

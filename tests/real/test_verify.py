@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from click.testing import CliRunner
 from openai import OpenAI
 from support.checkpoints import write_perturbed
+from support.commands import verify
 from support.control_plane import wait_for_status
 from support.engines import RunningEngine
 from support.migrated import writing
 from support.proxies import running_proxy
 
-from turnwise.commands.cli import main
 from turnwise.store.tables import policy_versions
 
 pytestmark = pytest.mark.engine
@@ -44,15 +42,8 @@ def captured(engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) ->
     return place
 
 
-def verify(database: Path, *way: str) -> tuple[int, dict]:
-    command = ["verify", "--database", f"sqlite:///{database}", "--json", *way]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code in (0, 1), result.output
-    return result.exit_code, json.loads(result.stdout)
-
-
 def test_captured_logprobs_are_reproduced(captured: Path, engine: RunningEngine) -> None:
-    status, report = verify(captured, "--engine", engine.url)
+    status, report = verify(f"sqlite:///{captured}", "--engine", engine.url)
     assert status == 0, report
     assert report["checked"]["turns with logprobs recomputed"] == 9
     assert report["largest_logprob_gap"] < 1e-3
@@ -60,7 +51,7 @@ def test_captured_logprobs_are_reproduced(captured: Path, engine: RunningEngine)
 
 def test_captured_logprobs_are_those_of_the_published_files(captured: Path) -> None:
     """An engine that samples with other weights agrees with itself; the files do not agree with it."""
-    status, report = verify(captured, "--forward")
+    status, report = verify(f"sqlite:///{captured}", "--forward")
     assert status == 0, report
     assert report["checked"]["turns with logprobs recomputed"] == 3
     assert report["not_checked"]["sampled from a part of the distribution"] == 6
@@ -73,6 +64,6 @@ def test_files_that_the_engine_did_not_serve_are_named(captured: Path, engine: R
     other = write_perturbed(engine.model_dir, tmp_path / "other", 1)
     with writing(f"sqlite:///{changed}") as connection:
         connection.execute(sa.update(policy_versions).values(path=str(other)))
-    status, report = verify(changed, "--forward")
+    status, report = verify(f"sqlite:///{changed}", "--forward")
     assert status == 1
     assert any("the files give" in mismatch["problem"] for mismatch in report["mismatches"])

@@ -1,19 +1,35 @@
-"""`turnwise` commands for tests, as processes that need no imports of their own: see warm_commands.py."""
+"""`turnwise` commands for tests, in this process or as processes without imports of their own: see warm_commands.py."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from click.testing import CliRunner, Result
 from support.warm_commands import WarmCommands
 
+from turnwise.commands.cli import main
 from turnwise.processes.stack import command
 
 RUN_SECONDS = 120.0
+
+
+def invoke(*arguments: str, **options: Any) -> Result:
+    """Run a `turnwise` command in this process, whatever its exit status; `options` are those of click's runner."""
+    return CliRunner().invoke(main, arguments, **options)
+
+
+def verify(database_url: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run `turnwise verify`; return its exit status and its report."""
+    result = invoke("verify", "--database", database_url, "--json", *arguments)
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.stdout)
 
 
 @functools.cache

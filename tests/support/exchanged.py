@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
+from support.commands import invoke
 from support.ledger_samples import finish, make_turn
 from support.migrated import new_database
 
-from turnwise.commands.cli import main
 from turnwise.store import ledger
 from turnwise.store.database import Database
 from turnwise.store.session_filter import SessionFilter
@@ -46,7 +45,7 @@ def captured(tmp_path: Path) -> Database:
 
 
 def export(tmp_path: Path, *arguments: str) -> str:
-    result = CliRunner().invoke(main, ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", *arguments])
+    result = invoke("export", "--database", f"sqlite:///{tmp_path}/turnwise.db", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -62,7 +61,7 @@ def run_import(
     if isinstance(lines, list):
         file.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
     command = ["import", str(file), "--format", format_name, "--tokenizer", str(model), "--json"]
-    result = CliRunner().invoke(main, [*command, "--database", f"sqlite:///{tmp_path}/turnwise.db", *options])
+    result = invoke(*command, "--database", f"sqlite:///{tmp_path}/turnwise.db", *options)
     assert result.exit_code == status, result.output
     return json.loads(result.stdout or json.dumps({"error": result.stderr}))
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from compose import compose_file
 from compose.compose_file import COMPOSE_FILE, ROOT, Service
+from support.commands import invoke
 
-from turnwise.commands.cli import main
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
 from turnwise.engine_plugin.__main__ import write_plugin
 from turnwise.processes.engine_command import EngineSettings, build_command
@@ -226,7 +225,7 @@ def test_the_commands_are_commands_of_this_release(profile: str, name: str, monk
         str(ROOT / mounted[word]) if word.endswith(".toml") else word for word in shlex.split(service["command"])
     ]
     rehearsal = "--help" if name in {"secrets", "migrate"} else "--dry-run"
-    result = CliRunner().invoke(main, [*arguments, rehearsal])
+    result = invoke(*arguments, rehearsal)
     assert result.exit_code == 0, result.output
 
 

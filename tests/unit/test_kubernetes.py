@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from support.commands import invoke
 
-from turnwise.commands.cli import main
 from turnwise.processes.engine_command import EngineSettings, build_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +129,7 @@ def test_the_commands_are_commands_of_this_release(name: str, monkeypatch: pytes
             monkeypatch.setenv(variable["name"], "postgresql+psycopg://turnwise@postgres:5432/turnwise")
         arguments = [str(PLACE / "train.toml") if word.endswith(".toml") else word for word in container["args"]]
         rehearsal = "--help" if container["name"] == "migrate" else "--dry-run"
-        result = CliRunner().invoke(main, [*arguments, rehearsal])
+        result = invoke(*arguments, rehearsal)
         assert result.exit_code == 0, result.output
 
 

@@ -7,9 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from support.commands import invoke
 
-from turnwise.commands.cli import main
 from turnwise.commands.init import HEAD, settings_file
 from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
 from turnwise.settings import Settings, field_docs, load_settings
@@ -60,13 +59,13 @@ def test_every_setting_is_in_the_file_with_its_description(text, section):
 def test_the_lora_example_at_its_head_is_a_valid_settings_file():
     example = "\n".join(line.removeprefix("#   ") for line in HEAD.splitlines() if line.startswith("#   "))
     Path("lora.toml").write_text(example)
-    result = CliRunner().invoke(main, ["up", "--dry-run", "--json", "--config", "lora.toml"])
+    result = invoke("up", "--dry-run", "--json", "--config", "lora.toml")
     assert result.exit_code == 0, result.output
     assert '"--max-lora-rank",\n      "16"' in result.output
 
 
 def test_the_short_file_has_twenty_lines_of_settings_that_exist():
-    short = CliRunner().invoke(main, ["init", "--output", "-"]).output
+    short = invoke("init", "--output", "-").output
     assert len(short.strip().splitlines()) <= 25
     Path("turnwise.toml").write_text(_with_all_defaults_set(short))
     for section in tomllib.loads(short):
@@ -76,14 +75,14 @@ def test_the_short_file_has_twenty_lines_of_settings_that_exist():
 @pytest.mark.parametrize("text", ["[proxyy]\nport = 1\n", "[up]\nport = 1\n\n[proxyy]\nport = 1\n"])
 def test_a_misspelt_section_is_an_error_with_the_right_name(text):
     Path("turnwise.toml").write_text(text)
-    result = CliRunner().invoke(main, ["up", "--dry-run"])
+    result = invoke("up", "--dry-run")
     assert (result.exit_code, "did you mean [proxy]?" in result.stderr) == (2, True)
 
 
 def test_init_writes_the_file_once_and_never_over_another():
-    assert CliRunner().invoke(main, ["init", "--all"]).exit_code == 0
+    assert invoke("init", "--all").exit_code == 0
     before = Path("turnwise.toml").read_text()
-    again = CliRunner().invoke(main, ["init", "--all"])
+    again = invoke("init", "--all")
     assert (again.exit_code, "exists" in again.stderr) == (2, True)
     assert Path("turnwise.toml").read_text() == before
-    assert CliRunner().invoke(main, ["init", "--all", "--output", "-"]).output.strip() == before.strip()
+    assert invoke("init", "--all", "--output", "-").output.strip() == before.strip()

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import peft
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import invoke
 from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
-from turnwise.commands.cli import main
 from turnwise.store import policies, serving, versions
 from turnwise.types import PolicyKind, PolicyVersion
 
@@ -32,12 +31,8 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return url
 
 
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
-
-
 def test_versions_are_listed_with_reward_pin_and_files(url):
-    listed = json.loads(_run("policies", "--database", url, "--json").output)
+    listed = json.loads(invoke("policies", "--database", url, "--json").output)
     rows = [(each["version"], each["status"], each["on_disk"], each["pinned"], each["reward_mean"]) for each in listed]
     assert rows == [
         (2, "active", True, False, 0.5),
@@ -47,31 +42,31 @@ def test_versions_are_listed_with_reward_pin_and_files(url):
 
 
 def test_a_version_is_pinned_and_unpinned(url):
-    assert "Version 0 is pinned" in _run("policies", "activate", "0", "--database", url).output
-    assert [each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output)] == [
+    assert "Version 0 is pinned" in invoke("policies", "activate", "0", "--database", url).output
+    assert [each["pinned"] for each in json.loads(invoke("policies", "--database", url, "--json").output)] == [
         False,
         False,
         True,
     ]
-    assert "newest version: 2" in _run("policies", "follow", "--database", url).output
-    assert not any(each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output))
+    assert "newest version: 2" in invoke("policies", "follow", "--database", url).output
+    assert not any(each["pinned"] for each in json.loads(invoke("policies", "--database", url, "--json").output))
 
 
 def test_a_version_without_files_is_refused_with_a_list_of_those_with_files(url):
-    result = _run("policies", "activate", "1", "--database", url)
+    result = invoke("policies", "activate", "1", "--database", url)
     assert result.exit_code == 2
     assert re.search(r"Version 1's files no longer exist .* Choose one of: 0, 2\.", result.stderr)
-    assert not any(each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output))
+    assert not any(each["pinned"] for each in json.loads(invoke("policies", "--database", url, "--json").output))
 
 
 def test_an_unknown_version_is_a_usage_error(url):
-    result = _run("policies", "activate", "9", "--database", url)
+    result = invoke("policies", "activate", "9", "--database", url)
     assert (result.exit_code, "no policy version 9" in result.stderr) == (2, True)
 
 
 def test_before_any_training_there_are_no_updates(url):
-    assert json.loads(_run("updates", "--database", url, "--json").output) == []
-    assert _run("updates", "--database", url).output.startswith("update_id")
+    assert json.loads(invoke("updates", "--database", url, "--json").output) == []
+    assert invoke("updates", "--database", url).output.startswith("update_id")
 
 
 def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
@@ -79,45 +74,45 @@ def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
     at = ("--database", url)
     assert (
         "is there. Make a key: turnwise keys create --policy support"
-        in _run("policies", "create", "support", *at).output
+        in invoke("policies", "create", "support", *at).output
     )
-    assert "exists already; nothing has changed" in _run("policies", "create", "support", *at).output
-    assert "--policy sales --tenant b\n" in _run("policies", "create", "sales", "--tenant", "b", *at).output
-    assert "`turnwise policies list`" in _run("policies", "archive", "suport", *at).stderr
+    assert "exists already; nothing has changed" in invoke("policies", "create", "support", *at).output
+    assert "--policy sales --tenant b\n" in invoke("policies", "create", "sales", "--tenant", "b", *at).output
+    assert "`turnwise policies list`" in invoke("policies", "archive", "suport", *at).stderr
     follow = ("policies", "follow", "--policy", "support", *at)
-    assert _run(*follow).output == "No version is published yet.\n"
+    assert invoke(*follow).output == "No version is published yet.\n"
     with writing(url) as conn:
         policy_id = policies.find_policy(conn, "default", "support").policy_id
         for version in (1, 2):
             adapter = PolicyVersion(version=version, policy_id=policy_id, path=str(tmp_path), kind=PolicyKind.LORA)
             versions.publish_version(conn, adapter)
-    assert json.loads(_run("keys", "create", "--policy", "support", *at, "--json").output)["policy"] == "support"
-    _run("policies", "activate", "1", *at)
-    listed = json.loads(_run("policies", *at, "--json").output)
+    assert json.loads(invoke("keys", "create", "--policy", "support", *at, "--json").output)["policy"] == "support"
+    invoke("policies", "activate", "1", *at)
+    listed = json.loads(invoke("policies", *at, "--json").output)
     assert [(each["policy"], each["version"], each["pinned"]) for each in listed] == [
         ("support", 2, False),
         ("support", 1, True),
     ]
-    assert "newest version: 2" in _run(*follow).output
+    assert "newest version: 2" in invoke(*follow).output
 
 
 def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_loads(tmp_path):
     url = migrated(f"sqlite:///{tmp_path}/t.db")
     at = ("--database", url)
-    _run("policies", "create", "support", *at)
+    invoke("policies", "create", "support", *at)
     adapter = write_adapter(tmp_path / "v000001")
     with writing(url) as conn:
         policy_id = policies.find_policy(conn, "default", "support").policy_id
         versions.publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
-    listed = json.loads(_run("policies", "list", *at, "--json").output)
+    listed = json.loads(invoke("policies", "list", *at, "--json").output)
     summaries = {each["name"]: each["summary"] for each in listed}
     assert (summaries["support"]["num_versions"], summaries["default"]["num_versions"]) == (1, 0)
     assert summaries["support"]["num_bytes"] == sum(each.stat().st_size for each in adapter.iterdir())
-    assert _run("policies", "list", *at).output.startswith("tenant")
+    assert invoke("policies", "list", *at).output.startswith("tenant")
     exported = tmp_path / "exported"
-    assert "no served version yet" in _run("policies", "export", "support", str(exported), *at).stderr
-    assert _run("policies", "export", "support@1", str(exported), *at).exit_code == 0
-    assert "is not empty" in _run("policies", "export", "support@1", str(exported), *at).stderr
+    assert "no served version yet" in invoke("policies", "export", "support", str(exported), *at).stderr
+    assert invoke("policies", "export", "support@1", str(exported), *at).exit_code == 0
+    assert "is not empty" in invoke("policies", "export", "support@1", str(exported), *at).stderr
     weights = peft.utils.load_peft_weights(str(exported), device="cpu")
     assert peft.PeftConfig.from_pretrained(str(exported)).peft_type == peft.PeftType.LORA
     assert weights.keys() == peft.utils.load_peft_weights(str(adapter), device="cpu").keys()

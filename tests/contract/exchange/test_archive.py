@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from click.testing import CliRunner
+from support.commands import invoke
 from support.ledger_samples import add_session, finish
 from support.migrated import migrated, new_database
 
 from trainer.pacing import SourceRule
 from trainer.source import LedgerSource
-from turnwise.commands.cli import main
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
 from turnwise.store import ledger, retention, serving, versions
@@ -178,7 +177,7 @@ def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(databa
 
 
 def run(*arguments: str) -> str:
-    done = CliRunner().invoke(main, list(arguments))
+    done = invoke(*arguments)
     assert done.exit_code == 0, done.output
     return done.stdout
 

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from support.commands import invoke
 from support.exchanged import CONVERSATION, HELLO, TOOLS, export, install_format, records, run_import
 from support.ledger_samples import add_session, finish
 from support.migrated import new_database
 from turnwise_fake_engine import running_fake_engine, tokens
 
 from turnwise.chains import is_imported, is_trainable
-from turnwise.commands.cli import main
 from turnwise.exchange import plugins
 from turnwise.store import claims, experiences, policies
 from turnwise.store.database import Database
@@ -269,7 +268,7 @@ def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Pat
     report = run_import(tmp_path, model, [HELLO], "openai", "--dry-run")
     assert report["sessions"] == 1
     command = ["import", str(tmp_path / "file.jsonl"), "--format", "openai", "--tokenizer", str(model), "--dry-run"]
-    result = CliRunner().invoke(main, [*command, "--database", f"sqlite:///{tmp_path}/turnwise.db"])
+    result = invoke(*command, "--database", f"sqlite:///{tmp_path}/turnwise.db")
     assert "would be stored" in result.stdout
     assert records(database) == []
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from support import trainer_ledger
+from support.commands import invoke
 from support.tiny_models import load_model, logprobs_of, make_model
 from support.trainer_ledger import settings_for
 from turnwise_fake_engine import tokens
 
-from turnwise.commands.cli import main
 from turnwise.store import claims
 from turnwise.store.database import Database
 
@@ -35,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def import_lines(tmp_path: Path, model: Path, lines: list[dict]) -> None:
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["import", str(tmp_path / "lines.jsonl"), "--format", "openai", "--tokenizer", str(model)]
-    result = CliRunner().invoke(main, [*command, "--database", f"sqlite:///{tmp_path / 'ledger.db'}"])
+    result = invoke(*command, "--database", f"sqlite:///{tmp_path / 'ledger.db'}")
     assert result.exit_code == 0, result.output
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from click.testing import CliRunner
+from support.commands import verify
 from support.ledger_samples import add_session, finish, update_record
 
-from turnwise.commands.cli import main
 from turnwise.store import claims
 from turnwise.store.database import Database
 from turnwise.store.tables import policy_versions, rewards, trained_sessions, turns, updates
@@ -42,10 +41,8 @@ def trained(database: Database, tmp_path: Path) -> Database:
 
 
 def check(database: Database, database_url: str) -> tuple[int, Json]:
-    """Run `turnwise verify`; return its exit status and its report."""
     database.close()
-    result = CliRunner().invoke(main, ["verify", "--database", database_url, "--json"])
-    return result.exit_code, json.loads(result.stdout)
+    return verify(database_url)
 
 
 def test_a_sound_ledger_has_no_mismatch(trained: Database, database_url: str) -> None:

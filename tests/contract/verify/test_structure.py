@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from click.testing import CliRunner
+from support.commands import invoke, verify
 from support.ledger_samples import add_session
 from support.migrated import new_database
 from turnwise_fake_engine import running_fake_engine
 
-from turnwise.commands.cli import main
 from turnwise.store.database import Database
 from turnwise.store.serving import activate_version
 from turnwise.store.tables import sessions, turns
@@ -40,15 +39,13 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-def verify(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
-    command = ["verify", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--json", *arguments]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code in (0, 1), result.output
-    return result.exit_code, json.loads(result.stdout)
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/turnwise.db"
 
 
-def test_a_sound_database_has_no_mismatch(database: Database, tmp_path: Path) -> None:
-    status, report = verify(tmp_path)
+def test_a_sound_database_has_no_mismatch(database: Database, url: str) -> None:
+    status, report = verify(url)
     assert (status, report["num_mismatches"]) == (0, 0)
     assert report["checked"] == {
         "weights files": 1,
@@ -76,80 +73,79 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("values", "field", "problem"), FAULTS.values(), ids=FAULTS.keys())
-def test_a_changed_turn_is_named(values: dict, field: str, problem: str, database: Database, tmp_path: Path) -> None:
+def test_a_changed_turn_is_named(values: dict, field: str, problem: str, database: Database, url: str) -> None:
     with database.write() as connection:
         connection.execute(sa.update(turns).where(turns.c.turn_id == "s-t2").values(**values))
-    status, report = verify(tmp_path)
+    status, report = verify(url)
     assert status == 1
     first = report["mismatches"][0]
     assert first["place"] == f"session 's' turn 's-t2' {field}"
     assert problem in first["problem"]
 
 
-def test_a_turn_in_which_an_older_version_was_activated_is_sound(database: Database, tmp_path: Path) -> None:
+def test_a_turn_in_which_an_older_version_was_activated_is_sound(database: Database, url: str) -> None:
     """A roll back under a running call: version 2 sampled its first token and version 1 its last one."""
     with database.write() as connection:
         changed = sa.update(turns).where(turns.c.turn_id == "s-t2")
         connection.execute(changed.values(policy_version_first=2, policy_version_last=1))
-    assert verify(tmp_path)[1]["mismatches"][0]["problem"] == "2 > last, 1"
+    assert verify(url)[1]["mismatches"][0]["problem"] == "2 > last, 1"
     with database.write() as connection:
         activate_version(connection, 1)
-    problems = verify(tmp_path)[1]["mismatches"]
+    problems = verify(url)[1]["mismatches"]
     assert [each["place"] for each in problems if each["check"] == "structure"] == []
 
 
-def test_a_missing_turn_is_named(database: Database, tmp_path: Path) -> None:
+def test_a_missing_turn_is_named(database: Database, url: str) -> None:
     with database.write() as connection:
         connection.execute(sa.delete(turns).where(turns.c.turn_id == "s-t3"))
-    status, report = verify(tmp_path)
+    status, report = verify(url)
     assert status == 1
     assert report["mismatches"] == [
         {"check": "structure", "place": "session 's' num_turns", "problem": "3 recorded, 2 turns stored"}
     ]
 
 
-def test_a_changed_weights_file_is_named(database: Database, tmp_path: Path) -> None:
+def test_a_changed_weights_file_is_named(database: Database, tmp_path: Path, url: str) -> None:
     file = tmp_path / "v000001" / "model.safetensors"
     file.write_bytes(b"Weights")
-    status, report = verify(tmp_path)
+    status, report = verify(url)
     assert status == 1
     assert [mismatch["place"] for mismatch in report["mismatches"]] == [str(file)]
 
 
-def test_a_pruned_version_is_reported_as_not_checked(database: Database, tmp_path: Path) -> None:
+def test_a_pruned_version_is_reported_as_not_checked(database: Database, tmp_path: Path, url: str) -> None:
     with database.write() as connection:
         publish_version(connection, PolicyVersion(version=2, path=str(tmp_path / "v000002")))
-    status, report = verify(tmp_path)
+    status, report = verify(url)
     assert status == 0
     assert report["not_checked"] == {"policy versions whose files are gone": 1}
 
 
-def test_a_filter_limits_the_checked_turns(database: Database, tmp_path: Path) -> None:
+def test_a_filter_limits_the_checked_turns(database: Database, url: str) -> None:
     with database.write() as connection:
         connection.execute(sa.update(sessions).where(sessions.c.session_id == "other").values(num_turns=9))
-    assert verify(tmp_path, "--session-id", "s")[0] == 0
-    assert verify(tmp_path, "--session-id", "other")[0] == 1
-    assert verify(tmp_path, "--session-id", "unknown")[1]["checked"] == {"weights files": 1, "sessions": 0}
+    assert verify(url, "--session-id", "s")[0] == 0
+    assert verify(url, "--session-id", "other")[0] == 1
+    assert verify(url, "--session-id", "unknown")[1]["checked"] == {"weights files": 1, "sessions": 0}
 
 
 def test_turns_are_recomputed_under_the_version_of_the_engines_directory_or_of_one_near_it(
-    database: Database, tmp_path: Path
+    database: Database, tmp_path: Path, url: str
 ) -> None:
     """The turns are of version 0. The engine was started with the directory of version 1, and no proxy loaded it."""
     with running_fake_engine() as engine:
         engine.state.model_path = str(tmp_path / "v000001")
         arguments = ("--engine", engine.url, "--tolerance", "100")
         reason = "sampled under version 0, the engine serves 1"
-        assert verify(tmp_path, *arguments)[1]["not_checked"] == {reason: 6}
-        status, report = verify(tmp_path, *arguments, "--version-distance", "1")
+        assert verify(url, *arguments)[1]["not_checked"] == {reason: 6}
+        status, report = verify(url, *arguments, "--version-distance", "1")
     assert (status, report["not_checked"]) == (0, {})
     checked = report["checked"]
     assert (checked["turns with logprobs recomputed"], checked["of these under another version"]) == (6, 6)
 
 
-def test_an_unreachable_engine_is_reported_in_one_sentence(database: Database, tmp_path: Path) -> None:
-    command = ["verify", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--engine", "http://127.0.0.1:1"]
-    result = CliRunner().invoke(main, command)
+def test_an_unreachable_engine_is_reported_in_one_sentence(database: Database, url: str) -> None:
+    result = invoke("verify", "--database", url, "--engine", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert "cannot be reached" in result.stderr
     assert "Traceback" not in result.stderr

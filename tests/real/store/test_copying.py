@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from click.testing import CliRunner
+from support.commands import invoke
 from support.exchanged import captured
 from support.ledger_samples import add_session, finish
 
-from turnwise.commands.cli import main
 from turnwise.errors import StoreError
 from turnwise.store import copying, keys, queries, versions
 from turnwise.store.database import Database
@@ -36,7 +35,7 @@ def test_a_copy_has_every_row_is_resumed_and_numbers_its_next_rows_after_them(
     with source.read() as conn:  # an interrupted copy
         copying._copy_table(conn, target, sessions.metadata.tables["groups"])
     for _ in range(2):
-        result = CliRunner().invoke(main, command)
+        result = invoke(*command)
         assert result.exit_code == 0, result.output
     with source.read() as conn, target.read() as other:
         assert queries.counts(other) == queries.counts(conn)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from peft import PeftModel
 from safetensors.torch import load_file
 from support import trainer_ledger
+from support.commands import invoke
 from support.ledger_samples import groups_by_status
 from support.migrated import new_database
 from support.tiny_models import load_model
@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from trainer import policies as trained_policies
 from trainer.update import Updates
-from turnwise.commands.cli import main
 from turnwise.errors import Conflict, EngineDisagrees
 from turnwise.store import policies, serving, trained, versions
 from turnwise.store.trainer_status import TrainerState, trainer_statuses
@@ -111,7 +110,7 @@ def test_an_exported_version_loads_in_peft_alone_and_merged_in_transformers_alon
         ["export", "own", str(merged), "--merge"],
         ["create", "brought", "--adapter", str(exported)],
     ):
-        done = CliRunner().invoke(main, ["policies", *arguments, *place])
+        done = invoke("policies", *arguments, *place)
         assert done.exit_code == 0, done.output
     ids = torch.arange(8)[None]
     whole, base = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (merged, model))

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from support.commands import invoke
 from support.exchanged import CALL, TOOLS, captured, export, lines_of
 from support.ledger_samples import add_session, finish, make_turn
 from support.migrated import new_database
 
-from turnwise.commands.cli import main
 from turnwise.exchange import plugins
 from turnwise.store import ledger
 from turnwise.store.database import Database
@@ -88,9 +87,7 @@ def test_a_data_set_directory_is_read_by_the_datasets_library(database: Database
 
 
 def test_a_binary_format_requires_an_output_path(database: Database, tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        main, ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", "parquet"]
-    )
+    result = invoke("export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", "parquet")
     assert result.exit_code == 2
     assert "--output" in result.stderr
 
@@ -112,7 +109,7 @@ def test_a_format_that_is_not_installed_names_its_package_or_the_formats(databas
         if name in plugins.installed(plugins.EXPORTS):
             continue
         command = ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", name]
-        result = CliRunner().invoke(main, command)
+        result = invoke(*command)
         assert result.exit_code == 2
         assert expected in result.stderr
-    assert "openai" in CliRunner().invoke(main, ["export", "--format", "list"]).stdout.split()
+    assert "openai" in invoke("export", "--format", "list").stdout.split()

@@ -7,12 +7,11 @@ import types
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.commands import invoke
 from support.tiny_models import load_model
 
 from trainer.policy.model import Policy, PolicySpec
 from trainer.publish.merge import merge_adapter
-from turnwise.commands.cli import main
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.version_directory import write_manifest
 
@@ -50,17 +49,17 @@ def test_a_merged_head_leaves_the_embeddings_to_which_it_was_tied(tmp_path):
 
 def test_a_merged_adapter_gives_the_logits_of_the_policy(tmp_path, version, model):
     directory, policy = version
-    done = CliRunner().invoke(main, ["policies", "merge", str(directory), str(tmp_path / "merged")])
+    done = invoke("policies", "merge", str(directory), str(tmp_path / "merged"))
     assert done.exit_code == 0, done.output
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
         merged = load_model(tmp_path / "merged")(ids).logits
         torch.testing.assert_close(merged, policy.model(ids).logits, atol=1e-5, rtol=0)
         assert (merged - load_model(model)(ids).logits).abs().max() > 1e-3
-    again = CliRunner().invoke(main, ["policies", "merge", str(directory), str(tmp_path / "merged")])
+    again = invoke("policies", "merge", str(directory), str(tmp_path / "merged"))
     assert "is not empty: name a new directory" in again.output
     write_manifest(tmp_path / "merged", {"version": 8, "kind": "full"})
-    whole = CliRunner().invoke(main, ["policies", "merge", str(tmp_path / "merged"), str(tmp_path / "other")])
+    whole = invoke("policies", "merge", str(tmp_path / "merged"), str(tmp_path / "other"))
     assert "is no version of kind 'lora' but 'full'" in whole.output
 
 
@@ -79,10 +78,9 @@ def test_a_merged_model_is_uploaded_to_a_private_repository(tmp_path, version, m
     hub = types.ModuleType("huggingface_hub")
     hub.HfApi = HfApi
     destination = tmp_path / "merged"
-    runner = CliRunner()
-    assert runner.invoke(main, ["policies", "merge", str(version[0]), str(tmp_path / "first")]).exit_code == 0
+    assert invoke("policies", "merge", str(version[0]), str(tmp_path / "first")).exit_code == 0
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    done = runner.invoke(main, ["policies", "merge", str(version[0]), str(destination), "--push", "me/model"])
+    done = invoke("policies", "merge", str(version[0]), str(destination), "--push", "me/model")
     assert "Uploaded to https://hub.test/me/model." in done.output
     assert calls == [
         ("me/model", {"private": True, "exist_ok": True}),
