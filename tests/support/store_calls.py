@@ -117,7 +117,9 @@ def _archive(conn: sa.Connection) -> None:
 
 
 def _base(conn: sa.Connection) -> None:
-    """Bind an empty store to a model, and one that another release has bound."""
+    """Publish a first version by hand; bind an empty store to a model, and one that another release has bound."""
+    conn.execute(sa.delete(tables.policy_versions).where(tables.policy_versions.c.version >= 0))
+    versions.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
     conn.execute(sa.delete(tables.policy_versions).where(tables.policy_versions.c.version >= 0))
     base = PolicyVersion(version=0, path="/no/model")
     versions.adopt_base(conn, base)

@@ -104,7 +104,7 @@ def sessions_of_conversation(
 
 
 def newest_generation(conn: sa.Connection, tenant: str, prefix: str) -> int:
-    """Return the number of the newest session that continues an id: `prefix2` to this one exist; 1 if there is none."""
+    """Return the highest number of the sessions `PREFIX2`, `PREFIX3` and so on that continue an id; 1 without any."""
     numbers = sa.select(sa.literal(1).label("number")).cte("numbers", recursive=True)
     following = sa.literal(prefix) + sa.cast(numbers.c.number + 1, sa.Text)
     is_stored = sa.exists().where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == following)

@@ -115,7 +115,7 @@ def publish_next(
     if version is None:
         highest = highest_version(conn)
         is_first = highest is None and policy_id == DEFAULT_POLICY
-        has_sampled = is_first and conn.execute(sa.select(turns.c.turn_id).limit(1)).first() is not None
+        has_sampled = is_first and conn.execute(sa.select(sa.func.min(turns.c.turn_id))).scalar_one() is not None
         version = 0 if is_first and not has_sampled else (highest or 0) + 1
     publish_version(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
     return get_version(conn, version)
