@@ -24,9 +24,11 @@ from pydantic import SecretStr
 from proxy.http.asgi import joined
 
 STALE_SECONDS = 1.0
-"""A reused connection that closes without data so soon after a request was closed before the request arrived."""
+"""If a reused connection closes within this time after a request and without data, it is taken for one that the server
+had closed before the request arrived, and the request is sent again."""
 OVERDUE_SECONDS = 0.05
-"""How long a server that was silent for too long is still listened to, because this process may have been stopped."""
+"""How long an answer is still awaited after the limit of silence: if this process was stopped meanwhile (SIGSTOP), data
+may have arrived that it has not read yet."""
 IDLE_SECONDS = 15.0
 """How long an idle connection may be reused; a network device in between may have dropped an older one."""
 BUFFERED_BYTES = 1 << 20

@@ -136,7 +136,7 @@ class EngineKind(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def says_it_takes_no_weights(refused: EngineRefused) -> bool:
-        """Return whether it refused weights from memory for a reason that only a restart changes."""
+        """Return whether the refusal means that it takes no weights from memory until it is restarted."""
 
     @abc.abstractmethod
     async def write_label(self, label: str) -> None:

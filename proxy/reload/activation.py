@@ -141,18 +141,18 @@ class Activation:
         """
         is_adapter = target.kind is PolicyKind.LORA
         engines = self.without_held_out(self._holdout_after(target), target)
-        behind = [engine for engine in engines if is_adapter or not serves(engine, target)]
-        is_proven = len(behind) < len(engines) or (active is not None and active.version == target.version)
+        lacking = [engine for engine in engines if is_adapter or not serves(engine, target)]
+        is_proven = len(lacking) < len(engines) or (active is not None and active.version == target.version)
         seconds = 0.0
-        if behind:
-            await self.loader.check(target, behind[0])
-        if behind and not is_proven:
-            first = behind.pop(0)
+        if lacking:
+            await self.loader.check(target, lacking[0])
+        if lacking and not is_proven:
+            first = lacking.pop(0)
             seconds = await self.loader.exchange(first, target, active or first.own_model)
         outcomes = await asyncio.gather(
-            *(self.loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
+            *(self.loader.exchange(engine, target, None) for engine in lacking), return_exceptions=True
         )
-        for engine, outcome in zip(behind, outcomes, strict=True):
+        for engine, outcome in zip(lacking, outcomes, strict=True):
             if isinstance(outcome, BadCheckpoint | EngineError):
                 if self.policy_id == DEFAULT_POLICY:
                     engine.take_out(outcome)

@@ -76,7 +76,7 @@ class Arms(Activation):
         if canary is not None and active is not None:
             return functools.partial(self._judge, canary, active) if now - self._judged_at >= JUDGE_SECONDS else None
         if active is None or target.version != active.version:
-            if active is not None and state.pinned is None and self.is_wanted(target, active):
+            if active is not None and state.pinned is None and self.needs_trial(target, active):
                 return functools.partial(self.begin, target, active)
             return functools.partial(self.serve, target, active)
         is_served = self.is_served(target)
@@ -113,8 +113,8 @@ class Arms(Activation):
         if not self.is_served(active):
             await self.serve(active, active)
 
-    def is_wanted(self, target: PolicyVersion, active: PolicyVersion) -> bool:
-        """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""
+    def needs_trial(self, target: PolicyVersion, active: PolicyVersion) -> bool:
+        """Return whether a version is tried first: it is newer than the active one, and there is an engine for it."""
         if not self.settings.canary_share or target.version <= active.version:
             return False
         return not self._lacks_engine(target)
@@ -124,7 +124,7 @@ class Arms(Activation):
         return version.kind is PolicyKind.FULL and len(engines) < MIN_ENGINES
 
     def note_engines(self, version: PolicyVersion | None) -> None:
-        """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
+        """Forget what the trial waited for if it has its engines, or has ended; another process may have driven it."""
         if version is None or not self._lacks_engine(version):
             self._lacks_engine_since = self.waits_for = None
 

@@ -24,10 +24,10 @@ from turnwise.version_directory import (
     weight_files,
 )
 
-TIED = "lm_head.weight"
-"""Optional where a model's output weights are its input embeddings: some writers include it."""
+HEAD = "lm_head.weight"
+"""Name of the output head. Where it is tied to the input embeddings, some writers leave it out."""
 EMBEDDINGS = "embed_tokens.weight"
-"""The end of their name."""
+"""End of the name of the input embeddings."""
 
 
 def check_headers(path: str, kind: PolicyKind, model_path: str | None = None) -> None:
@@ -134,7 +134,7 @@ def _check_same_architecture(directory: Path, config: dict[str, Any], served: di
 
 
 def _check_same_tensors(directory: Path, tensors: dict[str, Tensor], served: dict[str, Tensor], *, tied: bool) -> None:
-    optional = {TIED} if tied else set()
+    optional = {HEAD} if tied else set()
     if missing := served.keys() - tensors.keys() - optional:
         raise BadCheckpoint(f"{directory} lacks {len(missing)} tensors of the served model, such as {min(missing)!r}")
     if strange := tensors.keys() - served.keys() - optional:
@@ -162,7 +162,7 @@ def _check_adapter(directory: Path, served: Path | None) -> None:
     base = {} if served is None else _tensors(served)
     embeddings = next((tensor for name, tensor in base.items() if name.endswith(EMBEDDINGS)), None)
     if served is not None and embeddings and read_json(served / MODEL_CONFIG).get("tie_word_embeddings"):
-        base.setdefault(TIED, embeddings)
+        base.setdefault(HEAD, embeddings)
     for name, tensor in tensors.items():
         _check_adapter_tensor(directory, name, tensor, base)
 

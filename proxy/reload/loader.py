@@ -128,9 +128,9 @@ class Loader:
     async def load(self, engine: Engine, version: PolicyVersion, received: Offer | None = None) -> float:
         """Load a version, which the engine has received or reads; return how long it was paused, seconds.
 
-        An adapter is loaded beside what the engine serves, which changes only if that is not the model under it. What
-        was loaded and not verified keeps no name: otherwise it would be served as the version when the engine is
-        admitted again.
+        An adapter is loaded beside what the engine serves, which changes only if that is not the model under it. If the
+        check of what was loaded fails, the adapter is unloaded, or the label removed: otherwise the engine would be
+        admitted again with it.
 
         Raises:
             EngineError: it is not known what the engine serves now.

@@ -73,7 +73,7 @@ class Writer:
         self._waiting: dict[int, _Waiting] = {}
         """Jobs by their numbers, oldest first."""
         self.slices = asyncio.Lock()
-        """Held while one slice of a long change is written, so that many such changes delay other writes like one."""
+        """Held while one slice of a long change is written: several of them at once delay other writes as one does."""
         self.has_deleted = asyncio.Event()
         """Set when sessions were deleted whose rows are to be swept."""
         self._outgoing: list[bytes] = []
@@ -197,7 +197,7 @@ class Writer:
     async def check(self) -> None:
         """Check that the writing process answers and can open a transaction, and that the last turn was stored.
 
-        What this transaction would write on a full disk may fit into the log, so it is what calls write that counts.
+        On a full disk a transaction as small as this one may still succeed, so the last turn of a call counts too.
 
         Raises:
             StoreUnavailable: it does not, within `ANSWER_SECONDS`, or a turn could not be stored.

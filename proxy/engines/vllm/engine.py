@@ -170,7 +170,7 @@ class Vllm(Engine):
 
     @staticmethod
     def says_it_takes_no_weights(refused: EngineRefused) -> bool:
-        """Return whether it refused weights from memory because it was started without that."""
+        """Return whether the refusal means that it was started without weight transfers."""
         return refused.status in (404, 405) or any(words in str(refused) for words in LACKS_TRANSFERS)
 
     async def write_label(self, label: str) -> None:
