@@ -170,7 +170,7 @@ class Engine(EngineKind):
             try:
                 answer = await self._http.request("POST", path, body, headers)
             except NotConnected as error:
-                if not await self._wait_for_return(error):
+                if error.is_local or not await self._wait_for_return(error):
                     raise
                 answer = await self._http.request("POST", path, body, headers)
             if self.observe_head is not None:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import errno
 import math
 import socket
 import ssl
@@ -33,6 +34,8 @@ IDLE_SECONDS = 15.0
 """How long an idle connection may be reused; a network device in between may have dropped an older one."""
 BUFFERED_BYTES = 1 << 20
 """Bytes of an answer that are buffered for a slow reader before reading from the engine pauses."""
+NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+"""Errors of a process, or a machine, that has too many open files."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Longest answer of a control route."""
 
@@ -51,10 +54,12 @@ class AnswerTooLong(Disconnected):
 class NotConnected(Disconnected):
     """No connection could be opened; nothing was sent."""
 
-    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+    def __init__(self, message: str, number: int | None = None) -> None:
         super().__init__(message)
-        self.is_refused = is_refused
+        self.is_refused = number == errno.ECONNREFUSED
         """Whether the host answered that nothing listens on the port."""
+        self.is_local = number in NO_FILES
+        """Whether this process may open no further connection, which says nothing about the server."""
 
 
 class Answer:
@@ -214,8 +219,7 @@ class HttpClient:
         except TimeoutError as error:
             raise NotConnected(f"no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:  # an impossible host name is a ValueError
-            is_refused = isinstance(error, ConnectionRefusedError)
-            raise NotConnected(str(error) or type(error).__name__, is_refused=is_refused) from error
+            raise NotConnected(str(error) or type(error).__name__, getattr(error, "errno", None)) from error
         return connection
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.open_files import no_free_files
 from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
 
@@ -192,6 +193,18 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
             assert answer.status == 200
             await answer.read()
         engine.close()
+
+
+async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_and_leaves_the_engine_serving():
+    """The engine was taken out, and all calls waited for it."""
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    pool, _ = make_pool(60.0, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    engine = pool.engines[0]
+    engine.change(EngineState.READY)
+    with no_free_files(), pytest.raises(EngineUnavailable, match="Too many open files"):
+        await asyncio.wait_for(engine.post("/v1/chat/completions", b"{}", {}), 30)
+    assert engine.state is EngineState.READY
+    server.close()
 
 
 async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_serves():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 
 import pytest
 import uvloop
+from support.open_files import no_free_files
 
 from proxy.engines.http_client import BUFFERED_BYTES, AnswerTooLong, Disconnected, HttpClient, NotConnected
 
@@ -300,15 +300,8 @@ def test_a_connection_that_gets_no_open_file_fails_at_once_and_says_so() -> None
 
     async def connect() -> None:
         async with serving(answering(OK)) as (_, client):
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            lowest_free = os.dup(0)
-            os.close(lowest_free)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
-            try:
-                with pytest.raises(NotConnected, match="Too many open files"):
-                    await get(client)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            with no_free_files(), pytest.raises(NotConnected, match="Too many open files"):
+                await get(client)
             assert await get(client) == (200, b"ok")
 
     uvloop.run(connect())
