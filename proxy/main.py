@@ -28,7 +28,7 @@ from proxy.workers.parent import listening_sockets
 from proxy.workers.peers import Peers, WorkerReady, WorkerSetup
 from proxy.writer.frames import receive
 from proxy.writer.process import GC_ALLOCATIONS
-from turnwise.errors import SettingsError, TurnwiseError
+from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
@@ -78,26 +78,6 @@ def allow_open_files(num_calls: int) -> None:
             num_calls,
             needed,
         )
-
-
-def check_tls_files(settings: ProxySettings) -> None:
-    """Check that the proxy can serve HTTPS with the files of its settings, if there are any.
-
-    Raises:
-        SettingsError: a file is missing, is not PEM, or the key is of another certificate.
-    """
-    certificate, key = settings.tls_certificate, settings.tls_key
-    if certificate is None and key is None:
-        return
-    if certificate is None:
-        raise SettingsError(f"tls_key={str(key)!r} needs tls_certificate too; name a PEM file")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except OSError as error:  # an SSLError is one
-        files = [str(file) for file in (certificate, key) if file is not None]
-        raise SettingsError(
-            f"the TLS files {files} cannot be used: {error}; name PEM files of a certificate and its key"
-        ) from error
 
 
 class _Server(uvicorn.Server):
@@ -198,7 +178,8 @@ def _serve(settings: ProxySettings, peers: Peers, worker: WorkerSetup | None = N
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()  # modules are never garbage
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
-    check_tls_files(settings)
+    # uvicorn loads the files too, and would end with a traceback if they are wrong.
+    settings.load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "tls_certificate", "tls_key")
     server = _Server(settings, peers, worker)
     server.run(None if worker is None else listening_sockets(settings.host, settings.port))
     return 0 if server.started else 1

@@ -243,13 +243,31 @@ class ProxySettings(Settings):
             return None
         try:
             tls = ssl.create_default_context(cafile=self.engine_ca)
-            if self.engine_certificate is not None:
-                tls.load_cert_chain(self.engine_certificate, self.engine_certificate_key)
         except OSError as error:  # an SSLError is one
             raise SettingsError(
-                f"the engines' TLS files {[*map(str, files)]} cannot be used: {error}; name PEM files"
+                f"engine_ca={str(self.engine_ca)!r} cannot be used: {error}; name a PEM file"
             ) from error
+        self.load_certificate(tls, "engine_certificate", "engine_certificate_key")
         return tls
+
+    def load_certificate(self, tls: ssl.SSLContext, name: str, key_name: str) -> None:
+        """Load the certificate of a setting with the key of another one; neither may be set.
+
+        Raises:
+            SettingsError: a file is missing, is not PEM, or the key is of another certificate.
+        """
+        certificate, key = getattr(self, name), getattr(self, key_name)
+        if certificate is None:
+            if key is not None:
+                raise SettingsError(f"{key_name}={str(key)!r} needs {name} too; name a PEM file")
+            return
+        try:
+            tls.load_cert_chain(certificate, key)
+        except OSError as error:
+            files = f"{name}={str(certificate)!r}" + (f" with {key_name}={str(key)!r}" if key else "")
+            raise SettingsError(
+                f"{files} cannot be used: {error}; name PEM files of a certificate and its key"
+            ) from error
 
     def engine_client_options(self) -> dict[str, Any]:
         """Return the options with which an `httpx2.Client` calls engines as the proxy does.

@@ -27,7 +27,6 @@ class Bodies:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
-        self._num_bytes = 0
         self._of_key: collections.Counter[str] = collections.Counter()
         self._freed = asyncio.Event()
         """Set when bytes are given back, and replaced by another one."""
@@ -46,14 +45,12 @@ class Bodies:
             raise TooLarge(f"the request body has {num_bytes} bytes; the limit is {self._max_body_bytes}, send less")
         while not self._fits(key_id, num_bytes):
             await self._freed.wait()
-        self._num_bytes += num_bytes
         self._of_key[key_id] += num_bytes
         reserved = contextlib.ExitStack()
         reserved.callback(self._give_back, key_id, num_bytes)
         return reserved
 
     def _give_back(self, key_id: str, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
         self._of_key[key_id] -= num_bytes
         if not self._of_key[key_id]:
             del self._of_key[key_id]
@@ -61,6 +58,5 @@ class Bodies:
         freed.set()
 
     def _fits(self, key_id: str, num_bytes: int) -> bool:
-        of_key = self._of_key.get(key_id, 0)
-        is_in_key = of_key + num_bytes <= KEY_BODIES * self._max_body_bytes
-        return is_in_key and self._num_bytes + num_bytes <= ALL_BODIES * self._max_body_bytes
+        is_in_key = self._of_key[key_id] + num_bytes <= KEY_BODIES * self._max_body_bytes
+        return is_in_key and self._of_key.total() + num_bytes <= ALL_BODIES * self._max_body_bytes

@@ -23,7 +23,6 @@ from turnwise_fake_engine import RunningFakeEngine
 
 from proxy.engines.http_client import Access
 from proxy.engines.vllm.engine import Vllm
-from proxy.main import check_tls_files
 from proxy.settings import ProxySettings
 from turnwise.errors import EngineUnavailable, SettingsError
 from turnwise.store import keys
@@ -168,16 +167,20 @@ def test_clients_reach_the_proxy_over_tls(fake_engine, start_proxy, certificate,
     assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("names", [("tls_certificate", "tls_key"), ("engine_certificate", "engine_certificate_key")])
 @pytest.mark.parametrize("wrong", ["no certificate", "no such key", "not PEM"])
-def test_tls_files_that_cannot_be_used_are_named(certificate, tmp_path, wrong):
-    """The proxy ended with a traceback of the server's library."""
+def test_tls_files_that_cannot_be_used_are_named(certificate, tmp_path, wrong, names):
+    """Those of the proxy, and those that it presents to engines."""
     named, key = certificate[0], tmp_path / "wrong.pem"
     if wrong == "not PEM":
         key.write_text("no key")
-    files = {"tls_certificate": None if wrong == "no certificate" else named, "tls_key": key}
+    settings = ProxySettings(**dict(zip(names, (None if wrong == "no certificate" else named, key), strict=True)))
     with pytest.raises(SettingsError, match=r"name (a PEM file|PEM files)") as raised:
-        check_tls_files(ProxySettings(**files))
-    assert str(key) in str(raised.value)
+        settings.load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), *names)
+    assert f"{names[1]}={str(key)!r}" in str(raised.value)
+    if names[0] == "engine_certificate":
+        with pytest.raises(SettingsError, match=re.escape(str(raised.value))):
+            settings.engine_tls()
 
 
 def is_open(url: str, authority: Path) -> bool:
