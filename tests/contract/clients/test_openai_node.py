@@ -14,7 +14,6 @@ RUN_SECONDS = 60
 
 
 def test_openai_node_passes_every_check(proxy: RunningProxy, node_project: Path) -> None:
-    """Every check of the suite beside this file passes."""
     suite = shutil.copy(SUITE, node_project)
     done = subprocess.run(
         ["node", suite, proxy.v1], cwd=node_project, capture_output=True, text=True, timeout=RUN_SECONDS, check=False

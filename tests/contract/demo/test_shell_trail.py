@@ -42,7 +42,6 @@ def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):
 
 
 def test_the_commands_that_follow_each_boss_reach_the_answer_within_the_step_limit(tmp_path):
-    """Following each boss from the first person reaches the city that the reward asks for, within the step limit."""
     for index in range(NUM_TASKS):
         task = trail.make_task("eval", index, 0)
         shown_task = shell_trail.for_agent(task)

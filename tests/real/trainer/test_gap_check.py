@@ -16,7 +16,6 @@ from trainer import gap_check
 from turnwise.errors import EngineDisagrees
 from turnwise.store import ledger as ledger_of
 from turnwise.store import trained
-from turnwise.store.database import Database
 from turnwise.types import Reward
 
 
@@ -36,12 +35,6 @@ def play_stale(directory, model, *, version=1, gap=0.0, num_groups=3):
     rollouts.play("b", num_groups=num_groups - 1, seed=1)
     dataclasses.replace(rollouts, gap=gap).play("c", num_groups=1, seed=2)
     return ledger
-
-
-def drop_reasons(ledger: Database) -> dict[str, str]:
-    with ledger.read() as conn:
-        (newest, *_), _ = trained.list_updates(conn, "default")
-    return {group.group_id: group.reason for group in newest.groups if group.reason}
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 3])

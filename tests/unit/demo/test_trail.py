@@ -14,12 +14,8 @@ AGENT = Path(__file__).parents[3] / "examples" / "trail" / "agent.py"
 
 def follow_bosses(task: trail.TrailTask) -> tuple[str, int]:
     """Solve a task from its records; return the city and the number of lookups."""
-    name = task.question.split("from ")[1].split(".")[0]
-    lookups = 1
-    while "boss" in task.records[name]:
-        name = task.records[name]["boss"]
-        lookups += 1
-    return task.records[name]["city"], lookups
+    names = _names_on_the_trail(task)
+    return task.records[names[-1]]["city"], len(names)
 
 
 @pytest.mark.parametrize("index", range(50))

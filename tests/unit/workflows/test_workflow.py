@@ -291,7 +291,6 @@ def test_step_rewards_get_their_bonus_and_then_their_discount(gamma, bonus, expe
 
 
 def test_an_empty_episode_has_reward_zero_and_is_not_correct():
-    """No steps: reward 0, not correct."""
     made = workflow()
     made.reset({}, "t:0")
     episode = made.postprocess_episode(Episode(trajectories=[Trajectory()]))
