@@ -60,6 +60,16 @@ def restarted(start_proxy: StartProxy, proxy: RunningProxy, engine: RunningFakeE
 
 
 @pytest.fixture
+def proxy(empty_proxy: RunningProxy) -> RunningProxy:
+    return empty_proxy
+
+
+@pytest.fixture
+def fake_engine(shared_engine: RunningFakeEngine) -> RunningFakeEngine:
+    return shared_engine
+
+
+@pytest.fixture
 def two_keys(database_url: str) -> list[str]:
     with writing(database_url) as connection:
         return [keys.create_key(connection, "default", keys.KeyRole.AGENT, name)[1] for name in ("a", "b")]
@@ -201,11 +211,8 @@ def test_a_session_that_no_call_names_is_over_ten_minutes_after_its_reward(
     assert httpx2.get(counts).json()["groups"] == {"open": 3, "ready": 1}
 
 
-def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(proxy: RunningProxy):
     """Their second calls are concurrent. A third call with the same conversation is ambiguous: a new session."""
-    proxy = start_proxy(fake_engine.url)
     conversations = [played(proxy, [], "same") for _ in range(6)]
     with ThreadPoolExecutor(6) as agents:
         list(agents.map(lambda messages: played(proxy, messages, "on"), conversations))
@@ -216,10 +223,9 @@ def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(
 
 
 def test_a_first_call_that_is_repeated_after_an_error_stays_in_its_session(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+    fake_engine: RunningFakeEngine, proxy: RunningProxy
 ):
     """One repetition finds it: parallel rollouts, whose requests are equal, stay apart."""
-    proxy = start_proxy(fake_engine.url)
     fake_engine.fail_next(Fault(kind="status", status=429, count=2))
 
     def status(_: int) -> int:
@@ -253,9 +259,8 @@ def test_tool_call_ids_distinguish_equal_runs(fake_engine: RunningFakeEngine, st
     assert sorted(sessions_of(proxy).values()) == [["look", "a", "b"], ["look", "c"]]
 
 
-def test_a_handoff_stays_in_its_session_with_its_reason(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+def test_a_handoff_stays_in_its_session_with_its_reason(proxy: RunningProxy):
     """Another agent takes the conversation over: with another system message, and with other tools."""
-    proxy = start_proxy(fake_engine.url)
     messages = played(proxy, [{"role": "system", "content": "You sort."}], "one")
     messages = played(proxy, [{"role": "system", "content": "You help."}, *messages[1:]], "two")
     messages = played(proxy, messages, "three", TOOLS)
@@ -280,11 +285,10 @@ def test_equal_conversations_that_go_on_differently_stay_apart_where_no_turn_can
 
 
 def test_an_agent_that_cuts_its_history_stays_in_its_session_by_the_ids_of_its_calls(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+    fake_engine: RunningFakeEngine, proxy: RunningProxy
 ):
     """It drops its first messages. A call whose id two sessions sampled names none of them."""
     fake_engine.answer(Rule(contains="look", reply=Reply(tool_calls=[ToolCall(name="look_up", arguments={})])))
-    proxy = start_proxy(fake_engine.url)
     runs = [played(proxy, [], f"look at {name}", TOOLS) for name in ("the sky", "the sea")]
     cut = [
         [{"role": "user", "content": "Go on."}, run[-1], {"role": "tool", "tool_call_id": call_id, "content": "42"}]
