@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
-from turnwise.store.session_filter import is_session
-from turnwise.store.statements import insert_ignoring, is_among, last_assigned
-from turnwise.store.tables import feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
+from turnwise.store.statements import insert_ignoring, insert_new_rows, is_among, last_assigned
+from turnwise.store.tables import DELETED, feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.types import SessionStatus
 
 Row = Mapping[str, Any]
@@ -63,14 +62,19 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
         archived: Its rows.
     """
     row = archived.session
-    known = sa.select(sessions.c.session_pk).where(*is_session(row["tenant"], row["session_id"]))
-    if conn.execute(known).first() is not None:
+    inserted = insert_new_rows(conn, sessions, [{**_without(row, "session_pk"), "group_pk": None}], "session_pk")
+    if not inserted:
         return False
-    group_pk = None if archived.group is None else _join_group(conn, archived.group, row)
-    session_pk = conn.execute(
-        sa.insert(sessions).returning(sessions.c.session_pk),
-        {**_without(row, "session_pk"), "group_pk": group_pk},
-    ).scalar_one()
+    ((session_pk,),) = inserted
+    if archived.group is not None:
+        joined = sa.update(sessions).where(sessions.c.session_pk == session_pk)
+        conn.execute(joined.values(group_pk=_join_group(conn, archived.group, row)))
+    # After a deletion the turns of an earlier restoration wait for a sweep, and have these ids.
+    turn_ids = [turn["turn_id"] for turn in archived.others.get(turns.name, ())]
+    deleted = sa.select(sessions.c.session_pk).where(sessions.c.status == DELETED)
+    conn.execute(
+        sa.delete(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids), turns.c.session_pk.in_(deleted))
+    )
     for table_name, others in archived.others.items():
         key = "reward_id" if table_name == rewards.name else "session_pk"
         if others:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,28 @@ def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(
     assert archive.restore(database, tmp_path / "archive") == 2
     assert stored(database) == before
     assert archive.restore(database, tmp_path / "archive") == 0
+
+
+def test_a_session_is_restored_while_its_deleted_rows_wait_for_a_sweep(database: Database, tmp_path: Path) -> None:
+    """As after a `turnwise archive` that was killed between the deletion and the sweep."""
+    fill(database)
+    before = stored(database)
+    archive.archive(database, tmp_path, LATER)
+    archive.restore(database, tmp_path)
+    with database.write() as conn:
+        retention.delete_session(conn, "default", "a")
+    assert archive.restore(database, tmp_path) == 1
+    retention.delete_all(database, lambda _: retention.Deleted())
+    assert stored(database) == before
+
+
+def test_two_processes_may_restore_an_archive_at_once(database: Database, tmp_path: Path) -> None:
+    fill(database)
+    before = stored(database)
+    archive.archive(database, tmp_path, LATER)
+    with ThreadPoolExecutor(2) as processes:
+        assert sum(processes.map(archive.restore, [database] * 2, [tmp_path] * 2)) == 2
+    assert stored(database) == before
 
 
 def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_numbers(
