@@ -74,7 +74,8 @@ def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
     except ValueError:
         value = text
     pair = rows.dump({key: value})[1:-1]
-    return sa.or_(*(sessions.c.metadata.contains(pair + end, autoescape=True) for end in ",}"))
+    # Not LIKE: SQLite's ignores the case of ASCII letters.
+    return sa.or_(*(sa.func.replace(sessions.c.metadata, pair + end, "") != sessions.c.metadata for end in ",}"))
 
 
 def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Iterator[Sequence[rows.StoredRow]]:

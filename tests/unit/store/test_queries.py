@@ -170,6 +170,20 @@ def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> Non
         found(SessionFilter(), after="a")
 
 
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [("shop=a", ["low"]), ("shop=A", ["high"]), ("SHOP=a", []), ("n=1", ["low"]), ("n=10", ["high"]), ("shop=%", [])],
+)
+def test_a_pair_of_metadata_is_found_in_its_own_case_alone(
+    database: Database, condition: str, found: list[str]
+) -> None:
+    add_session(database, "low", metadata={"shop": "a", "n": 1})
+    add_session(database, "high", metadata={"n": 10, "shop": "A"})
+    with database.read() as connection:
+        sessions, _ = queries.sessions(connection, SessionFilter(metadata=condition))
+    assert [session.session_id for session in sessions] == found
+
+
 def test_experiences_are_those_of_ended_and_rewarded_sessions(forest: Database) -> None:
     def found(wanted: SessionFilter) -> list[str]:
         with forest.read() as connection:
