@@ -15,7 +15,7 @@ from proxy.auth import ACTION_OF_ROUTE
 from proxy.metrics import Metrics
 from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.openapi import describe
-from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, is_operator, page, update_json
+from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, is_operator, page, record_json
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise import installation
@@ -182,7 +182,8 @@ async def list_updates(
 ) -> Response:
     """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
     found, more = await services.database.fetch(trained.list_updates, principal.tenant, limit=limit, after=after)
-    return page(map(update_json, found), has_more=more)
+    rows = [{**record_json(each.update), "groups": each.groups, "sessions": each.sessions} for each in found]
+    return page(rows, has_more=more)
 
 
 @control.get("/updates/summaries", responses=describe_answer("UpdateSummaries"))

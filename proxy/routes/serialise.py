@@ -21,7 +21,6 @@ from turnwise.store.database import Connection
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TurnView
 from turnwise.store.tables import NO_TENANT
-from turnwise.store.trained import UpdateView
 from turnwise.types import Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 from turnwise.version_directory import on_disk
 
@@ -163,11 +162,6 @@ async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles
         while any(policy.version not in exist for policy in found):
             exist |= await files.read(("on disk", str(parent)), str(parent), read, seconds=PATIENCE_SECONDS)
     return exist
-
-
-def update_json(view: UpdateView) -> Json:
-    """Return an update as the API's JSON, with the groups and sessions of the caller's tenant."""
-    return {**record_json(view.update), "groups": view.groups, "sessions": view.sessions}
 
 
 def turn_json(view: TurnView) -> Json:

@@ -244,9 +244,9 @@ async def list_sessions(
         return found, summaries.summaries(connection, found.sessions) if summary else ()
 
     async with contextlib.nullcontext() if held.is_empty else services.searches:
-        found, said = await services.database.fetch(read)
+        found, summed_up = await services.database.fetch(read)
     rows = await sessions_json(found.sessions, services)
-    for row, own in zip(rows, said, strict=False):
+    for row, own in zip(rows, summed_up, strict=False):
         row["summary"] = own
     more = found.next_after is not None
     return page(rows, has_more=more, next_after=found.next_after, num_searched=found.num_searched)
@@ -306,13 +306,11 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
 @router.post("/sessions/{session_id}/end", responses=describe_answer("EndedSessionAnswer"))
 async def end_session(session_id: Id, services: Here, principal: Caller, ending: EndRequest | None = None) -> Response:
     """End a session; `training_note` in the answer says what it waits for until it is trained, or why it is not."""
-    said = ending or EndRequest()
-
-    reward = None
-    if said.reward is not None:
-        reward = Reward(session_id=session_id, tenant=principal.tenant, value=said.reward, written_by=principal.key_id)
+    given, reward = ending or EndRequest(), None
+    if given.reward is not None:
+        reward = Reward(session_id=session_id, tenant=principal.tenant, value=given.reward, written_by=principal.key_id)
     session = await services.writer.do(
-        ledger.end_session, principal.tenant, session_id, said.termination_reason, reward=reward
+        ledger.end_session, principal.tenant, session_id, given.termination_reason, reward=reward
     )
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
