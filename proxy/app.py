@@ -130,6 +130,4 @@ def _methods(request: Request) -> list[str]:
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:  # noqa: ARG001  uvicorn logs it
-    services_of(request).metrics.refused.labels("internal_error").inc()
-    message = "the proxy failed to serve this request; its log has the traceback, retry"
-    return answer(problems.body(message, "server_error", "internal_error"), status=500)
+    return await _answer_error(request, problems.UNEXPECTED)

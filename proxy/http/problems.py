@@ -33,6 +33,8 @@ STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
 """Class of error → HTTP status, OpenAI `type`, `code`; a subclass without an entry uses its base class's."""
 RETRYABLE = frozenset({429, 503})
 """Statuses that carry `Retry-After`."""
+UNEXPECTED = errors.TurnwiseError("the proxy failed to serve this request; its log has the traceback, retry")
+"""Answers an exception that is not an error of ours."""
 
 
 def lookup(error: errors.TurnwiseError) -> tuple[int, str, str]:

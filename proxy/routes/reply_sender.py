@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.http import problems
 from proxy.http.asgi import JSON, send_whole
-from turnwise.errors import StoreError, TurnwiseError
+from turnwise.errors import TurnwiseError
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -93,7 +93,7 @@ class ReplySender:
         """Report an error: as the status, or as the last event of a stream that has started. Log an unexpected one."""
         if not isinstance(error, TurnwiseError):
             log.error("a call failed with an unexpected error", exc_info=error)
-            error = StoreError("the proxy failed to serve this call; its log has the traceback, retry")
+            error = problems.UNEXPECTED
         status, body, headers = problems.answer(error)
         services.metrics.refused.labels(problems.code_of(error)).inc()
         if not self._started:

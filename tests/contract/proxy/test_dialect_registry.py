@@ -78,3 +78,5 @@ def test_an_unexpected_error_is_answered_in_the_shape_of_its_dialect_and_logged(
         assert (answer.status_code, "type" in answer.json()) == (500, path != "/v1/embeddings"), answer.text
         assert "its log has the traceback" in answer.json()["error"]["message"]
         assert caplog.text.count("RuntimeError: a defect") == number
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert 'turnwise_refused_total{code="internal_error"} 3.0' in client.get("/metrics").text
