@@ -46,6 +46,8 @@ from turnwise.version_directory import MANIFEST, base_version
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
+OWN_MODEL_SECONDS = 5.0
+"""How long a round waits for the digest of an engine's own model; a later round waits for the same read."""
 MAX_EXPORTED = 100
 """Named policies whose served version is a metric, the oldest ones: each has a label of its own."""
 LOST_SECONDS = 60.0
@@ -263,11 +265,17 @@ class Reloader:
 
         Raises:
             EngineUnsuitable: the database belongs to another model, and the check is strict.
+            FilesNotRead: its files are being read; call again.
         """
-        base = self._own_models.get(engine.model_path)
-        if base is None:
-            base = await asyncio.to_thread(base_version, engine.model_path)
-            is_published = (Path(base.path) / MANIFEST).exists()
+        path = engine.model_path
+        if path not in self._own_models:
+
+            def read() -> tuple[PolicyVersion, bool]:
+                found = base_version(path)
+                return found, (Path(found.path) / MANIFEST).exists()
+
+            key = "own model", path
+            base, is_published = await self._loader.files.read(key, path, read, seconds=OWN_MODEL_SECONDS)
             try:
                 if base.model_digest is not None and not is_published and self._settings.engine_check != "off":
                     await self._writer.do(versions.adopt_base, base)
@@ -275,8 +283,8 @@ class Reloader:
                 if self._settings.engine_check == "strict":
                     raise EngineUnsuitable(f"the engine at {engine.url}: {error}") from error
                 log.warning("the engine at %s: %s", engine.url, error)
-            self._own_models[engine.model_path] = base
-        engine.own_model = base
+            self._own_models[path] = base
+        engine.own_model = self._own_models[path]
 
     async def _restore(self, engine: Engine, active: PolicyVersion) -> None:
         """Load the active version whatever the engine has loaded, and resume sampling: the driver may have died."""

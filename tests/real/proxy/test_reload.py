@@ -21,7 +21,32 @@ from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
 from turnwise.store import leases, serving, trainer_status, versions
 from turnwise.store.database import Connection
-from turnwise.types import DEFAULT_POLICY, PolicyKind, Session
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
+from turnwise.version_directory import base_version
+
+
+async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds_up_no_round(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
+    """The proxy did not start, and the engines and policies were not looked at any more."""
+    answers = threading.Event()
+
+    def read(path: str) -> PolicyVersion:
+        answers.wait()
+        return base_version(path)
+
+    monkeypatch.setattr("proxy.reload.reloader.base_version", read)
+    monkeypatch.setattr("proxy.reload.reloader.OWN_MODEL_SECONDS", 0.01)
+    try:
+        async with asyncio.timeout(120), stage.process() as process:
+            assert process.versions == [None, None]
+            assert all("have been read for" in engine.problem for engine in process.pool.engines)
+            answers.set()
+            while None in process.versions:
+                await process.look()
+            assert process.versions == [0, 0]
+    finally:
+        answers.set()
 
 
 async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
