@@ -31,6 +31,11 @@ BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
+@pytest.fixture
+def proxy(empty_proxy: RunningProxy) -> RunningProxy:
+    return empty_proxy
+
+
 def chat(proxy: RunningProxy, **headers: str) -> httpx2.Response:
     return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers, timeout=60)
 
@@ -75,9 +80,10 @@ def test_a_post_without_a_body_is_served_whatever_type_its_client_names(proxy: R
 
 
 def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_address(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, start_proxy
+    fake_engine: RunningFakeEngine, start_proxy
 ):
     """A proxy that starts before the first key is created, and one that starts after that."""
+    proxy = start_proxy(fake_engine.url)
     assert httpx2.get(f"{proxy.url}/readyz").json()["engines"][0]["url"] == fake_engine.url
     with writing(proxy.database_url) as connection:
         _, secret = keys.create_key(connection, "default", "admin", "me")
