@@ -28,7 +28,7 @@ SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
 _SESSION_ID = re.compile(SESSION_ID)
 _MAX_NATIVE_ID = 200
 MAX_USER_ID = 1000
-"""Characters of an end user's id that are stored."""
+"""Bytes of an end user's id that are stored; an index of PostgreSQL takes 2,704."""
 _UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
 _CLAUDE_SESSION = re.compile(rf"_session_({_UUID.pattern})$")
 
@@ -157,7 +157,7 @@ def end_user(call: Call) -> str | None:
     if user is None or user.startswith("{"):
         return None
     named_user = _CLAUDE_SESSION.sub("", user).replace("\0", "")  # PostgreSQL's texts have no NUL
-    return named_user[:MAX_USER_ID] or None
+    return named_user[:MAX_USER_ID].encode(errors="replace")[:MAX_USER_ID].decode(errors="ignore") or None
 
 
 def _native_session_id(name: str, native: str) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import httpx2
 import pytest
@@ -41,6 +42,23 @@ def test_a_proxy_over_postgresql_captures_turns_that_a_trainer_claims_once(
         assert claimed is not None
         assert [group.group_id for group in claimed.groups] == ["g"]
         assert claims.claim(database, "another", max_groups=2, lease_seconds=60) is None
+
+
+@pytest.mark.postgres
+def test_a_call_for_an_end_user_with_a_long_name_is_served(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, postgres_server: PrivatePostgres, postgres_template: str
+) -> None:
+    """An index of PostgreSQL has no room for 3,000 bytes that cannot be compressed."""
+    proxy = start_proxy(
+        fake_engine.url, database_url=postgres_server.url(postgres_server.create_database(postgres_template))
+    )
+    user = "".join(map(chr, random.Random(0).sample(range(0x4E00, 0x9FFF), 1000)))
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}], "user": user}
+    reply = httpx2.post(f"{proxy.url}/v1/chat/completions", json=asked, timeout=60)
+    assert reply.status_code == 200, reply.text
+    (session,) = proxy.sessions()
+    assert session.user_id is not None
+    assert user.startswith(session.user_id)
 
 
 @pytest.mark.postgres

@@ -55,6 +55,8 @@ _LOGIN_REFUSED = re.compile(
 )
 _PERMANENT = ("28", "3D000", "57014", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY")
 """Beginnings of SQLSTATEs and SQLite's error names: no login, no database, `statement_timeout`; a broken file."""
+_TOO_LONG = "54000"
+"""SQLSTATE of PostgreSQL for a text of more than 2,704 bytes, as it is compressed, in an index."""
 _MOVE = (
     "move its sessions with `turnwise archive` of the {maker} that made it and `turnwise archive --restore` of this "
     "one (docs/operations.md, Upgrades), or name another database with --database"
@@ -295,7 +297,7 @@ def attributed() -> Iterator[None]:
     Raises:
         StoreUnavailable: the database cannot be reached, is full, read-only, corrupt, or is locked for too long.
         SchemaMismatch: a table or column is missing.
-        InvalidRequest: a value that the database cannot hold, such as a text with a NUL in it.
+        InvalidRequest: a value that the database cannot hold, such as a text with a NUL, or one too long for an index.
     """
     try:
         yield
@@ -305,7 +307,7 @@ def attributed() -> Iterator[None]:
         said = f"{type(error.orig).__name__}: {error.orig}".strip()
         if any(mark in said for mark in _UNKNOWN_TABLE):
             raise SchemaMismatch(f"{said}; run `turnwise db upgrade`") from error
-        if isinstance(error, sa.exc.DataError):
+        if isinstance(error, sa.exc.DataError) or getattr(error.orig, "sqlstate", None) == _TOO_LONG:
             raise InvalidRequest(f"the database cannot hold a value: {said}") from error
         if isinstance(error, (sa.exc.IntegrityError, sa.exc.ProgrammingError)):
             raise

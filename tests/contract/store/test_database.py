@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import gc
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -160,6 +162,17 @@ def test_a_pool_reconnects_to_a_restarted_server(postgres_server: PrivatePostgre
         assert queries.counts(connection).sessions == {"open": 2}
     database.close()
     postgres_server.drop_database(name)
+
+
+def test_a_text_that_no_index_has_room_for_is_refused_and_the_next_write_works(database: Database) -> None:
+    """An index of PostgreSQL takes 2,704 bytes, and random ones are not compressed; SQLite stores any text."""
+    text = "".join(map(chr, random.Random(0).sample(range(0x4E00, 0x9FFF), 1000)))
+    too_long = Session(session_id="s", task_id=text)
+    if database.dialect == "postgresql":
+        with pytest.raises(InvalidRequest, match="the database cannot hold a value"), database.write() as connection:
+            ledger.create_session(connection, too_long)
+    with database.write() as connection:
+        ledger.create_session(connection, dataclasses.replace(too_long, task_id=text[:500]))
 
 
 def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(database: Database) -> None:

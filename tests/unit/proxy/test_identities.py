@@ -34,6 +34,7 @@ def named(
         ({"user": ["kim"]}, None),
         ({"user": "k\0im"}, "kim"),
         ({"user": "\0"}, None),
+        ({"user": 600 * "\N{GREEK SMALL LETTER ALPHA}"}, 500 * "\N{GREEK SMALL LETTER ALPHA}"),
     ],
 )
 def test_the_end_user_of_a_request_is_read(body, user_id):
