@@ -163,7 +163,7 @@ class Relay:
         call, session = running.call, running.session
         running.plan = await self._sessions.plan(running.placement, call)
         lane = running.lane = await self._pool.admit(session, call.policy_version, has_waited=running.has_waited)
-        running.version_first = lane.sampled_version
+        running.version_first = running.version_last = lane.sampled_version
         self._faults.point("before_engine")
         headers = {"content-type": "application/json", "x-request-id": running.attempt.call_id}
         try:

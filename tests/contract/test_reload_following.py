@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from support.proxies import RunningProxy, running_proxy
 from support.tiny_checkpoints import write_adapter, write_weights
 from support.waiting import assert_stays, wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise_fake_engine.script import Fault, FaultKind
 
 
 @pytest.fixture
@@ -69,6 +72,25 @@ def test_no_published_version_has_the_number_of_an_engines_own_model_that_has_sa
     wait_until(lambda: served(proxy) == 1, "it is served")
     ask(proxy.url, "/v1/chat/completions", body)
     assert sorted(view.turn.policy_version_first for view in proxy.turns()) == [0, 1]
+
+
+def test_a_call_that_is_aborted_before_its_first_token_has_the_served_version(
+    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
+):
+    """`turnwise verify` reports a turn whose last version is below its first one."""
+    for number in range(2):
+        publish(proxy, write_weights(tmp_path / f"v{number}"))
+    wait_until(lambda: served(proxy) == 1, "it is served")
+    fake_engine.calls.clear()
+    fake_engine.fail_next(Fault(kind=FaultKind.HANG))
+    body = json.dumps({"model": "fake", "messages": [{"role": "user", "content": "Hello."}]})
+    client = http.client.HTTPConnection(proxy.url.removeprefix("http://"))
+    client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    wait_until(lambda: fake_engine.calls, "the engine has the call")
+    client.close()
+    (view,) = wait_until(proxy.turns, "the call is stored")
+    assert view.turn.outcome == "aborted"
+    assert (view.turn.policy_version_first, view.turn.policy_version_last) == (1, 1)
 
 
 def test_a_pinned_version_that_fails_is_tried_once_and_again_on_request(
