@@ -28,6 +28,8 @@ from servers import running
 from turnwise_fake_engine import Reply, running_fake_engine
 from turnwise_fake_engine.script import ToolCall
 
+sys.path.append(sys.path.pop(0))  # bench/proxy.py would be imported instead of the package
+
 from proxy.reload.verdict import lift
 from trainer import sentinels
 from trainer import source as trainer_source
@@ -176,9 +178,9 @@ class Learner(threading.Thread):
         super().__init__(daemon=True)
         self._month, self._directory = month, directory
         self._source = LedgerSource(Database(url), RULE)
-        self._source.open(PolicyVersion(version=0, path=str(directory / "v0")))
         last = self._source.last_update()
         self.version, self._updates = (0, 0) if last is None else (last.policy_version, last.update_id)
+        self._source.open(PolicyVersion(version=0, path=str(directory / "v0")), self.version)
 
     def run(self) -> None:
         """Train until it is stopped."""

@@ -1,7 +1,7 @@
 """An HTTP/1.1 client for one server over persistent connections, with only the features that calls to vLLM need.
 
-The parser is httptools, which the server uses as well. Redirects, cookies, compression and pipelining are left out:
-an engine has none of them, and `bench/proxy.py` shows what that saves over a general client.
+The parser is httptools, which the server uses as well. Redirects, cookies, compression and pipelining are left out,
+because an engine has none of them; `bench/engine_client.py` measures what that saves over aiohttp's client.
 """
 
 from __future__ import annotations
