@@ -199,7 +199,7 @@ def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(
 ):
     proxy = start_proxy(fake_engine.url)
     fake_engine.calls.clear()
-    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 8, pace_seconds=0.05)))
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 20, pace_seconds=0.05)))
     with ThreadPoolExecutor() as threads:
         body = {**CHAT, "stream": stream}
         called = threads.submit(httpx2.post, f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60)

@@ -253,7 +253,7 @@ def test_a_client_that_disconnects_aborts_the_engines_call(limited, stream):
 def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, start_proxy: StartProxy, limit):
     """Also a retry, unless it has an `Idempotency-Key`: its answer may be stored."""
     # A connection with an unfinished body is closed after this time.
-    proxy = start_proxy(fake_engine.url, limit, "1", "--header-timeout-seconds", str(WHOLE_SECONDS))
+    proxy = start_proxy(fake_engine.url, limit, "1", "--header-timeout-seconds", "3")
     fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
 
