@@ -153,7 +153,7 @@ class Agent:
         await reply.read(response)
         if reply.error_code is not None:
             self._observed.refusals[200, reply.error_code] += 1
-        elif not reply.is_complete:
+        elif reply.has_ended and not reply.is_complete:
             self._observed.violations.append(f"a stream of {response.url} ended without its finish or an error")
         return (reply.turn_id, reply.text) if reply.is_complete else None
 

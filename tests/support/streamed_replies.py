@@ -17,6 +17,8 @@ class StreamedReply:
     text: str = ""
     is_complete: bool = False
     """Whether its finish was received and no error, whether or not the stream ended properly."""
+    has_ended: bool = False
+    """Whether the stream itself ended, and not its connection."""
     error_code: str | None = None
     """Code of the error that ended it."""
 
@@ -34,3 +36,4 @@ class StreamedReply:
                     self.turn_id = chunk["id"]
                     self.text += choice["delta"].get("content") or ""
                     self.is_complete = self.is_complete or choice["finish_reason"] is not None
+            self.has_ended = True
