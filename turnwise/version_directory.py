@@ -143,6 +143,19 @@ def weight_files(directory: Path) -> list[Path]:
         raise BadCheckpoint(f"{directory} cannot be listed: {error.strerror}") from error
 
 
+def read_weight_index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor, from the index of a model in several files; empty for one without an index.
+
+    Raises:
+        BadCheckpoint: the index cannot be read.
+    """
+    path = directory / WEIGHT_INDEX
+    files = read_json(path).get("weight_map", {}) if path.exists() else {}
+    if not isinstance(files, dict):
+        raise BadCheckpoint(f"{path} must hold an object of tensors and files as `weight_map`, not {files!r:.80}")
+    return files
+
+
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write a version's manifest with the digests of its weights.
 

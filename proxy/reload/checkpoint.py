@@ -18,9 +18,9 @@ from turnwise.version_directory import (
     ADAPTER_WEIGHTS,
     MODEL_CONFIG,
     TOKENIZER,
-    WEIGHT_INDEX,
     compare_digests,
     read_json,
+    read_weight_index,
     weight_files,
 )
 
@@ -112,11 +112,7 @@ def _merges(tokenizer: dict[str, Any]) -> list[str]:
 def _check_model(directory: Path, served: Path | None) -> None:
     config = read_json(directory / MODEL_CONFIG)
     tensors = _tensors(directory)
-    index = directory / WEIGHT_INDEX
-    named = read_json(index).get("weight_map", {}) if index.exists() else {}
-    if not isinstance(named, dict):
-        raise BadCheckpoint(f"{index} must hold an object of tensors and files as `weight_map`, not {named!r:.80}")
-    if missing := named.keys() - tensors.keys():
+    if missing := read_weight_index(directory).keys() - tensors.keys():
         raise BadCheckpoint(f"{directory} lacks {len(missing)} tensors that its index names, such as {min(missing)!r}")
     if served is not None:
         served_config = read_json(served / MODEL_CONFIG)

@@ -116,6 +116,12 @@ def test_a_missing_shard_is_named_from_the_index(model_dir):
         check_model_directory(model_dir)
 
 
+def test_an_index_that_names_no_files_is_refused(model_dir):
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+    with pytest.raises(BadCheckpoint, match="weight_map"):
+        check_model_directory(model_dir)
+
+
 def test_packages_built_for_another_torch_are_named_with_the_command_that_removes_them(monkeypatch):
     """When the two builds differ, `import vllm` fails with an unclear error about torchvision's operators."""
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu", "torchcodec": None}

@@ -25,7 +25,7 @@ from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes.ports import check_port_is_free
 from turnwise.settings import Settings
-from turnwise.version_directory import MODEL_CONFIG, WEIGHT_INDEX, local_files, read_json, weight_files
+from turnwise.version_directory import MODEL_CONFIG, local_files, read_json, read_weight_index, weight_files
 
 CPU_CONTEXT_TOKENS = 2048
 """Longest prompt and reply on a CPU, unless the settings say more."""
@@ -381,14 +381,12 @@ def check_model_directory(directory: Path) -> None:
     """Refuse a directory without a complete model.
 
     Raises:
-        BadCheckpoint: a file is missing, with its name.
+        BadCheckpoint: a file is missing, with its name, or the index of its weights cannot be read.
     """
     if not directory.is_dir():
         raise BadCheckpoint(f"there is no model directory {str(directory)!r}; name an existing one, or a model's id")
     missing = [name for name in (MODEL_CONFIG, "tokenizer_config.json") if not (directory / name).is_file()]
-    index = directory / WEIGHT_INDEX
-    if index.is_file():
-        shards = set(read_json(index).get("weight_map", {}).values())
+    if shards := set(read_weight_index(directory).values()):
         missing += sorted(shard for shard in shards if not (directory / shard).is_file())
     elif not weight_files(directory):
         missing.append("model.safetensors")

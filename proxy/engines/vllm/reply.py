@@ -213,9 +213,9 @@ def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:
 
 
 def _without_echo(text: bytes, prompt: EncodedIds | None) -> tuple[bytes, bytes | None]:
-    """Return parts with `CUT` in the place of the first prompt's ids, and these, as `read_ids` does.
+    """Return parts with `CUT` in the place of the first prompt's ids, and the ids as `Captured.prompt_ids` has them.
 
-    The decoder would skip a long list slowly. `SENT` stands for the ids of the prompt that was sent.
+    The decoder would skip a long list slowly. The ids are None, and the parts unchanged, where nothing is cut.
     """
     begin = text.find(PROMPT_IDS) + len(PROMPT_IDS)
     if begin < len(PROMPT_IDS):
