@@ -44,5 +44,4 @@ class FaultPoints:
 
 
 def _kill() -> None:
-    """End the process as `kill -9` does: no cleanup and no flushed buffers."""
     os.kill(os.getpid(), signal.SIGKILL)

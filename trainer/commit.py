@@ -132,7 +132,6 @@ class Commits:
         return 1 + self._agent.world.from_first(lambda: max(self._env.newest_version(), at))
 
     def _next_update(self) -> int:
-        """Return the id of the update that follows, in all processes."""
         return self._agent.world.from_first(self._env.next_update_id)
 
     def commit(
@@ -317,7 +316,6 @@ class Commits:
         self._checkpoints.prune(versions | kept | self._written | self._env.versions_in_use())
 
     def _dropped(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:
-        """Return which of the claimed groups are dropped, and why."""
         keys = set() if self._keeps_refused else group_keys(claimed)
         return {group: reason for group, reason in reasons.items() if group in keys}
 

@@ -92,6 +92,5 @@ def load_version(version: PolicyVersion) -> Any:
 
 
 def _temperature(sampling: Json) -> float:
-    """Return what the logits are divided by; greedy replies have the logprobs of temperature 1."""
     value = sampling.get("temperature")
     return float(value) if value else 1.0

@@ -231,7 +231,6 @@ def _by_group(batch: Batch, members: Sequence[int]) -> dict[GroupKey, list[int]]
 
 
 def _version_of(batch: Batch, member: int) -> int:
-    """Return the version that sampled a chain; -1 where there were several."""
     experience = batch.experiences[member]
     return experience.policy_version_first if experience.policy_version_first == experience.policy_version_last else -1
 

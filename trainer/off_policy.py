@@ -84,7 +84,6 @@ class ReplayBuffer:
         return [entries[int(index)].group_pk for index in drawn], _as_json(used)
 
     def can_sample(self, buffer: Json) -> bool:
-        """Return whether the buffer contains enough groups for an update."""
         return len(self.entries(buffer)) >= self._min_groups
 
     def is_full(self, buffer: Json) -> bool:
@@ -171,5 +170,4 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
 
 
 def _as_json(entries: Sequence[Entry]) -> Json:
-    """Return the buffer as it is stored."""
     return {"entries": [dataclasses.asdict(entry) for entry in entries]}

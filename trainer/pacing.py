@@ -129,7 +129,6 @@ class Position:
         return self.recent_versions[-1]
 
     def lead_over(self, version: int) -> int:
-        """Return by how many versions of this run the next one is ahead of another."""
         return 1 + sum(known > version for known in self.recent_versions)
 
 

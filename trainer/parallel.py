@@ -142,7 +142,6 @@ def check_address(environment: Mapping[str, str]) -> None:
 
 @functools.cache
 def _control_group() -> Any:
-    """Return the group for plain values, in which processes wait for rollouts, checkpoints and evaluations."""
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 

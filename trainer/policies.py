@@ -125,7 +125,6 @@ class Policies:
         self._shared.db.close()
 
     def _is_stopped(self) -> bool:
-        """Return whether to end; all processes of a trainer end after the same batch."""
         return self._default.agent.world.from_first(self._stopped.is_set)
 
     def _workflow(self, policy: NamedPolicy | None) -> RLWorkflow:

@@ -153,12 +153,10 @@ class _TrackedRun:
     _run: Any
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Log the numbers: a batch's over batches, an optimizer step's over optimizer steps."""
         axis = {"update/number": scalars["update"]} if "update" in scalars else {"batch": step}
         self._run.log(_numbers(scalars) | axis)
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 

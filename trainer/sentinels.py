@@ -132,7 +132,6 @@ def _error(values: Sequence[float]) -> float:
 
 
 def _values(sessions: Iterable[Played], name: Sentinel) -> list[tuple[float, str]]:
-    """Return a sentinel's value of each session that has one, with the session's id."""
     found = ((MEASURES[name](one), one.session_id) for one in sessions)
     return [(value, session_id) for value, session_id in found if value is not None]
 

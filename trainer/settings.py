@@ -95,7 +95,6 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
 
 
 def _default_rates(model: str) -> tuple[float, float]:
-    """Return the default learning rates for a model; one that is no directory counts as large."""
     size = num_parameters(Path(model)) if model and Path(model).is_dir() else 0
     return next(rates for limit, rates in RATES.items() if 0 < size < limit or limit == sys.maxsize)
 

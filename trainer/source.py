@@ -169,7 +169,6 @@ class LedgerSource(Ledger):
         self._report(f"training on {describe_claim(claim)}")
 
     def _report(self, text: str) -> None:
-        """Log and store what the trainer is doing."""
         log.info("%s", text)
         self.report_status(text)
 

@@ -85,7 +85,6 @@ def _untied(model: Any) -> Any:
 
 
 def _of_adapter(model: Any) -> set[str]:
-    """Return the names of an adapter's tensors."""
     return {name for name in model.state_dict() if ".lora_" in name}
 
 

@@ -312,7 +312,6 @@ class States:
         return found
 
     def _newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
-        """Return the newest of these versions that can be resumed from."""
         held = [one for one in known if one == self.first_version or self._checkpoints.has_state(one)]
         return max(held, default=otherwise)
 
@@ -333,7 +332,6 @@ def check_resumable(saved: Json, settings: TrainerSettings) -> None:
 
 
 def log_changes(saved: Json, settings: TrainerSettings) -> None:
-    """Log each setting that changed since the checkpoint was written."""
     for name, before, now in _changes(saved, settings):
         log.info("setting %s changed from %r to %r and takes effect now", name, before, now)
 

@@ -124,7 +124,6 @@ class RLWorkflow(abc.ABC):
         self.enable_shmap("data")
 
     def enable_shmap(self, axis_name: str) -> None:
-        """Shard this instance's policy with FSDP2 over a device mesh whose dimension has this name; before `setup`."""
         self.agent.shard(axis_name)
 
     def setup(self, seed: int) -> State:
@@ -210,7 +209,6 @@ class RLWorkflow(abc.ABC):
         self.checkpoints.close()
 
     def _post_setup(self, state: State) -> State:
-        """Return the state a run begins with; a place for warm-up."""
         return state
 
     def _apply_memory_limits(self, limits: MemoryLimits) -> None:
@@ -245,7 +243,6 @@ class RLWorkflow(abc.ABC):
 
     @property
     def _sends_weights(self) -> bool:
-        """Whether engines get versions from memory."""
         return self.config.weight_transfer and self.config.kind is PolicyKind.FULL
 
     def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> bool:
@@ -258,7 +255,6 @@ class RLWorkflow(abc.ABC):
         return is_held
 
     def _record(self, metrics: Json, step: int) -> None:
-        """Record gauges in the first process."""
         if self.agent.world.is_first and metrics:
             self.recorder.write(metrics, step)
 

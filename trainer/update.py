@@ -191,7 +191,6 @@ class Updates:
         return None
 
     def _cannot_train(self, batch: Batch) -> Refused:
-        """Return the groups that this model cannot compute."""
         reasons = [(one.group_key, self._agent.why_untrainable(one)) for one in batch.experiences]
         return {key: reason for key, reason in reasons if reason is not None}
 

@@ -132,7 +132,6 @@ def _by_name(in_force: Sequence[Reward], credit: Credit) -> dict[str, float]:
 
 
 def _step(turn: Turn) -> int:
-    """Return the turn's step, which the store sets on every stored turn."""
     return turn.seq if turn.step is None else turn.step
 
 

@@ -57,7 +57,6 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use only the arguments; `load_settings` adds the other sources when a process starts."""
         return (init_settings,)
 
 

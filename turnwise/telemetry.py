@@ -244,7 +244,6 @@ class _LineFile:
             self._queue.flush()
 
     def close(self) -> bool:
-        """End the thread after the last line; return whether it has ended."""
         return self._queue is None or self._queue.close()
 
     def _append(self, lines: bytes) -> bool:
@@ -277,7 +276,6 @@ class _LineQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no line waits."""
         return self._num_put == self._num_done
 
     def put(self, line: bytes) -> bool:

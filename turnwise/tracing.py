@@ -75,7 +75,6 @@ class Tracer:
         )
 
     def start_child(self, name: str, parent: Span, *, is_call: bool = False) -> Span:
-        """Start a span inside another one; `is_call` for a request to another service."""
         kind = self._trace.SpanKind.CLIENT if is_call else self._trace.SpanKind.INTERNAL
         return self._tracer.start_span(name, self._trace.set_span_in_context(parent), kind)
 

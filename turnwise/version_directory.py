@@ -297,7 +297,6 @@ def local_files(model: str) -> Path | None:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -74,7 +74,6 @@ class Running:
     """What a call without a parent shows about its chain; None until its turns are built."""
 
     def __post_init__(self) -> None:
-        """Set what follows from the other fields."""
         self.session = self.placement.live.session
         self.turn_id = f"{self.call.dialect.id_prefix}{self.attempt.call_id}"
 

@@ -45,7 +45,6 @@ class RequestIdentity(NamedTuple):
     """The part of the identity that an attempt is found by."""
 
     def stored_key(self, index: int) -> str:
-        """Return the key under which a retry finds a stored choice in its session: that of the API key's own."""
         _, key_id, _ = self.caller
         return f"{key_id}\n{self.idempotency_key}#{index}"  # neither id has a line feed
 

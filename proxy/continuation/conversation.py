@@ -145,16 +145,13 @@ class Conversation:
 
     @property
     def num_replied(self) -> int:
-        """Number of messages up to and including the last assistant message; 0 without one."""
         replies = self.history.replies
         return replies[-1] + 1 if replies else 0
 
     def call_ids(self) -> frozenset[str]:
-        """Return the ids of all tool calls in the conversation: unique to a run, if the client sends them unchanged."""
         return frozenset().union(*(tool_call_ids(message) for message in self.messages if "tool_calls" in message))
 
     def after_replies(self, digests: list[bytes]) -> list[bytes]:
-        """Return the digests of the history after each assistant message, the longest prefix first."""
         return [digests[end] for end in reversed(self.history.replies)]
 
 

@@ -90,7 +90,6 @@ class History:
 
 
 def chained(before: bytes, digest: bytes) -> bytes:
-    """Return the digest of messages with the digest `before`, and of the next one, whose own digest is `digest`."""
     return blake2b(before + digest, digest_size=DIGEST_BYTES).digest()
 
 
@@ -159,12 +158,10 @@ def tool_call_ids(message: Json) -> frozenset[str]:
 
 
 def text_digest(text: str) -> bytes:
-    """Return the digest of a text without the white space around it."""
     return blake2b(text.strip().encode(errors="replace"), digest_size=DIGEST_BYTES).digest()
 
 
 def reply_digest(message: Json) -> bytes:
-    """Return the digest of a reply's text; nothing for a text that other replies may have as well."""
     text = canonical_content(message.get("content")) if message.get("role") == "assistant" else None
     return text_digest(text) if isinstance(text, str) and len(text.strip()) >= MIN_REPLY else b""
 

@@ -47,7 +47,6 @@ class EncodedIds:
 
 
 def encode_ids(ids: TokenIds, before: EncodedIds | None = None) -> EncodedIds:
-    """Return the list of one or more ids, after the ids `before`."""
     return encoded(ids_as_text(ids), len(ids) + (0 if before is None else before.num_ids), before)
 
 

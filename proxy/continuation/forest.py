@@ -221,7 +221,6 @@ class Forest:
         )
 
     def call_ids(self, turn: KnownTurn) -> frozenset[str]:
-        """Return the ids of the tool calls of a turn and its ancestors."""
         return frozenset().union(*(each.call_ids for each in self.ancestors(turn)))
 
     def ancestors(self, turn: KnownTurn) -> Iterable[KnownTurn]:

@@ -88,7 +88,6 @@ class InferredSessions:
                 self._ids.add(caller, call_id.encode(), session.session_id)
 
     def add_unanswered(self, caller: Caller, request: bytes, live: LiveSession) -> None:
-        """Let one repetition of a failed request find its session, in which nothing is sampled."""
         self._unanswered.add(caller, request, live.session.session_id)
 
     async def take_unanswered(self, caller: Caller, request: bytes) -> LiveSession | None:
@@ -150,7 +149,6 @@ class InferredSessions:
         return None
 
     def _is_free(self, turn: KnownTurn) -> bool:
-        """Return whether no stored turn and no running call extends the turn."""
         return not turn.has_child and turn.turn_id not in self._reserved
 
     async def find_by_calls(self, conversation: Conversation, caller: Caller) -> LiveSession | None:

@@ -57,7 +57,6 @@ class LiveSession:
         return SESSION_BYTES + self._document_bytes + self.forest.num_bytes
 
     def __post_init__(self) -> None:
-        """Count the session's documents, which do not change while it is in memory."""
         self.key = self.session.tenant, self.session.session_id
         self._document_bytes = DECODED * len(orjson.dumps([self.session.metadata, self.session.sampling]))
 
@@ -87,7 +86,6 @@ class _Recent:
         return dropped
 
     def drop(self, key: SessionKey) -> None:
-        """Remove a session."""
         self.num_bytes -= self.sessions.pop(key, (None, 0))[1]
 
 
@@ -99,7 +97,6 @@ class LiveSessions:
         self._with_tokens = _Recent(max_token_bytes, max_sessions)
 
     def __len__(self) -> int:
-        """Return the number of sessions."""
         return len(self._live.sessions)
 
     @property

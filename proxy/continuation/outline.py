@@ -173,7 +173,6 @@ def _outlined_part(part: Any) -> Any:
 
 
 def _cut(value: Any) -> Any:
-    """Return a long text without its middle."""
     is_long = isinstance(value, str) and len(value) > MAX_TEXT
     return f"{value[:KEPT_TEXT]} {value[-KEPT_TEXT:]}" if is_long else value
 

@@ -102,7 +102,6 @@ async def plan_call(
 
 
 def new_chain(conversation: Conversation, reason: str | None) -> Plan:
-    """Return the plan of a call that extends no turn."""
     return Plan(reason=reason, is_retokenised=reason is not None and conversation.num_replied > 0)
 
 

@@ -215,7 +215,6 @@ def continued_role(turn: KnownTurn, forest: Forest) -> Role:
 
 
 def _is_asked_by_call(messages: Sequence[Json], forest: Forest) -> bool:
-    """Return whether the last user message is an argument of a tool call that has no result yet: a sub-agent's task."""
     asked = text_digest(_last_text(messages, None))
     return any(asked in turn.arguments and not turn.has_child for turn in forest.by_id.values())
 
@@ -244,7 +243,6 @@ def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTER
 
 
 def _asked_texts(messages: Sequence[Json]) -> tuple[str, ...]:
-    """Return the texts that say what a call without a history asks for."""
     return _system_text(messages), _last_text(messages)
 
 

@@ -53,7 +53,6 @@ def _text(headers: Headers, name: bytes) -> str | None:
 
 
 def _unique_cache_key(_: Headers, body: Json) -> str | None:
-    """Return `prompt_cache_key` if it contains a UUID: applications also send one key for all their conversations."""
     key = body.get("prompt_cache_key")
     return key if isinstance(key, str) and _UUID.search(key) else None
 
@@ -75,13 +74,11 @@ def _claude_user(_: Headers, body: Json) -> object:
 
 
 def _conversation(_: Headers, body: Json) -> object:
-    """Return the id of a Responses API conversation."""
     conversation = body.get("conversation")
     return conversation.get("id") if isinstance(conversation, dict) else conversation
 
 
 def _codex_agent(headers: Headers) -> str | None:
-    """Return the thread of a Codex sub-agent; the main thread has the session's own id."""
     thread = _text(headers, THREAD)
     return thread if thread != _header(*CODEX_SESSION)(headers, {}) else None
 
@@ -139,7 +136,6 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
 
 
 def _metadata_session(given: object) -> object:
-    """Return the session in the metadata; by its digest where an application keeps a text there that is no id."""
     is_other_text = isinstance(given, str) and given and not _SESSION_ID.fullmatch(given)
     return _native_session_id("metadata", str(given)) if is_other_text else given
 
@@ -203,12 +199,10 @@ def check_has_policy(session: Session, policy_id: int, name: str, *, param: str)
 
 
 def next_prefix(session_id: str) -> str:
-    """Return what the ids of an application's later sessions begin with; their number follows."""
     return f"{session_id[:MAX_NAME]}~"
 
 
 def next_id(session_id: str, number: int) -> str:
-    """Return the id of the `number`-th session of an application's id; the first has the id itself."""
     return session_id if number == 1 else f"{next_prefix(session_id)}{number}"
 
 

@@ -106,7 +106,6 @@ class Call:
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 
     def encode_with(self, make_encoder: Callable[[], Encoder]) -> None:
-        """Encode a streamed reply by another encoder."""
         self.make_encoder, self.encoder = make_encoder, make_encoder()
 
     def restart_encoder(self) -> None:

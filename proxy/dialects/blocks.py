@@ -36,7 +36,6 @@ class Block:
     """The tool's."""
 
     def is_continued_by(self, other: Block) -> bool:
-        """Return whether `other` continues this block."""
         return (self.kind, self.call) == (other.kind, other.call)
 
 
@@ -176,11 +175,9 @@ def read_error(body: bytes) -> Json:
 
 
 def chat_tool_call(call_id: Any, name: Any, arguments: str) -> Json:
-    """Return a tool call of a chat message; `arguments` is JSON."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def chat_tool(name: Any, description: Any, parameters: Json) -> Json:
-    """Return a tool of a chat request."""
     described = {"description": description} if description else {}
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}

@@ -54,7 +54,6 @@ def read(holder: Json, field: str) -> Any:
 
 @functools.cache
 def _snake_case(field: str) -> str:
-    """Return the other name of a field; the fields that are read are few."""
     return _CAPITAL.sub(lambda found: "_" + found[1].lower(), field)
 
 

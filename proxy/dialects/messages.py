@@ -174,7 +174,6 @@ class MessageEncoder(BlockEncoder):
         return named_event("message_delta", {"delta": delta, "usage": usage}) + named_event("message_stop", {})
 
     def failing(self, error: Json) -> bytes:
-        """Report an error."""
         body = _error(error, ERROR_TYPES.get(error.get("code") or 0, "api_error"))
         return named_event("error", {"error": body["error"]})
 

@@ -154,12 +154,10 @@ def _chat_part(block: Json) -> Json:
 
 
 def is_server_tool(tool: Any) -> bool:
-    """Return whether a tool is one that Anthropic runs or defines, such as `web_search_20250305`."""
     return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "custom"
 
 
 def server_tool_name(tool: Json) -> str:
-    """Return the type of a tool of Anthropic's without its date."""
     return _DATE.sub("", str(tool["type"]))
 
 

@@ -71,7 +71,6 @@ def _add_item(messages: list[Json], item: Any) -> None:
 
 
 def _add_reasoning(messages: list[Json], text: str) -> None:
-    """Add reasoning to its reply; an item with encrypted reasoning only has no text."""
     if text:
         _open_reply(messages, unless_holds=("reasoning", "content", "tool_calls"))["reasoning"] = text
 
@@ -139,7 +138,6 @@ def output_item(block: Block, index: int, response_id: str, logprobs: list[Json]
 
 
 def item_id(block: Block, index: int, response_id: str) -> str:
-    """Return the id of an item; `referenced_turn` is its inverse."""
     return f"{ID_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{index}"
 
 
@@ -153,7 +151,6 @@ def referenced_turn(reference: Json) -> tuple[str, int]:
 
 
 def is_reference(item: Any) -> bool:
-    """Return whether an item of an input only names a stored item."""
     return isinstance(item, dict) and item.get("type") == "item_reference"
 
 

@@ -90,7 +90,6 @@ def _custom_function(tool: Json) -> Json:
 
 
 def flat_name(namespace: object, name: object) -> str:
-    """Return the function name of a tool; a tool without a namespace keeps its own name."""
     return f"{namespace}{SEPARATOR}{name}" if namespace else str(name)
 
 
@@ -104,7 +103,6 @@ def custom_input(arguments: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the function's arguments for the text of a custom tool call."""
     return orjson.dumps({INPUT: text}).decode()
 
 

@@ -184,7 +184,6 @@ class ResponseEncoder(BlockEncoder):
         return events + self._event(f"response.{ended['status']}", response=whole)
 
     def failing(self, error: Json) -> bytes:
-        """Report an error."""
         fields = {"code": str(error.get("code")), "message": error.get("message"), "param": error.get("param")}
         return self._event("error", **fields)
 
@@ -192,7 +191,6 @@ class ResponseEncoder(BlockEncoder):
         return output_item(block, len(self._items), self._response["id"], self._logprobs, self._tools)
 
     def _part_event(self, name: str, block: Block, /, **data: Any) -> bytes:
-        """Write an event about the open item's only part, or its arguments."""
         part = {} if block.kind == "tool" else {"content_index": 0}
         return self._item_event(name, item_id=self._item(block)["id"], **part, **data)
 

@@ -46,7 +46,6 @@ def event(data: bytes) -> bytes:
 
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:
-    """Frame one named event; its data repeats the name as `type`."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **data}))
 
 

@@ -327,13 +327,11 @@ class Engine(EngineKind):
 
 
 def without_credentials(url: str) -> str:
-    """Return a URL without user and password."""
     parts = urlsplit(url.rstrip("/"))
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def adapter_name(version: int) -> str:
-    """Return the name that a policy version's adapter is served under."""
     return f"{ADAPTER_PREFIX}{version}"
 
 

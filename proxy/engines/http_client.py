@@ -232,7 +232,6 @@ class HttpClient:
         return any(connection.heard_at >= since for connection in self._open)
 
     def abort_requests(self, reason: str) -> None:
-        """Fail all running requests with `Disconnected`, and close all connections."""
         for connection in list(self._open):
             connection.fail(Disconnected(reason))
 
@@ -314,11 +313,9 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """Close at once; data in transit is dropped."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Set up a new connection."""
         self._transport = transport
         set_keep_alive(transport)
 
@@ -344,7 +341,6 @@ class _Connection(asyncio.Protocol):
             self.fail(Disconnected(str(exc or "the server closed the connection")))
 
     def on_message_begin(self) -> None:
-        """Begin an answer; close the connection if none was asked for."""
         if self._answer is None or self._answer.is_complete:
             self.abort()
 
@@ -365,7 +361,6 @@ class _Connection(asyncio.Protocol):
             self._answer.head.set_result(None)
 
     def on_body(self, part: bytes) -> None:
-        """Buffer a part of the body."""
         if self._answer is not None and not self._answer.is_complete:
             self._answer.body.feed_data(part)
 

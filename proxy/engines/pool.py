@@ -247,7 +247,6 @@ class EnginePool:
         return bool(self.serving)
 
     def _is_one_expected(self) -> bool:
-        """Return whether an engine may come back; one that is unsuitable does not."""
         return any(engine.state is EngineState.ABSENT for engine in self.engines)
 
     async def admit(self, session: Session, version: PolicyVersion | None = None, *, has_waited: bool = False) -> Lane:

@@ -163,12 +163,10 @@ class LimitedHttp(HttpToolsProtocol):
         super().shutdown()
 
     def pause_writing(self) -> None:
-        """Stop sending until the client has read something; start the stall timer."""
         super().pause_writing()
         self._start_stall_timer()
 
     def resume_writing(self) -> None:
-        """Continue sending."""
         self._stop_stall_timer()
         super().resume_writing()
 

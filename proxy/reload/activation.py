@@ -64,7 +64,6 @@ class Activation:
         return version == self._failed_version and time.monotonic() < self._not_before
 
     def forget_failures(self) -> None:
-        """Forget the failed attempts to load a version, after one that succeeded or the last."""
         self._failed_version, self._num_failures = -1, 0
 
     def schedule_retry(self, version: int, error: TurnwiseError) -> bool:

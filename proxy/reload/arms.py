@@ -124,7 +124,6 @@ class Arms(Activation):
         return version.kind is PolicyKind.FULL and len(engines) < MIN_ENGINES
 
     def note_engines(self, version: PolicyVersion | None) -> None:
-        """Forget what the trial waited for if it has its engines, or has ended; another process may have driven it."""
         if version is None or not self._lacks_engine(version):
             self._lacks_engine_since = self.waits_for = None
 
@@ -235,7 +234,6 @@ class Arms(Activation):
             await self.loader.exchange(free, version, active)
 
     def _is_missing(self, version: PolicyVersion) -> bool:
-        """Return whether no engine samples with a version of whole weights."""
         is_full = version.kind is PolicyKind.FULL
         return is_full and all(engine.base_lane.version != version.version for engine in self.pool.serving)
 

@@ -104,7 +104,6 @@ def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 
 def _merges(tokenizer: dict[str, Any]) -> list[str]:
-    """Return the merges; newer files write each as a pair, older ones as one text."""
     merges = tokenizer.get("model", {}).get("merges") or []
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 

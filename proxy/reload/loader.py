@@ -297,7 +297,6 @@ def weights_path(version: PolicyVersion, engine: Engine) -> str:
 
 
 def has_loaded(engine: Engine, version: PolicyVersion) -> bool:
-    """Return whether an engine's base weights are this version."""
     loaded = engine.loaded_version
     return loaded == version.version or (loaded == UNLABELLED and is_own_model(version, engine))
 

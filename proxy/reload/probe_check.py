@@ -21,7 +21,6 @@ class Gap:
     largest: float
 
     def is_within(self, limit: Gap) -> bool:
-        """Return whether neither number exceeds its limit; NaN always does."""
         return self.mean <= limit.mean and self.largest <= limit.largest
 
 
@@ -48,7 +47,6 @@ BOTH_FLOAT32 = Limits(Gap(5e-5, 5e-4), Gap(5e-4, 5e-3), COARSE_ENGINE.least)
 
 
 def gap_to(probe: Probe, logprobs: Mapping[int, float]) -> Gap:
-    """Return how far an engine's logprobs, by positions in the text from 1 on, are from a probe."""
     gaps = [abs(logprob - probe.logprobs[at - 1]) for at, logprob in logprobs.items()]
     return Gap(sum(gaps) / len(gaps), max(gaps))
 

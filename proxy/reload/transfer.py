@@ -80,7 +80,6 @@ class Transfers:
         return SleepWish(url, int(found["sleep_level"]))
 
     async def confirm_sleep(self, wish: SleepWish) -> None:
-        """Tell the trainer that engines sleep."""
         await ask_trainer(wish.url, "POST", "/engines", {"sleeping": True}, CONNECT_SECONDS)
 
     async def send(self, offer: Offer, engine: Engine) -> bool:

@@ -55,7 +55,6 @@ class _Reading:
 
     @property
     def has_no_answer(self) -> bool:
-        """Whether the file system did not answer, which says nothing about the version."""
         return self.read_error is not None and self.read_error.errno in NO_ANSWER
 
     def _end(self, result: Any, error: BaseException | None) -> None:
@@ -85,7 +84,6 @@ class VersionFiles:
         return None
 
     def is_reading(self, path: str) -> bool:
-        """Return whether a read in a directory goes on."""
         return any(one.path == path and not one.ended.is_set() for one in self._readings.values())
 
     async def read(self, key: tuple[str, ...], path: str, read: Callable[[], T], *, seconds: float | None) -> T:
@@ -123,7 +121,6 @@ class VersionFiles:
         return result
 
     def _drop_outdated(self) -> None:
-        """Remove the results that nobody has asked for in time."""
         now = time.monotonic()
         self._readings = {key: reading for key, reading in self._readings.items() if now < reading.outdated_at}
 

@@ -169,7 +169,6 @@ class SampleEndpoint(Endpoint):
         return None
 
     async def _is_stored(self, earlier: Attempt, principal: Principal) -> bool:
-        """Return whether the turn of an earlier call is stored: its session may have been deleted since."""
         turn_id = f"{self._dialect.id_prefix}{earlier.call_id}"
         return turn_id in await self._services.database.fetch(queries.sessions_of_turns, principal.tenant, [turn_id])
 
@@ -303,6 +302,5 @@ def _step(given: object, *, is_metadata: bool) -> int | None:
 
 
 def query_of(scope: Scope) -> dict[str, str]:
-    """Return the query parameters of a request."""
     raw: bytes = scope["query_string"]
     return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}

@@ -142,7 +142,6 @@ class DataPlane:
         ]
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Serve a request here, or pass it to the app."""
         return self._find(scope)(scope, receive, send)
 
     def _find(self, scope: Scope) -> ASGIApp:

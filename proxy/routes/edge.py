@@ -246,7 +246,6 @@ def _route(scope: Scope) -> str:
 
 
 def known_hosts(settings: ProxySettings) -> frozenset[str]:
-    """Return the host names that a proxy without keys answers to."""
     public = urlsplit(settings.public_url).hostname if settings.public_url else None
     return LOOPBACK_NAMES | {settings.host, *settings.allowed_hosts} | ({public} if public else set())
 

@@ -89,7 +89,6 @@ def answer_model(name: str, record: type, doc: str | None = None, **extra: Any) 
 
 
 def page_model(name: str, row: type, doc: str, **extra: Any) -> type[Answer]:
-    """Return the model of a page of these rows: records, or what has a model already."""
     return _create(name, Page, doc, {"data": (list[_json_type(row)], ...), "has_more": (bool, ...), **extra})  # type: ignore[misc]
 
 
@@ -100,7 +99,6 @@ def _create(name: str, base: type[Answer], doc: str | None, fields: dict[str, An
 
 
 def _field(kind: Any, description: str) -> Any:
-    """Return a required field, as `pydantic.create_model` takes it."""
     return _json_type(kind), Field(description=description)
 
 
@@ -118,7 +116,6 @@ def _json_type(kind: Any) -> Any:
 
 @functools.cache
 def _model_of(record: type) -> type[Answer]:
-    """Return the model of a record within other answers, under the record's own name."""
     return answer_model(record.__name__, record)
 
 

@@ -62,7 +62,6 @@ def _operation(dialect: Dialect, route: WireRoute, *, in_session: bool) -> Json:
 
 
 def _path(route: WireRoute) -> str:
-    """Return a route's path in OpenAPI's syntax, which has no types of path parameters."""
     return CONVERTOR.sub("}", route.path)
 
 
@@ -71,7 +70,6 @@ def _path_parameter(name: str) -> Json:
 
 
 def _bodies(base: type[Body]) -> list[type[Body]]:
-    """Return the models of request bodies that derive from one."""
     return [each for own in base.__subclasses__() for each in (own, *_bodies(own))]
 
 

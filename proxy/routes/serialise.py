@@ -110,7 +110,6 @@ Caller = Annotated[Principal, Depends(caller)]
 
 
 def record_json(record: Session | Turn | Reward | Feedback | Policy | PolicyVersion | UpdateRecord | Key) -> Json:
-    """Return the public fields of a record."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 
@@ -123,7 +122,6 @@ async def sessions_json(found: Sequence[Session], services: Services) -> list[Js
 
 
 async def session_json(session: Session, services: Services) -> Json:
-    """Return a session as the API's JSON."""
     (shown,) = await sessions_json([session], services)
     return shown
 

@@ -100,7 +100,6 @@ class _Worker:
     started_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def send(self, message: object) -> None:
-        """Send a message; one that has ended gets none."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.writelines(frame(message))
 

@@ -130,7 +130,6 @@ class Peers:
             self._transport.close()
 
     def _stop_with_parent(self) -> None:
-        """Stop this worker, unless it has closed the link itself."""
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -244,7 +244,6 @@ class Committer:
 
 
 def _append(connection: Connection, appends: dict[int, list[TurnRow]]) -> dict[int, list[tuple[Any, ...]]]:
-    """Append the turns of all jobs; return how each is stored, by the jobs' numbers."""
     added = iter(new_turns.append(connection, list(itertools.chain.from_iterable(appends.values()))))
     return {number: [_ending(connection, row, is_new=next(added)) for row in job] for number, job in appends.items()}
 
@@ -298,7 +297,6 @@ def serve(link: socket.socket) -> None:
 
 
 def _kill_both(proxy_pid: int) -> None:
-    """Kill the proxy and this process, as a crash of the machine would."""
     os.kill(proxy_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -25,7 +25,6 @@ class CISPO(PolicyGradient):
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Weigh the policy gradient."""
         settings = self.settings
         return cispo(tokens.logprobs, ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
 
@@ -35,5 +34,4 @@ class CISPO(PolicyGradient):
 
 
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return −sg(clip(r)) A log π; eq. 4 and 5."""
     return -ratio.detach().clamp(1 - low, 1 + high) * advantages * logprobs

@@ -138,5 +138,4 @@ def with_reply(experience: Experience, reply: TokenIds) -> Experience:
 
 
 def _of_corrected(experience: Experience) -> np.ndarray:
-    """Return 1 for the corrected turn and 0 for the others. [K]."""
     return np.array([float(turn == corrected_turn(experience)) for turn in range(len(experience.turn_ids))])

@@ -32,7 +32,6 @@ class DPPO(PolicyGradient):
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Mask tokens whose probability has moved far."""
         settings = self.settings
         return dppo(tokens.logprobs, anchor(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
 

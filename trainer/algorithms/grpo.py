@@ -173,7 +173,6 @@ class GRPO(PolicyGradient):
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Clip the ratio."""
         settings = self.settings
         return ppo_clip(ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high, DUAL_CLIP)
 
@@ -301,7 +300,6 @@ def rloo(values: Floats) -> Floats:
 
 
 def dr_grpo(values: Floats) -> Floats:
-    """Return x_i − mean."""
     centred: Floats = values - values.mean()
     return centred
 
@@ -312,7 +310,6 @@ def ratio(tokens: TrainedTokens) -> Tensor:
 
 
 def out_of_bounds(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Return where the ratio is not in [1 − low, 1 + high]. [M]."""
     return (ratio > 1 + high) | (ratio < 1 - low)
 
 
@@ -329,7 +326,6 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_cl
 
 
 def cut_off(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return where PPO's clip cuts the gradient off. [M]."""
     return ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
 
 

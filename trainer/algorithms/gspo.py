@@ -29,7 +29,6 @@ class GSPO(PolicyGradient):
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Clip the ratio of each chain."""
         return ppo_clip(_ratio(tokens), tokens.advantages, self.settings.clip_low, self.settings.clip_high)
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:

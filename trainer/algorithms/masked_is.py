@@ -41,6 +41,5 @@ class MaskedIS(PolicyGradient):
 
 
 def masked_importance(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return −1[1 − low ≤ r ≤ 1 + high] sg(r) A log π."""
     inside = (ratio >= 1 - low) & (ratio <= 1 + high)
     return -torch.where(inside, ratio.detach(), 0.0) * advantages * logprobs

@@ -15,5 +15,4 @@ class Reinforce(PolicyGradient):
     has_ratio = False
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Return −A log π."""
         return -tokens.advantages * tokens.logprobs

@@ -23,7 +23,6 @@ class SAPO(PolicyGradient):
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Gate the ratio."""
         return sapo(ratio(tokens), tokens.advantages, self.settings.temperatures)
 
 

@@ -27,7 +27,6 @@ class TOPR(PolicyGradient):
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Taper the weight of bad chains."""
         log_ratio = sequence_log_ratio(tokens.logprobs.detach(), tokens.behaviour, tokens.sequence)
         return topr(tokens.logprobs, log_ratio, tokens.advantages)
 

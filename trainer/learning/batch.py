@@ -260,7 +260,6 @@ def _trained(experience: Experience, *, needs_behaviour: bool) -> Indices:
 
 
 def _of_tokens(experience: Experience, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the advantages of an experience's trained tokens from those of its turns, or of all its tokens."""
     by_turn = len(advantages) == len(experience.turn_ids)
     return advantages[experience.turn_index[places] if by_turn else places]
 

@@ -212,7 +212,6 @@ def blocks_of(query: Indices, key: Indices, end: Indices) -> tuple[Marks, Marks]
 
 
 def _extremes(values: Indices) -> tuple[Indices, Indices]:
-    """Return the least and the largest value of each block."""
     starts = np.arange(0, len(values), BLOCK)
     return np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
 

@@ -255,7 +255,6 @@ class Gauges:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Return the maximum; 0 of no values, as in a row of imported chains alone."""
     return values.max() if len(values) else values.new_zeros(())
 
 

@@ -15,7 +15,6 @@ class Adapter:
     """The trained tensors of a model, as one policy has them."""
 
     def __init__(self, places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-        """`places`: the modules, each with the name of its parameter and the tensor."""
         self._places = places
 
     @classmethod

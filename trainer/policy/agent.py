@@ -122,7 +122,6 @@ class PolicyAgent:
         log.info("rows of %d tokens fit into memory", self.row_tokens)
 
     def _probes_rows(self) -> bool:
-        """Return whether rows are tried at the start; of several processes, each run avoids what did not fit before."""
         return self.policy.device.type == "cuda" and self.world.size == 1
 
     def _fits(self, num_tokens: int, reserved_bytes: int) -> bool:
@@ -241,7 +240,6 @@ class PolicyAgent:
         return norm
 
     def _clip(self, parameters: list[torch.nn.Parameter]) -> float:
-        """Clip a gradient; return its norm before that."""
         return float(_full(torch.nn.utils.clip_grad_norm_(parameters, self.rule.max_grad_norm)).item())
 
     def _clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -264,7 +262,6 @@ class PolicyAgent:
         log.warning("%s; rows hold at most %d tokens from now on", error, self.row_tokens)
 
     def _shorten_rows(self, num_tokens: int) -> None:
-        """Compute no rows of more tokens."""
         self._memory = dataclasses.replace(self._memory, row_tokens=num_tokens)
 
     @contextlib.contextmanager
@@ -383,6 +380,5 @@ class PolicyAgent:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor whole."""
     full = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor

@@ -54,7 +54,6 @@ class Critic:
         self.set_learning_rate(learning_rate)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of now."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 

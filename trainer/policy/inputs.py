@@ -156,7 +156,6 @@ class RowData:
 
 
 def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
-    """Return what the model gets of a row."""
     temperature = torch.from_numpy(batch.table.temperature[row.token])
     return policy.inputs(row, temperature, torch.from_numpy(batch.table.target[row.token]))
 

@@ -131,7 +131,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def base_of(model: nn.Module) -> Any:
-    """Return the Hugging Face model inside an adapter, or the model itself."""
     get_base = getattr(model, "get_base_model", None)
     return get_base() if get_base is not None else model
 

@@ -156,7 +156,6 @@ class Policy:
 
     @property
     def can_checkpoint(self) -> bool:
-        """Whether activations are kept that could be recomputed."""
         return not self.is_checkpointed and bool(self._base.supports_gradient_checkpointing)
 
     def checkpoint(self) -> None:
@@ -207,7 +206,6 @@ class Policy:
 
     @staticmethod
     def _layers(model: nn.Module) -> list[nn.Module]:
-        """Return the decoder layers."""
         names = getattr(base_of(model), "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -220,7 +218,6 @@ class Policy:
         return 6.0 * self._num_weights * len(row.layout.tokens) + attention
 
     def sync_gradients(self, *, is_wanted: bool) -> None:
-        """Reduce the gradient of the next backward pass over the processes, or keep it for a later one."""
         if self.mesh_axis is not None:
             cast("Any", self.model).set_requires_gradient_sync(is_wanted)
 
@@ -345,7 +342,6 @@ class Policy:
         return cast("dict[str, Tensor]", revert_weight_conversion(self._base, weights))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that engines load: in the precision of the computation, a tied output layer left out."""
         return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in self._tied}
 
     def trained_state(self) -> dict[str, Tensor]:
@@ -436,6 +432,5 @@ def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _attention_width(config: Any) -> int:
-    """Return the width of all heads together."""
     own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_attention_heads * own)

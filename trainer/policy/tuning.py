@@ -59,7 +59,6 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def has_liger(device: torch.device) -> bool:
-    """Whether the kernels of the package liger-kernel are installed and run on this device."""
     return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 

@@ -327,7 +327,6 @@ def _without_warning() -> Iterator[None]:
 
 
 def _staging(place: Path) -> Path:
-    """Return where a directory is written; all processes of a trainer agree on it."""
     return place.parent / f"{WRITING}{place.name}"
 
 
@@ -354,7 +353,6 @@ def _today() -> datetime.date:
 
 
 def _unused(place: Path, until: str) -> Path:
-    """Return a name for a directory that is set aside and kept until this day."""
     names = (place.parent / f"{UNPUBLISHED}{place.name}-{number}{UNTIL}{until}" for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 

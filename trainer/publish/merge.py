@@ -54,7 +54,6 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
 
 
 def targets_of(version_directory: Path) -> list[str]:
-    """Return the names of the layers that an adapter changes."""
     targets: list[str] = read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
     return targets
 

@@ -246,7 +246,6 @@ def end_session(session_id: str, reason: str | None, reward: float | None) -> Ca
 
 
 def _check_finite(value: float | None) -> None:
-    """Refuse a reward that JSON cannot hold."""
     if value is not None and not math.isfinite(value):
         raise errors.InvalidRequest(f"a reward is a finite number, not {value!r}; leave it out", param="value")
 

@@ -63,6 +63,5 @@ def print_stored(found: list[Any], noun: str, url: str, *, as_json: bool, column
 
 
 def print_process_line(name: str, text: str) -> None:
-    """Print a line about a process of `turnwise up`."""
     colour = _COLOURS.get(name.partition("-")[0])
     click.echo(f"{click.style(name.rjust(8), fg=colour, bold=True)} │ {text}")

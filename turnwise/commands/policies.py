@@ -360,7 +360,6 @@ def updates(limit: int, database: str | None, url: str | None, api_key: str | No
 
 
 def _with_metrics(record: Json, *names: str) -> Json:
-    """Return a record with some of its metrics as columns."""
     return record | {name: (record["metrics"] or {}).get(name) for name in names}
 
 

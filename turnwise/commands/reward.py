@@ -37,7 +37,6 @@ def _run(settings: RewardSettings, *, as_json: bool) -> None:
 
 
 def _stop_on_signals(poster: Poster) -> None:
-    """Let verdicts that have begun end, and begin no more."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, poster.stopping.set)
 

@@ -75,7 +75,6 @@ class BossTask:
     """The city of the boss."""
 
     def for_agent(self) -> dict[str, Any]:
-        """Return the task as JSON for an agent, without the answer."""
         return {"task_id": self.task_id, "question": self.question, "records": dict(self.records)}
 
 

@@ -48,7 +48,6 @@ class Tasks(Protocol):
 
 
 def task_line(agent: str, tasks: str, split: Split, index: int, seed: int, options: Json) -> Json:
-    """Return a line of a tasks file that names a task: its module, and the arguments of `make_task`."""
     named = {"agent": agent, "tasks": tasks, "split": split, "index": index, "seed": seed, "options": options}
     return {"task_id": f"{split}-{seed}-{index}", **named}
 
@@ -83,7 +82,6 @@ class ShuffledRewards:
 
 @functools.cache
 def _shuffled(seed: int) -> ShuffledRewards:
-    """Return what all runs of this process exchange their rewards in."""
     return ShuffledRewards(seed)
 
 
@@ -107,7 +105,6 @@ def load_module(path: str) -> ModuleType:
 
 
 def load_agent(path: str) -> Play:
-    """Return the agent's `play`."""
     return cast("Play", load_module(path).play)
 
 

@@ -207,12 +207,10 @@ class PoliciesDemo(Demo):
 
 
 def _name_of(policy: str) -> str:
-    """Return the name of the policy that learns a preference."""
     return policy.replace(" ", "-")
 
 
 async def _served(client: AsyncClient, policy: str) -> int:
-    """Return the version that a policy's sessions sample with; 0 before its first one."""
     active = await active_policy(client, _name_of(policy))
     return 0 if active is None else int(active["version"])
 

@@ -29,7 +29,6 @@ class PreferenceTask:
     """The one that grades it."""
 
     def for_agent(self) -> dict[str, Any]:
-        """Return the task as JSON for an agent, without the answers."""
         return self.trail.for_agent()
 
 

@@ -54,7 +54,6 @@ class RecipeTask:
     """The recipe's `recipe.py`."""
 
     def for_agent(self) -> dict[str, Any]:
-        """Return the task as JSON for an agent, without the answer."""
         return {name: value for name, value in self.fields.items() if name != "answer"}
 
 
@@ -96,7 +95,6 @@ class RecipeDemo(RealDemo):
         return self._model or super()._build_model()
 
     async def _complete(self, report: Report) -> None:
-        """Measure what was forgotten, of the model whose replies are known."""
         if self._model is None:
             await super()._complete(report)
 

@@ -123,7 +123,6 @@ class SmallModelSpec:
         return hashlib.sha256("\0".join(hashed).encode()).hexdigest()
 
     def _sources(self) -> list[str]:
-        """Return the files of the code that builds the model."""
         return [__file__, *dict.fromkeys(str(module.__file__) for module in (trail, WORLDS[self.world]))]
 
 

@@ -88,7 +88,6 @@ class TrailTask:
 
     @property
     def max_lookups(self) -> int:
-        """Maximum number of lookups of an agent: one more than the shortest solution."""
         return self.num_hops + 1
 
     def for_agent(self) -> dict[str, Any]:
@@ -157,12 +156,10 @@ def warm_up_conversation(task: TrailTask, rng: random.Random) -> list[Message]:
 
 
 def first_person(task: TrailTask) -> str:
-    """Return the person at which the trail of a task starts."""
     return task.question.removeprefix(_QUESTION_START).partition(".")[0]
 
 
 def warm_up_answer_rate(record: Record) -> float:
-    """Return the probability that the warm-up's player answers when it sees this record."""
     return WARM_UP_CITY_ANSWER_RATE if "city" in record else WARM_UP_NAME_ANSWER_RATE
 
 

@@ -31,5 +31,4 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def for_agent(task: trail.TrailTask) -> dict[str, Any]:
-    """Return a task as a line of a tasks file. The agent gives the question and the tool to the model, nothing else."""
     return {**task.for_agent(), "answer": task.answer}

@@ -115,6 +115,5 @@ class Receiver:
             log.warning("memory for weights is not pinned, so loads are slower: cudaHostRegister returned %d", status)
 
     def _problem(self, info: TransferInfo) -> str | None:
-        """Return what is wrong with the buffer; None if nothing is."""
         found = checksum_of(self._buffer)
         return None if found == info.checksum else f"the checksum of what arrived is {found}, not {info.checksum}"

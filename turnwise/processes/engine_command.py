@@ -213,7 +213,6 @@ def takes_transfers(settings: EngineSettings) -> bool:
 
 
 def has_plugin() -> bool:
-    """Return whether a vLLM of this environment loads our plugin."""
     return any(point.name == BACKEND for point in importlib.metadata.entry_points(group=PLUGIN_GROUP))
 
 
@@ -373,7 +372,6 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _build_differs(version: str | None, torch_version: str) -> bool:
-    """Return whether the local part of a version (cpu, cu130) differs from torch's."""
     return version is not None and version.partition("+")[2] != torch_version.partition("+")[2]
 
 

@@ -55,7 +55,6 @@ def main(grace_seconds: float, parent: int, command: list[str]) -> int:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends; only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -83,7 +82,6 @@ def _children() -> list[int]:
 
 
 def signal_on_parents_death(number: signal.Signals) -> None:
-    """Make the kernel send a signal when the parent ends; only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 

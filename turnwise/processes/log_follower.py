@@ -11,7 +11,6 @@ LOG_LINE = r"^\S+ \S+ (?:(?:WARNING|ERROR) [\w.]+|INFO (?:{loggers})): (?P<text>
 
 
 def lines_of(*loggers: str) -> re.Pattern[str]:
-    """Return the pattern of warnings, errors, and what some loggers report; the text is its group `text`."""
     return re.compile(LOG_LINE.format(loggers="|".join(map(re.escape, loggers)) or "(?!)"))
 
 

@@ -79,7 +79,6 @@ class UpSettings(Settings):
         )
 
     def policies_directory(self) -> Path:
-        """Return the directory to which the trainer writes policies."""
         return self.policies_dir or self.runs_dir / "policies"
 
 

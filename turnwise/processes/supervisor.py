@@ -161,7 +161,6 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop all children."""
         self.stop()
 
     def check(self) -> None:
@@ -203,7 +202,6 @@ class Supervisor:
         return self._run(name).state
 
     def num_starts(self, name: str) -> int:
-        """Return how often a child was started."""
         return self._run(name).num_starts
 
     def _run(self, name: str) -> _Run:
@@ -385,7 +383,6 @@ def last_error(path: Path, start: int = 0) -> str | None:
 
 
 def _is_same_error(one: str | None, other: str | None) -> bool:
-    """Return whether two errors differ in numbers at most."""
     return one is not None and other is not None and _NUMBER.sub("", one) == _NUMBER.sub("", other)
 
 

@@ -133,7 +133,6 @@ def order_of(vote: int, count: int) -> list[int]:
 
 
 def read_cache(path: Path) -> dict[str, str]:
-    """Return the kept answers."""
     return {kept["name"]: kept["answer"] for kept in read_objects(path) if "answer" in kept}
 
 

@@ -70,7 +70,6 @@ class RewardSettings(Settings):
     """File of the sessions that have their reward; by default runs/reward-SOURCE-NAME.jsonl."""
 
     def state_path(self) -> Path:
-        """Return the file of the sessions that have their reward."""
         return self.state or Path("runs") / f"reward-{self.source}-{self.name}.jsonl"
 
 

@@ -314,5 +314,4 @@ def write_files(agent: Agent, address: Address) -> None:
 
 
 def command_line(agent: Agent, argv: Sequence[str], address: Address) -> list[str]:
-    """Return the command with the agent's flags before the user's arguments."""
     return [argv[0], *agent.flags(address), *argv[1:]]

@@ -63,7 +63,6 @@ async def served_model(settings: RunSettings, client: AsyncClient) -> Model:
 
 
 def connected(settings: RunSettings) -> AsyncClient:
-    """Return a client of the proxy."""
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
     return AsyncClient(settings.url, key, max_retries=10)
 

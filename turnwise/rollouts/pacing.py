@@ -44,7 +44,6 @@ class Pace:
             await self._poll()
 
     def note_uniform_group(self) -> None:
-        """Count a group that was played and whose rewards are all equal."""
         self._num_uniform += 1
 
     def _limit(self) -> float:
@@ -68,7 +67,6 @@ class Pace:
         self._version = int(active["version"])
 
     def _use(self, metrics: Json) -> None:
-        """Count the groups of one version."""
         self._num_used += self._groups_per_version + int(metrics.get("num_refill_groups", 0))
         self._num_uniform -= int(metrics.get("num_uniform_groups", 0))
 

@@ -72,7 +72,6 @@ class RunSettings(Settings):
 
     @property
     def runs_per_task(self) -> int:
-        """Number of runs of each task of the split in one pass."""
         return self.group_size if self.split == "train" else 1
 
     @property

@@ -135,12 +135,10 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process accepts calls."""
         return self._reading is not None and not self._reading.done()
 
     @property
     def num_calls(self) -> int:
-        """Number of calls without an answer."""
         return len(self._calls)
 
     async def start(self, argv: list[str], environment: Mapping[str, str], target: str) -> None:

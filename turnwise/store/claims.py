@@ -314,7 +314,6 @@ def _is_claimable(
 
 
 def _lease_micros(lease_seconds: float) -> int:
-    """Return the length of a lease in microseconds."""
     return int(min(lease_seconds, LONGEST_LEASE_SECONDS) * 1e6)
 
 

@@ -71,7 +71,6 @@ def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
 
 
 def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[Sequence[StoredRow]]:
-    """Yield the rows of a table, some at once."""
     yield from conn.execute(sa.select(table), execution_options={"yield_per": ROWS_AT_ONCE}).partitions()
 
 

@@ -281,7 +281,6 @@ def alembic_config() -> Config:
 
 @functools.cache
 def _known_revisions() -> list[str]:
-    """Return all revisions, oldest first: the names of the migrations begin with them."""
     versions = importlib.resources.files("migrations") / "versions"
     return sorted(file.name[:4] for file in versions.iterdir() if file.name[:4].isdigit())
 
@@ -344,7 +343,6 @@ def attempt(
 
 
 def _is_permanent(failure: BaseException | None) -> bool:
-    """Return whether a driver's error stays when the operation is repeated."""
     code = getattr(failure, "sqlstate", None) or getattr(failure, "sqlite_errorname", None) or ""
     return code.startswith(_PERMANENT)
 

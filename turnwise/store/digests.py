@@ -27,12 +27,10 @@ REWARD_COLUMNS = ("turn_id", "step", "name", "source", "written_by", "created_at
 
 
 def turn_digest(row: Mapping[str, Any]) -> bytes:
-    """Return the digest of a turn's row."""
     return _digest(b"turn", _turn_values(row))
 
 
 def reward_digest(row: Mapping[str, Any]) -> bytes:
-    """Return the digest of a reward line's row."""
     return _digest(b"reward", [float(row["value"]), *(row[column] for column in REWARD_COLUMNS)])
 
 

@@ -92,7 +92,6 @@ def experiences_of_groups(
 def experiences_of_sessions(
     conn: sa.Connection, session_pks: Sequence[int], *, roles: Collection[Role] = TRAINED_ROLES
 ) -> Iterator[Experience]:
-    """Yield one experience per chain of these sessions, oldest first; the reward of one without rewards is 0."""
     shape = Shape(roles=roles, merge="chain", with_unrewarded=True)
     return _stream(conn, [is_among(conn.dialect, sessions.c.session_pk, session_pks)], shape)
 

@@ -110,7 +110,6 @@ def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
 
 
 def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
-    """Return the values of a group that becomes ready."""
     return {"status": GroupStatus.READY.value, "ready_at": to_micros(now or utc_now()), "reason": reason}
 
 

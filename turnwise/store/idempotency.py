@@ -37,7 +37,6 @@ def claim_key(conn: sa.Connection, tenant: str, session_id: str, key: str, body_
 
 
 def keep_answer(conn: sa.Connection, tenant: str, session_id: str, key: str, answer: Sequence[int]) -> None:
-    """Store the answer of the request that claimed the key."""
     conn.execute(sa.update(idempotency).where(_is_key(tenant, session_id, key)).values(answer=dump(list(answer))))
 
 

@@ -216,7 +216,6 @@ def _unless_invalid(row: StoredRow) -> Key | None:
 
 
 def _select_keys() -> sa.Select[*tuple[Any, ...]]:
-    """Select keys with the names of their policies."""
     name = policies.c.name.label("policy")
     return sa.select(api_keys, name).join(policies, policies.c.policy_id == api_keys.c.policy_id)
 

@@ -63,7 +63,6 @@ def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, li
 
 
 def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, list[Reward]]:
-    """Return all reward lines of these sessions in order of arrival, by session."""
     found = conn.execute(_SELECT_REWARDS.where(rewards.c.session_pk.in_(session_pks)).order_by(rewards.c.reward_id))
     return rows.by_key(found, "session_pk", rows.REWARDS.record)
 
@@ -82,7 +81,6 @@ def labels_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, tupl
 def session_turns(
     conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool], with_ancestors: bool = True
 ) -> list[Turn]:
-    """Return the turns of a session that satisfy the conditions, by default with their ancestors, in order of `seq`."""
     conditions = _with_parents(session_pk, *wanted) if with_ancestors else [turns.c.session_pk == session_pk, *wanted]
     return [rows.TURNS.record(row) for row in conn.execute(SELECT_TURNS.where(*conditions).order_by(turns.c.seq))]
 
@@ -136,7 +134,6 @@ def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> lis
 
 
 def turn_by_id(conn: sa.Connection, turn_id: str) -> Turn:
-    """Return a stored turn."""
     return rows.TURNS.record(conn.execute(SELECT_TURNS.where(turns.c.turn_id == turn_id)).one())
 
 

@@ -122,7 +122,6 @@ class _SessionState:
             row["outcome"], row["reason"] = Outcome.UNTRAINABLE.value, SESSION_ENDED
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return the session's values in `_COUNT`."""
         return self.num_new, self.num_new_chains, self.last_active_at, self.stored.session_pk
 
 

@@ -25,13 +25,11 @@ ROW_BYTES = 1_000
 
 
 def num_within(sizes: Iterable[int], most: int) -> int:
-    """Return how many of the first sizes are at most so many together; the first one always counts."""
     totals = enumerate(itertools.accumulate(sizes))
     return sum(1 for _ in itertools.takewhile(lambda each: each[0] == 0 or each[1] <= most, totals))
 
 
 def num_fitting(sizes: Iterable[int], limit: int, max_bytes: int) -> int:
-    """Return how many of the rows with these sizes fit into a page, at most the limit."""
     return num_within((size + ROW_BYTES for size in itertools.islice(sizes, limit)), max_bytes)
 
 

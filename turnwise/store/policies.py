@@ -115,7 +115,6 @@ def names_of_policies(conn: sa.Connection) -> Mapping[int, str]:
 
 
 def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool]:
-    """Return the condition that a policy is the default one, or the tenant's own."""
     own = sa.select(policies.c.policy_id).where(policies.c.tenant == tenant)
     return sa.or_(policy_id == DEFAULT_POLICY, policy_id.in_(own))
 

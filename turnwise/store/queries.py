@@ -296,7 +296,6 @@ def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict
 
 
 def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
-    """Return these sessions with their rewards, updates and labels."""
     return [session for session, _, _ in sessions_with_lines(conn, found)]
 
 

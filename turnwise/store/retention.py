@@ -230,7 +230,6 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
 
 
 def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]]) -> Deleted:
-    """Delete the first sessions of a query; there is more while it finds some."""
     found = conn.execute(wanted.limit(SESSIONS_AT_ONCE).with_for_update(of=sessions)).all()
     return dataclasses.replace(_delete(conn, found), has_more=bool(found))
 

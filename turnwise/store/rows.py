@@ -81,12 +81,10 @@ def from_micros(micros: int) -> datetime.datetime:
 
 
 def ids_from_blob(blob: bytes) -> TokenIds:
-    """Return stored token ids, read-only."""
     return np.frombuffer(blob, _INT32)
 
 
 def logprobs_from_blob(blob: bytes) -> Logprobs:
-    """Return stored logprobs, read-only."""
     return np.frombuffer(blob, _FLOAT32)
 
 

@@ -60,7 +60,6 @@ class SessionFilter:
 
 
 def is_session(tenant: str, session_id: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
-    """Return the conditions on the table of sessions that one session alone satisfies."""
     return sessions.c.tenant == tenant, sessions.c.session_id == session_id
 
 

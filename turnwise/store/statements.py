@@ -175,7 +175,6 @@ def size_of(dialect: sa.Dialect, *columns: sa.ColumnElement[str | bytes]) -> sa.
 
 
 def has_text(dialect: sa.Dialect, column: sa.Column[str], text: str) -> sa.ColumnElement[bool]:
-    """Return the condition that a column contains a text; upper and lower case of ASCII letters are the same."""
     # SQLite's LIKE ignores the case of ASCII letters, PostgreSQL's does not.
     contains = column.icontains if dialect.name == "postgresql" else column.contains
     return contains(text, autoescape=True)

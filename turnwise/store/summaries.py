@@ -73,7 +73,6 @@ def summaries(conn: sa.Connection, found: Sequence[Session]) -> list[Summary]:
 
 
 def _short(dialect: sa.Dialect, column: sa.Column[Any]) -> sa.ColumnElement[str | None]:
-    """Return a column's text as an expression, null where it is long."""
     return sa.case((size_of(dialect, column) <= MAX_BYTES, column), else_=None)
 
 

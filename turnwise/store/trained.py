@@ -369,7 +369,6 @@ def _judged_sessions(
 
 
 def _mean(values: Sequence[float]) -> Mean | None:
-    """Return the mean; None without values."""
     return Mean(statistics.fmean(values), len(values)) if values else None
 
 

@@ -200,7 +200,6 @@ def get_version(conn: sa.Connection, version: int) -> PolicyVersion:
 
 
 def known_version(conn: sa.Connection, version: int) -> PolicyVersion | None:
-    """Return a version; None if there is none with this number."""
     row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
     return None if row is None else rows.VERSIONS.record(row)
 
@@ -212,7 +211,6 @@ def highest_version(conn: sa.Connection) -> int | None:
 
 
 def no_version(version: int) -> NotFound:
-    """Return the error for a version that does not exist, or that belongs to another tenant than the caller's."""
     return NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="version")
 
 

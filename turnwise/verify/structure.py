@@ -55,7 +55,6 @@ def _problems(turn: Turn, seq: int, known: dict[str, Turn], served_at: Mapping[i
 
 
 def _was_rolled_back(turn: Turn, served_at: Mapping[int, datetime]) -> bool:
-    """Return whether the version of a turn's last token may have been activated while the turn was sampled."""
     began_at = served_at.get(turn.policy_version_last)
     return began_at is not None and began_at >= turn.created_at - timedelta(seconds=turn.duration_seconds)
 

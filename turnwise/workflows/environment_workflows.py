@@ -68,7 +68,6 @@ class SingleTurnWorkflow(Workflow):
         return output
 
     def _restart(self, task: Json, uid: str) -> tuple[Any, Json]:
-        """Reset the workflow's state; return the first observation. As in rLLM, the environment is reset twice."""
         self.reset(task, uid)
         return self.env.reset(task)
 

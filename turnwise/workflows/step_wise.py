@@ -53,15 +53,12 @@ class _SteppedWorkflow(TaskWorkflow):
 
     @property
     def max_step_num(self) -> int:
-        """Largest number of steps of a run."""
         raise NotImplementedError(f"{type(self).__name__} must define max_step_num")
 
     def step(self, step_num: int) -> bool:
-        """Take one step; return whether to continue."""
         raise NotImplementedError(f"{type(self).__name__} must define step() to take step {step_num!r}")
 
     async def step_async(self, step_num: int) -> bool:
-        """Take one step in an event loop; return whether to continue."""
         raise NotImplementedError(f"{type(self).__name__} must define step_async() to take step {step_num!r}")
 
     @contextlib.contextmanager
@@ -99,7 +96,6 @@ class _SteppedWorkflow(TaskWorkflow):
         return experiences
 
     def _go_on(self, answer: object) -> None:
-        """Record the answer of a step: whether to continue."""
         if not answer:
             self._reason = ENDED
 

@@ -180,7 +180,6 @@ class Workflow(ABC):
         return await loop.run_in_executor(self.executor, functools.partial(fn, *args, **kwargs))
 
     def _public_parts(self) -> Iterator[Any]:
-        """Iterate over attributes in alphabetical order; items of lists and dicts are not included."""
         return (getattr(self, name) for name in dir(self) if not name.startswith("_"))
 
     def _public_agents(self) -> Iterator[BaseAgent]:

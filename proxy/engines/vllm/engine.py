@@ -50,7 +50,6 @@ class Vllm(Engine):
 
     @property
     def may_have_lora(self) -> bool:
-        """Whether it was started with LoRA, as far as that is known."""
         return self.has_lora or bool(self.adapters)
 
     async def check_features(self) -> None:
@@ -174,7 +173,6 @@ class Vllm(Engine):
         return refused.status in (404, 405) or any(words in str(refused) for words in LACKS_TRANSFERS)
 
     async def write_label(self, label: str) -> None:
-        """Write the label of the base weights into the engine."""
         await self.ask("POST", "/update_weight_version", {"new_version": label})
 
     async def weights_label(self) -> str | None:
@@ -187,12 +185,10 @@ class Vllm(Engine):
         return None if label is None else str(label)
 
     async def add_adapter(self, name: str, path: str, *, seconds: float) -> None:
-        """Load a LoRA adapter beside what is served."""
         body: Json = {"lora_name": name, "lora_path": path}
         await self.ask("POST", "/v1/load_lora_adapter", body, seconds=seconds)
 
     async def remove_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter; one that is not loaded is no error."""
         with contextlib.suppress(EngineRefused):
             await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 

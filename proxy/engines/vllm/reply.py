@@ -129,7 +129,6 @@ def read_ids(array: msgspec.Raw, echo: bytes | None) -> bytes:
 
 
 def _is_list_of_ids(array: bytes) -> bool:
-    """Return whether some JSON is an array of non-negative integers without spaces."""
     separators = array.translate(None, DIGITS)
     return separators == b"[%b]" % (b"," * (len(separators) - 2))
 

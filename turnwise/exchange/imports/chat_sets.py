@@ -21,7 +21,6 @@ PAIR = {"chosen": 1.0, "rejected": 0.0}
 
 
 def key_of(document: Json) -> str | None:  # noqa: ARG001  one signature for all formats
-    """Return None: each row is a separate session."""
     return None
 
 

@@ -14,7 +14,6 @@ OUTPUTS = {"preferred_output": ("chosen", 1.0), "non_preferred_output": ("reject
 
 
 def key_of(document: Json) -> str | None:  # noqa: ARG001  one signature for all formats
-    """Return None: each line is a separate session."""
     return None
 
 

@@ -112,7 +112,6 @@ class _Unit:
 
     @property
     def session_ids(self) -> list[str]:
-        """The ids that its sessions can have."""
         return [self.stem, f"{self.stem}-chosen", f"{self.stem}-rejected"]
 
 
