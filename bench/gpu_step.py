@@ -11,10 +11,10 @@ import torch
 from rollouts import SIZES, advantages, play, read, write_model
 from training import operations_of, peak_operations
 
-from trainer.learning.batch import build
-from trainer.learning.optimizer import OptimizerRule, make_optimizer
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.model import Policy, PolicySpec
+from trainer.batch.batch import build
+from trainer.batch.optimizer import OptimizerRule, make_optimizer
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.model import Policy, PolicySpec
 from turnwise.store.database import Database
 
 NUM_TURNS = 10

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.learning.forest import Forest, Layout, block_mask, dense_mask
-from trainer.learning.logprobs import linear_logprobs
+from trainer.batch.forest import Forest, Layout, block_mask, dense_mask
+from trainer.batch.logprobs import linear_logprobs
 
 HEADS, HEAD_WIDTH = 4, 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}

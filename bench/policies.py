@@ -34,8 +34,8 @@ from transformers import Qwen3ForCausalLM
 
 from trainer.claims import Claims
 from trainer.commit import Commits
+from trainer.model.agent import PolicyAgent
 from trainer.policies import Policies
-from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from trainer.update import Updates

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.learning.advantages import by_bucket, compared
+from trainer.batch.advantages import by_bucket, compared
 from turnwise.comparison import normalised
 from turnwise.experience import Experience
 from turnwise.store import experiences, ledger

@@ -108,7 +108,7 @@ def play_trl(model: Path, out: Path, given: argparse.Namespace) -> Observed:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from trainer.policy.loading import LORA_ALPHA
+    from trainer.model.loading import LORA_ALPHA
     from trainer.settings import TrainerSettings
 
     torch.set_num_threads(given.threads)

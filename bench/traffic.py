@@ -35,8 +35,8 @@ from trainer import sentinels
 from trainer import source as trainer_source
 from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
-from trainer.learning.advantages import moved_on
-from trainer.learning.selection import SelectionRule
+from trainer.batch.advantages import moved_on
+from trainer.batch.selection import SelectionRule
 from trainer.ledger import FinishedBatch
 from trainer.pacing import Position, Rewind, SourceRule
 from trainer.source import LedgerSource

@@ -26,9 +26,9 @@ import torch
 import transformers
 from rollouts import SIZES, advantages, play, read, write_model
 
-from trainer.learning.batch import Batch, Row, build
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.model import Policy, PolicySpec
+from trainer.batch.batch import Batch, Row, build
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.model import Policy, PolicySpec
 from turnwise.store.database import Database
 
 FEWER_TOKENS = 0.8

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.learning.batch import Batch
+from trainer.batch.batch import Batch
 
 ROWS_AT_ONCE = 8
 """TRL's default `per_device_train_batch_size`."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from trainer.batch.optimizer import make_optimizer
 from trainer.evaluate import LedgerEvaluator
-from trainer.learning.optimizer import make_optimizer
 from trainer.ledger import UpdateIds
+from trainer.model.agent import PolicyAgent
+from trainer.model.critic import Critic
+from trainer.model.model import Policy
 from trainer.pacing import StopFlag
-from trainer.policy.agent import PolicyAgent
-from trainer.policy.critic import Critic
-from trainer.policy.model import Policy
 from trainer.settings import TrainerSettings
 from trainer.source import LedgerSource
 from turnwise.store.database import Database

@@ -14,12 +14,12 @@ from collections.abc import Collection
 import numpy as np
 
 from trainer.algorithms.algorithm import Imitation, select
-from trainer.learning.advantages import UNIFORM, is_single
-from trainer.learning.batch import Batch, build
-from trainer.learning.selection import Selection, joined, num_turns_left_out
+from trainer.batch.advantages import UNIFORM, is_single
+from trainer.batch.batch import Batch, build
+from trainer.batch.selection import Selection, joined, num_turns_left_out
 from trainer.ledger import ClaimedBatch
+from trainer.model.engine import TrainingEngine
 from trainer.pacing import SMALLEST_PART, Position, Rewind
-from trainer.policy.engine import TrainingEngine
 from trainer.settings import TrainerSettings
 from trainer.source import LedgerSource
 from trainer.state import State

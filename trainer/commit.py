@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.batch.selection import Selection
 from trainer.claims import group_keys
-from trainer.learning.selection import Selection
 from trainer.ledger import ClaimedBatch, FinishedBatch, Ledger
-from trainer.policy.engine import TrainingEngine
-from trainer.policy.model import Policy
+from trainer.model.engine import TrainingEngine
+from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from trainer.state import MOST_RECENT_VERSIONS, State, copied

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainer.learning.batch import Batch, Reals, with_ratio
-from trainer.learning.ratios import finite
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.memory import OutOfMemory
+from trainer.batch.batch import Batch, Reals, with_ratio
+from trainer.batch.ratios import finite
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.memory import OutOfMemory
 from trainer.publish.checkpoint import Checkpoints
 from trainer.state import copied
 from turnwise.errors import BadCheckpoint, EngineDisagrees

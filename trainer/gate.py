@@ -17,10 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from pydantic import Field
 
-from trainer.learning.batch import Batch, Reals, build
+from trainer.batch.batch import Batch, Reals, build
 from trainer.ledger import Ledger
-from trainer.policy.engine import TrainingEngine
-from trainer.policy.memory import OutOfMemory
+from trainer.model.engine import TrainingEngine
+from trainer.model.memory import OutOfMemory
 from turnwise.experience import Experience
 from turnwise.settings import Settings
 from turnwise.types import Json, SessionKey

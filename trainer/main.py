@@ -18,10 +18,10 @@ from types import FrameType
 import torch
 
 from trainer.algorithms.trial import try_algorithm
-from trainer.learning.optimizer import check_optimizer
+from trainer.batch.optimizer import check_optimizer
+from trainer.model.agent import NO_SHARDED_CRITIC
 from trainer.parallel import World, leave_world
 from trainer.policies import Policies
-from trainer.policy.agent import NO_SHARDED_CRITIC
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow, RLWorkflow

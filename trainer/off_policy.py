@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trainer.build import OptimizerLike, Shared, make_agent, make_evaluator, make_source, optimizer_factory
 from trainer.evaluate import Evaluator
 from trainer.ledger import ClaimedBatch, Ledger
-from trainer.policy.agent import PolicyAgent
+from trainer.model.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.source import LedgerSource
 from trainer.state import State

@@ -20,8 +20,8 @@ import torch
 
 from trainer.build import Shared
 from trainer.ledger import UpdateIds
+from trainer.model.model import Policy
 from trainer.pacing import StopFlag, outlast
-from trainer.policy.model import Policy
 from trainer.recorders import Recorder
 from trainer.settings import TrainerSettings
 from trainer.state import State

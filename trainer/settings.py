@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 import safetensors
 from pydantic import Field, SecretStr, model_validator
 
+from trainer.batch.optimizer import OptimizerRule
+from trainer.batch.selection import SelectionRule
 from trainer.gate import GateRule
-from trainer.learning.optimizer import OptimizerRule
-from trainer.learning.selection import SelectionRule
+from trainer.model.agent import AgentRule
+from trainer.model.model import PolicySpec
 from trainer.pacing import SourceRule
-from trainer.policy.agent import AgentRule
-from trainer.policy.model import PolicySpec
 from trainer.publish.weight_server import WeightRule
 from turnwise.settings import FromJson
 from turnwise.types import Json, PolicyKind

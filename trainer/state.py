@@ -20,15 +20,15 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter
 
+from trainer.batch.advantages import Row, moved_on
+from trainer.batch.optimizer import make_scheduler, set_position
 from trainer.build import OptimizerLike
-from trainer.learning.advantages import Row, moved_on
-from trainer.learning.optimizer import make_scheduler, set_position
 from trainer.ledger import Ledger
+from trainer.model.adapters import Adapter
+from trainer.model.agent import PolicyAgent
+from trainer.model.critic import Critic
+from trainer.model.model import Policy
 from trainer.pacing import Rewind
-from trainer.policy.adapters import Adapter
-from trainer.policy.agent import PolicyAgent
-from trainer.policy.critic import Critic
-from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError

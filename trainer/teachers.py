@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from trainer.learning.batch import Batch, Reals
-from trainer.learning.forest import Indices
+from trainer.batch.batch import Batch, Reals
+from trainer.batch.forest import Indices
 from turnwise.types import Json, TokenIds
 
 log = logging.getLogger(__name__)

@@ -18,20 +18,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from trainer.batch.advantages import moved_on
+from trainer.batch.batch import trained_turns
+from trainer.batch.selection import TOO_LONG, Selection
 from trainer.build import OptimizerLike, Shared, as_settings, make_agent, make_evaluator, make_source, optimizer_factory
 from trainer.claims import Claims, group_keys, left_out_gauges, num_minibatches
 from trainer.commit import Commits, NewVersion, probe_of
 from trainer.evaluate import Evaluator
 from trainer.gap_check import GapCheck
 from trainer.gate import Gate
-from trainer.learning.advantages import moved_on
-from trainer.learning.batch import trained_turns
-from trainer.learning.selection import TOO_LONG, Selection
 from trainer.ledger import ClaimedBatch
+from trainer.model.agent import PolicyAgent
+from trainer.model.memory import OUT_OF_MEMORY, MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
-from trainer.policy.agent import PolicyAgent
-from trainer.policy.memory import OUT_OF_MEMORY, MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder

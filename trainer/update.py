@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from trainer.batch.batch import Batch, Reals, minibatches, turn_advantages
+from trainer.batch.ratios import Gauges, finite
+from trainer.batch.selection import LARGEST_VALUE, Selection, without_groups
 from trainer.gap_check import BatchGap, GapCheck
-from trainer.learning.batch import Batch, Reals, minibatches, turn_advantages
-from trainer.learning.ratios import Gauges, finite
-from trainer.learning.selection import LARGEST_VALUE, Selection, without_groups
-from trainer.policy.engine import TrainingEngine
-from trainer.policy.memory import FILE, OUT_OF_MEMORY, OutOfMemory
+from trainer.model.engine import TrainingEngine
+from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
 from trainer.state import State
 from turnwise.errors import SettingsError

@@ -13,7 +13,7 @@ from turnwise_fake_engine import RunningFakeEngine
 from trainer.algorithms.correction import hinted_prompt
 from trainer.algorithms.dpo import DPO
 from trainer.algorithms.sft import SFT
-from trainer.learning.selection import SelectionRule, offer
+from trainer.batch.selection import SelectionRule, offer
 from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.experience import HINTS

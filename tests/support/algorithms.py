@@ -9,8 +9,8 @@ import numpy as np
 
 from trainer.algorithms.algorithm import Algorithm, select
 from trainer.algorithms.loading import load
-from trainer.learning.advantages import Row
-from trainer.learning.selection import Selection, SelectionRule, offer
+from trainer.batch.advantages import Row
+from trainer.batch.selection import Selection, SelectionRule, offer
 from turnwise.comparison import Floats
 from turnwise.experience import Experience
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.learning.forest import Forest
+from trainer.batch.forest import Forest
 from turnwise.types import TokenIds
 
 VOCABULARY = 64

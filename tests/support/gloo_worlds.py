@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from support.experience_factory import experience
 
-from trainer.learning.batch import build
+from trainer.batch.batch import build
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.model import Policy, PolicySpec
 from trainer.parallel import leave_world
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.model import Policy, PolicySpec
 
 NUM_STEPS = 3
 WORLD_SECONDS = 300.0

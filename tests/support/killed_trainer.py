@@ -31,8 +31,8 @@ IMPORTED = ("transformers.models.qwen3.modeling_qwen3", "trainer.main", "alembic
 
 FUNCTIONS = {
     "select groups of a batch": "trainer.claims:select",
-    "compute the loss of a row": "trainer.policy.agent:loss_of",
-    "pack a minibatch": "trainer.policy.agent:pack",
+    "compute the loss of a row": "trainer.model.agent:loss_of",
+    "pack a minibatch": "trainer.model.agent:pack",
     "compute the probe of a version": "trainer.train:probe_of",
     "digest a file of a version": "turnwise.version_directory:file_digest",
     "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",

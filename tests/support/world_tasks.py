@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from trainer.learning.batch import Batch, build
-from trainer.learning.optimizer import OptimizerRule, make_scheduler
+from trainer.batch.batch import Batch, build
+from trainer.batch.optimizer import OptimizerRule, make_scheduler
+from trainer.model import model
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.model import Policy, PolicySpec
 from trainer.parallel import World
-from trainer.policy import model
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.model import Policy, PolicySpec
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from trainer.state import Progress, State

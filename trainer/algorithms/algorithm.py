@@ -17,11 +17,11 @@ from typing import ClassVar, Protocol
 import numpy as np
 from torch import Tensor
 
-from trainer.learning import selection
-from trainer.learning.advantages import Row, rewards_by_name
-from trainer.learning.batch import Aggregation, Batch, Reals
-from trainer.learning.ratios import TrainedTokens
-from trainer.learning.selection import Offer, Selection, SelectionRule
+from trainer.batch import selection
+from trainer.batch.advantages import Row, rewards_by_name
+from trainer.batch.batch import Aggregation, Batch, Reals
+from trainer.batch.ratios import TrainedTokens
+from trainer.batch.selection import Offer, Selection, SelectionRule
 from trainer.parallel import World
 from turnwise.experience import Experience
 from turnwise.settings import Settings as BaseSettings

@@ -17,7 +17,7 @@ from trainer.algorithms.algorithm import Algorithm, Imitation
 from trainer.algorithms.dpo import DPO
 from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.sft import SFT
-from trainer.learning.ratios import TrainedTokens
+from trainer.batch.ratios import TrainedTokens
 
 IMPORTED_GROUPS = 8
 """Imported groups of a batch, drawn again for each batch. Without groups in the import, a session is one."""

@@ -19,9 +19,9 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Scorer, Weighed
-from trainer.learning.batch import Batch, build
-from trainer.learning.ratios import TrainedTokens
-from trainer.learning.selection import NO_TRAINABLE_TURN, Offer, Selection
+from trainer.batch.batch import Batch, build
+from trainer.batch.ratios import TrainedTokens
+from trainer.batch.selection import NO_TRAINABLE_TURN, Offer, Selection
 from trainer.teachers import Teacher, Teachers
 from turnwise.errors import BatchRefused
 from turnwise.experience import HINTS, Experience

@@ -17,9 +17,9 @@ from pydantic import Field
 
 from trainer.algorithms.algorithm import Scorer
 from trainer.algorithms.grpo import GRPO
-from trainer.learning.advantages import PastValues
-from trainer.learning.batch import Batch
-from trainer.learning.selection import Offer
+from trainer.batch.advantages import PastValues
+from trainer.batch.batch import Batch
+from trainer.batch.selection import Offer
 from trainer.teachers import Teacher, Teachers, TeacherScores
 from turnwise.comparison import Floats
 from turnwise.errors import BatchRefused

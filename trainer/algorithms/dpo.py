@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, needed
-from trainer.learning.advantages import UNIFORM
-from trainer.learning.batch import Batch, Reals
-from trainer.learning.ratios import TrainedTokens
-from trainer.learning.selection import Offer, Selection
+from trainer.batch.advantages import UNIFORM
+from trainer.batch.batch import Batch, Reals
+from trainer.batch.ratios import TrainedTokens
+from trainer.batch.selection import Offer, Selection
 from turnwise.experience import Experience
 from turnwise.settings import Settings as BaseSettings
 from turnwise.types import SessionKey

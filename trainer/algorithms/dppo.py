@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.grpo import PolicyGradient
-from trainer.learning.ratios import TrainedTokens, anchor, ratio_of
+from trainer.batch.ratios import TrainedTokens, anchor, ratio_of
 
 MAX_RATIO = 20.0
 """Bound of the importance ratio, as in verl."""

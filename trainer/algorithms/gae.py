@@ -18,11 +18,11 @@ from torch import Tensor
 
 from trainer.algorithms.algorithm import Scorer, needed
 from trainer.algorithms.grpo import GRPO
-from trainer.learning.advantages import PastValues, whiten
-from trainer.learning.batch import Batch, Reals
-from trainer.learning.forest import Indices
-from trainer.learning.ratios import TrainedTokens
-from trainer.learning.selection import Offer
+from trainer.batch.advantages import PastValues, whiten
+from trainer.batch.batch import Batch, Reals
+from trainer.batch.forest import Indices
+from trainer.batch.ratios import TrainedTokens
+from trainer.batch.selection import Offer
 from turnwise.comparison import Floats
 from turnwise.experience import Experience
 from turnwise.types import Credit, Json

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Chain, Group, Weighed, needed
-from trainer.learning.advantages import (
+from trainer.batch.advantages import (
     PastValues,
     Row,
     bucket_for,
@@ -31,8 +31,8 @@ from trainer.learning.advantages import (
     uniform_groups,
     whiten,
 )
-from trainer.learning.batch import Aggregation
-from trainer.learning.ratios import (
+from trainer.batch.batch import Aggregation
+from trainer.batch.ratios import (
     CorrectionRule,
     TrainedTokens,
     anchor,
@@ -41,7 +41,7 @@ from trainer.learning.ratios import (
     ratio_of,
     to_go,
 )
-from trainer.learning.selection import Offer, Selection, check_advantages, without_advantage
+from trainer.batch.selection import Offer, Selection, check_advantages, without_advantage
 from turnwise.comparison import Floats, normalised
 from turnwise.settings import FromJson
 from turnwise.types import SessionKey

@@ -7,8 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.grpo import PolicyGradient, cut_off, ppo_clip
-from trainer.learning.batch import Aggregation
-from trainer.learning.ratios import TrainedTokens, anchor, ratio_of, sequence_mean
+from trainer.batch.batch import Aggregation
+from trainer.batch.ratios import TrainedTokens, anchor, ratio_of, sequence_mean
 
 
 class GSPO(PolicyGradient):

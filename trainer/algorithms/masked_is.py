@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.grpo import PolicyGradient, out_of_bounds, ratio
-from trainer.learning.ratios import TrainedTokens
+from trainer.batch.ratios import TrainedTokens
 
 
 class MaskedIS(PolicyGradient):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.algorithms.grpo import PolicyGradient
-from trainer.learning.ratios import TrainedTokens
+from trainer.batch.ratios import TrainedTokens
 
 
 class Reinforce(PolicyGradient):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.grpo import PolicyGradient, ratio
-from trainer.learning.ratios import TrainedTokens
+from trainer.batch.ratios import TrainedTokens
 
 
 class SAPO(PolicyGradient):

@@ -6,8 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Weighed
-from trainer.learning.ratios import TrainedTokens
-from trainer.learning.selection import Offer, Selection
+from trainer.batch.ratios import TrainedTokens
+from trainer.batch.selection import Offer, Selection
 
 
 class SFT(Weighed):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.grpo import PolicyGradient
-from trainer.learning.batch import Aggregation
-from trainer.learning.ratios import TrainedTokens, sequence_log_ratio
+from trainer.batch.batch import Aggregation
+from trainer.batch.ratios import TrainedTokens, sequence_log_ratio
 
 
 class TOPR(PolicyGradient):

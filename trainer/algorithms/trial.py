@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, select
-from trainer.learning.batch import Batch, build
-from trainer.learning.ratios import RESERVED, TrainedTokens
-from trainer.learning.selection import Selection, SelectionRule, check_advantages
+from trainer.batch.batch import Batch, build
+from trainer.batch.ratios import RESERVED, TrainedTokens
+from trainer.batch.selection import Selection, SelectionRule, check_advantages
 from turnwise.errors import SettingsError
 from turnwise.experience import EID, Experience
 from turnwise.types import Role

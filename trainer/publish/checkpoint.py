@@ -33,8 +33,8 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from trainer.model.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
 from trainer.parallel import World
-from trainer.policy.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
 from turnwise import version_directory
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
 from turnwise.files import lock, synchronise, write_whole

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.policy.loading import bad_checkpoint, copy_tokenizer
+from trainer.model.loading import bad_checkpoint, copy_tokenizer
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.version_directory import ADAPTER_CONFIG, read_json, read_manifest

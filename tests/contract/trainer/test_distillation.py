@@ -19,7 +19,7 @@ from turnwise_fake_engine import running_fake_engine
 from turnwise_fake_engine.sampling import logprobs_of
 
 from trainer.algorithms.distillation import with_teachers
-from trainer.learning.batch import build
+from trainer.batch.batch import build
 from trainer.settings import TrainerSettings
 from trainer.teachers import Teacher, Teachers, TeacherScores
 from turnwise.errors import SettingsError

@@ -17,7 +17,7 @@ from support.trainer_ledger import Rollouts, settings_for, train
 from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.loading import load, provided
 from trainer.algorithms.trial import try_algorithm
-from trainer.learning.batch import build
+from trainer.batch.batch import build
 from trainer.main import check_startable
 from turnwise.commands.init import algorithm_table
 from turnwise.errors import SettingsError

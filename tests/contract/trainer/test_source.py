@@ -16,8 +16,8 @@ from support.trainer_ledger import Rollouts, settings_for
 from support.waiting import wait_until
 
 from trainer.algorithms.algorithm import select
-from trainer.learning.batch import build
-from trainer.learning.selection import SelectionRule
+from trainer.batch.batch import build
+from trainer.batch.selection import SelectionRule
 from trainer.ledger import FinishedBatch
 from trainer.pacing import Position, SourceRule, StopFlag, outlast
 from trainer.source import LedgerSource, SteadyClock

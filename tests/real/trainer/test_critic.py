@@ -15,7 +15,7 @@ from support.trainer_ledger import Rollouts, settings_for, train
 from torch import tensor
 
 from trainer.algorithms import gae
-from trainer.learning.batch import build, turn_advantages
+from trainer.batch.batch import build, turn_advantages
 from trainer.main import check_startable
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError

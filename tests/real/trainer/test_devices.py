@@ -14,12 +14,12 @@ from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, train
 
-from trainer.learning.batch import build
+from trainer.batch.batch import build
 from trainer.main import run
+from trainer.model.agent import RECOMPUTED, AgentRule, PolicyAgent
+from trainer.model.memory import MemoryLimits
+from trainer.model.model import Policy, PolicySpec
 from trainer.parallel import leave_world
-from trainer.policy.agent import RECOMPUTED, AgentRule, PolicyAgent
-from trainer.policy.memory import MemoryLimits
-from trainer.policy.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import queries

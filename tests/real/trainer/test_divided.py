@@ -14,10 +14,10 @@ from support.gloo_worlds import compiled_steps, run_world, steps, world_of
 from support.tiny_models import FAMILIES, config_of, make_model
 from support.trainer_ledger import settings_for
 
-from trainer.learning.forest import BLOCK, dense_mask
+from trainer.batch.forest import BLOCK, dense_mask
 from trainer.main import check_startable
-from trainer.policy.context_parallel import ContextGroup, part_of
-from trainer.policy.mesh import Division, check_divisible, divide_layers
+from trainer.model.context_parallel import ContextGroup, part_of
+from trainer.model.mesh import Division, check_divisible, divide_layers
 from turnwise.errors import SettingsError
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from support.migrated import new_database
 from support.tiny_models import FAMILIES, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 
-from trainer.policy.model import Policy, PolicySpec
+from trainer.model.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
 from turnwise.store import trainer_status
 

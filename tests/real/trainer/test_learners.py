@@ -12,7 +12,7 @@ from support.migrated import new_database
 from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts
 
-from trainer.learning.optimizer import make_scheduler
+from trainer.batch.optimizer import make_scheduler
 from trainer.main import run
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow

@@ -10,10 +10,10 @@ from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 
+from trainer.model.agent import OutOfMemory
+from trainer.model.memory import MemoryLimits, read_limits
+from trainer.model.model import Policy
 from trainer.parallel import World
-from trainer.policy.agent import OutOfMemory
-from trainer.policy.memory import MemoryLimits, read_limits
-from trainer.policy.model import Policy
 from trainer.train import OnPolicyWorkflow
 
 

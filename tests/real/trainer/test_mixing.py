@@ -18,8 +18,8 @@ from torch import tensor
 from trainer.algorithms import chord
 from trainer.algorithms.algorithm import loss_of, parts, step_weights
 from trainer.algorithms.chord import phi
-from trainer.learning.batch import build, minibatches
-from trainer.learning.ratios import TrainedTokens
+from trainer.batch.batch import build, minibatches
+from trainer.batch.ratios import TrainedTokens
 from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
 

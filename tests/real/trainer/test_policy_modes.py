@@ -10,10 +10,10 @@ from support.migrated import new_database
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 
-from trainer.learning.batch import Batch, build
-from trainer.learning.optimizer import OptimizerRule, make_optimizer
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.model import Policy, PolicySpec
+from trainer.batch.batch import Batch, build
+from trainer.batch.optimizer import OptimizerRule, make_optimizer
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
 from turnwise.store import experiences
 from turnwise.store.session_filter import SessionFilter
@@ -142,7 +142,7 @@ def test_bfloat16_weights_with_float32_masters_train_as_float32_weights_do(model
 
 
 def test_an_optimizer_in_host_memory_gives_the_weights_of_torchs_own_and_resumes_in_float32(model, batch, monkeypatch):
-    monkeypatch.setattr("trainer.learning.optimizer.WEIGHT_DECAY", 0.1)
+    monkeypatch.setattr("trainer.batch.optimizer.WEIGHT_DECAY", 0.1)
     ends = []
     for place in ("device", "host"):
         policy = policy_for(model)

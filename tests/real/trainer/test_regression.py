@@ -12,8 +12,8 @@ from support.ledger_samples import add_session, groups_by_status
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train
 
+from trainer.batch.batch import build
 from trainer.gate import GateRule, Shift, judge, shifts_of
-from trainer.learning.batch import build
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
 from turnwise.store import evaluations, serving, session_changes, versions
 from turnwise.store import ledger as ledger_of

@@ -13,9 +13,9 @@ from support.gloo_worlds import sessions
 from support.tiny_models import make_model
 from torch.nn import functional
 
-from trainer.learning.batch import build, pack
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.model import Policy, PolicySpec
+from trainer.batch.batch import build, pack
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.model import Policy, PolicySpec
 from turnwise.errors import BatchRefused
 
 LAYERS, EXPERTS, CHOSEN = 2, 6, 2

@@ -17,8 +17,8 @@ from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, train
 
-from trainer.learning.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on, session_digest
-from trainer.learning.selection import SelectionRule
+from trainer.batch.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on, session_digest
+from trainer.batch.selection import SelectionRule
 from turnwise.store import ledger, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import agent_digest

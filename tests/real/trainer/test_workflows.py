@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 from trainer.algorithms.algorithm import loss_of
 from trainer.main import run
-from trainer.policy import agent
+from trainer.model import agent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError

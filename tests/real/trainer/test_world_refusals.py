@@ -13,7 +13,7 @@ from support.tiny_models import EXPERTS, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.world_tasks import refuse_routing, train_ledger
 
-from trainer.policy.memory import MemoryLimits, read_limits
+from trainer.model.memory import MemoryLimits, read_limits
 
 
 @pytest.fixture

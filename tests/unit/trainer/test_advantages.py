@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.algorithms import assigned
 from support.experience_factory import experience
 
-from trainer.learning.advantages import uniform_groups
+from trainer.batch.advantages import uniform_groups
 
 ONE_GROUP = [0, 0, 0, 0]
 REWARDS = np.array([1.0, 2.0, 3.0, 6.0])

@@ -10,9 +10,9 @@ from support.forests import VOCABULARY, grown_forest
 from support.tiny_models import FAMILIES, SIZES, make_model
 from torch.nn.attention.flex_attention import flex_attention
 
-from trainer.learning.batch import Row
-from trainer.learning.forest import BLOCK, block_mask, dense_mask
-from trainer.policy.model import Policy, PolicySpec
+from trainer.batch.batch import Row
+from trainer.batch.forest import BLOCK, block_mask, dense_mask
+from trainer.model.model import Policy, PolicySpec
 
 CPU = torch.device("cpu")
 

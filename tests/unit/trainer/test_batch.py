@@ -13,13 +13,13 @@ from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts
 
 from trainer.algorithms.algorithm import loss_of
-from trainer.learning.batch import build, minibatches, pack
-from trainer.learning.forest import Forest, dense_mask
-from trainer.learning.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
-from trainer.learning.selection import why_untrainable
-from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.inputs import row_data
-from trainer.policy.model import Policy, PolicySpec
+from trainer.batch.batch import build, minibatches, pack
+from trainer.batch.forest import Forest, dense_mask
+from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
+from trainer.batch.selection import why_untrainable
+from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.inputs import row_data
+from trainer.model.model import Policy, PolicySpec
 from turnwise.chains import merge_session, split_session
 from turnwise.experience import EID, Experience
 from turnwise.store import experiences

@@ -10,8 +10,8 @@ import pytest
 from support.experience_factory import experience
 
 from trainer.algorithms.correction import Correction, corrected_turn, hinted_prompt, with_reply
-from trainer.learning.batch import build
-from trainer.learning.selection import SelectionRule, offer
+from trainer.batch.batch import build
+from trainer.batch.selection import SelectionRule, offer
 from trainer.parallel import World
 from trainer.teachers import Teacher
 from turnwise.errors import BatchRefused

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from trainer.policy.loading import _prepared, load_model
-from trainer.policy.model import PolicySpec
+from trainer.model.loading import _prepared, load_model
+from trainer.model.model import PolicySpec
 from trainer.publish.checkpoint import Checkpoints
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind

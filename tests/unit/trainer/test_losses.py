@@ -9,8 +9,8 @@ from torch import tensor
 
 from trainer.algorithms import cispo, dppo, grpo, gspo, masked_is, sapo, topr
 from trainer.algorithms.algorithm import loss_of
-from trainer.learning import ratios
-from trainer.learning.ratios import CorrectionRule, TrainedTokens, ratio_of
+from trainer.batch import ratios
+from trainer.batch.ratios import CorrectionRule, TrainedTokens, ratio_of
 
 LN2 = math.log(2.0)
 

@@ -10,7 +10,7 @@ import torch
 from support.commands import invoke
 from support.tiny_models import load_model
 
-from trainer.policy.model import Policy, PolicySpec
+from trainer.model.model import Policy, PolicySpec
 from trainer.publish.merge import merge_adapter
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.version_directory import write_manifest

@@ -9,8 +9,8 @@ import pytest
 from support.algorithms import algorithm, assigned, selected
 from support.experience_factory import experience
 
-from trainer.learning.advantages import RewardRule, overlong_penalty, shape_rewards
-from trainer.learning.batch import build
+from trainer.batch.advantages import RewardRule, overlong_penalty, shape_rewards
+from trainer.batch.batch import build
 from trainer.update import not_finite
 
 

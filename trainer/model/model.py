@@ -17,12 +17,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from trainer.learning.batch import Row
-from trainer.learning.logprobs import OutputLayer, linear_logprobs, selected_logprobs
-from trainer.policy.adapters import Adapter
-from trainer.policy.context_parallel import ContextGroup, part_of, register_attention, spread
-from trainer.policy.inputs import RowInputs, part_inputs, row_inputs
-from trainer.policy.loading import (
+from trainer.batch.batch import Row
+from trainer.batch.logprobs import OutputLayer, linear_logprobs, selected_logprobs
+from trainer.model.adapters import Adapter
+from trainer.model.context_parallel import ContextGroup, part_of, register_attention, spread
+from trainer.model.inputs import RowInputs, part_inputs, row_inputs
+from trainer.model.loading import (
     allocate,
     bad_checkpoint,
     base_of,
@@ -33,9 +33,9 @@ from trainer.policy.loading import (
     register_flex_attention,
     tied_names,
 )
-from trainer.policy.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
-from trainer.policy.router_replay import RouterReplay
-from trainer.policy.tuning import checkpoint_layers, has_liger, needs_checkpointing, use_liger
+from trainer.model.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
+from trainer.model.router_replay import RouterReplay
+from trainer.model.tuning import checkpoint_layers, has_liger, needs_checkpointing, use_liger
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
 from turnwise.types import PolicyKind

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from trainer.model.context_parallel import ContextGroup
+from trainer.model.loading import base_of
 from trainer.parallel import context_group
-from trainer.policy.context_parallel import ContextGroup
-from trainer.policy.loading import base_of
 from turnwise.errors import SettingsError
 
 REPLICA, TENSOR = "replica", "tensor"

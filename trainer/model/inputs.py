@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.learning.batch import Batch, Reals, Row
-from trainer.learning.forest import Layout, block_mask, dense_mask
-from trainer.policy.context_parallel import RowPart
+from trainer.batch.batch import Batch, Reals, Row
+from trainer.batch.forest import Layout, block_mask, dense_mask
+from trainer.model.context_parallel import RowPart
 
 if TYPE_CHECKING:
-    from trainer.policy.model import Policy
+    from trainer.model.model import Policy
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.policy.loading import base_of
+from trainer.model.loading import base_of
 
 STATE_BYTES = 16
 """Of a trained parameter: weight, gradient and two moments in float32."""

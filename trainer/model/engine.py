@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm
-from trainer.learning.batch import Batch, Reals
-from trainer.learning.ratios import Gauges
+from trainer.batch.batch import Batch, Reals
+from trainer.batch.ratios import Gauges
 from trainer.parallel import World
 from turnwise.experience import Experience
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from trainer.algorithms.algorithm import Algorithm, loss_of, parts, step_weights
 from trainer.algorithms.loading import DEFAULT, ByName
 from trainer.algorithms.trial import try_algorithm
-from trainer.learning.batch import Batch, Reals, Row, pack
-from trainer.learning.forest import Forest
-from trainer.learning.ratios import Gauges, TrainedTokens
+from trainer.batch.batch import Batch, Reals, Row, pack
+from trainer.batch.forest import Forest
+from trainer.batch.ratios import Gauges, TrainedTokens
+from trainer.model.critic import Critic
+from trainer.model.inputs import RowData, RowInputs, ahead, inputs_of, on_device, row_data
+from trainer.model.memory import MemoryLimits, OutOfMemory
+from trainer.model.model import Policy
 from trainer.parallel import World
-from trainer.policy.critic import Critic
-from trainer.policy.inputs import RowData, RowInputs, ahead, inputs_of, on_device, row_data
-from trainer.policy.memory import MemoryLimits, OutOfMemory
-from trainer.policy.model import Policy
 from turnwise.errors import SettingsError
 from turnwise.experience import Experience
 from turnwise.settings import Settings

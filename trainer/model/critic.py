@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from trainer.policy.inputs import RowInputs
-from trainer.policy.model import Policy
+from trainer.model.inputs import RowInputs
+from trainer.model.model import Policy
 
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 _PARTIAL = StateDictOptions(strict=False)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.learning.forest import Forest, Indices, Layout
-from trainer.learning.selection import temperatures, why_untrainable
+from trainer.batch.forest import Forest, Indices, Layout
+from trainer.batch.selection import temperatures, why_untrainable
 from turnwise.experience import Experience
 from turnwise.types import SessionKey, TokenIds
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.learning.forest import BLOCK, Indices, Layout, blocks_of, mask_of_blocks
+from trainer.batch.forest import BLOCK, Indices, Layout, blocks_of, mask_of_blocks
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention of transformers."""

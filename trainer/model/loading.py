@@ -23,7 +23,7 @@ from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
-    from trainer.policy.model import PolicySpec
+    from trainer.model.model import PolicySpec
 
 TOKENIZER_FILES = (
     "tokenizer*",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, field_validator
 
-from trainer.learning.advantages import (
+from trainer.batch.advantages import (
     UNIFORM,
     PastValues,
     RewardRule,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.learning.batch import Batch
+from trainer.batch.batch import Batch
 from turnwise.errors import BatchRefused
 from turnwise.experience import Experience
 
