@@ -17,7 +17,6 @@ from proxy.auth import Authenticator
 from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
-from proxy.continuation.sessions import Sessions
 from proxy.engines.activity import ActivityRecorder
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -34,6 +33,7 @@ from proxy.recent_counts import RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.reloader import Reloader
 from proxy.reload.version_files import VersionFiles
+from proxy.sessions.sessions import Sessions
 from proxy.settings import ProxySettings
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer

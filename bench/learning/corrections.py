@@ -28,9 +28,9 @@ from learner import ROOT, Run, step_rewards
 from recipes import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from proxy.continuation.template import ChatTemplate
-from proxy.continuation.template_checks import load_chat_template
 from proxy.routes.feedback import hint_of
+from proxy.sessions.template import ChatTemplate
+from proxy.sessions.template_checks import load_chat_template
 from turnwise.demo import small_model, trail
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.exchange.imports import chat_sets

@@ -23,8 +23,8 @@ import torch
 from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from proxy.continuation.outline import Continued
-from proxy.continuation.template import ChatTemplate
+from proxy.sessions.outline import Continued
+from proxy.sessions.template import ChatTemplate
 from turnwise.store import ledger, serving
 from turnwise.store.database import Database
 from turnwise.types import Json, Session, Turn

@@ -20,7 +20,7 @@ from recipes import DEMO_SETTINGS, ROOT, Recipe, merged
 from teacher import serving_policy
 from transformers import AutoTokenizer
 
-from proxy.continuation.template_checks import load_chat_template
+from proxy.sessions.template_checks import load_chat_template
 from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow

@@ -17,15 +17,15 @@ import numpy as np
 import orjson
 
 from proxy.calls.replays import Attempt
-from proxy.continuation.digests import has_media
-from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
-from proxy.continuation.forest import NO_ROOT, KnownTurn, Root
-from proxy.continuation.plan import NO_IDS, Plan
-from proxy.continuation.roles import find_role, read_root
-from proxy.continuation.sessions import Placement
 from proxy.dialects import sse
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
+from proxy.sessions.digests import has_media
+from proxy.sessions.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
+from proxy.sessions.forest import NO_ROOT, KnownTurn, Root
+from proxy.sessions.plan import NO_IDS, Plan
+from proxy.sessions.roles import find_role, read_root
+from proxy.sessions.sessions import Placement
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
 from turnwise.types import Outcome, Role, Session, TokenIds, utc_now

@@ -17,8 +17,6 @@ from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.capture import Running, take_events, take_parts
 from proxy.calls.replays import Attempt, check_same_request, rebuilt_answer
-from proxy.continuation.roles import corrections
-from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
 from proxy.engines.engine import Lane
@@ -28,6 +26,8 @@ from proxy.fault import FaultPoints
 from proxy.http import problems
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.metrics import Metrics
+from proxy.sessions.roles import corrections
+from proxy.sessions.sessions import Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import Ending, NewTurn

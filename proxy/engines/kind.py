@@ -9,9 +9,9 @@ from __future__ import annotations
 import abc
 from typing import ClassVar
 
-from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Answer
+from proxy.sessions.plan import Plan
 from turnwise.errors import EngineRefused
 from turnwise.types import Json
 

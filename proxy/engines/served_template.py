@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-from proxy.continuation.template import ChatTemplate, Unsafe
-from proxy.continuation.template_checks import load_chat_template
 from proxy.engines.engine import Engine
+from proxy.sessions.template import ChatTemplate, Unsafe
+from proxy.sessions.template_checks import load_chat_template
 from turnwise.errors import EngineRefused
 from turnwise.types import Json
 

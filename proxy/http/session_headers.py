@@ -1,4 +1,4 @@
-"""The headers that name a session, which `proxy.continuation.which_session` and `proxy.workers.affinity` read."""
+"""The headers that name a session, which `proxy.sessions.which` and `proxy.workers.affinity` read."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope
 from proxy.auth import Principal
 from proxy.calls.capture import Running
 from proxy.calls.replays import DIGEST_BYTES, Attempt, identify_request, keyed_digest
-from proxy.continuation.which_session import EXPLICIT_SOURCES, name_session, newest_turn
 from proxy.dialects.base import Call
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
@@ -28,6 +27,7 @@ from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import Endpoint, ReplySender
+from proxy.sessions.which import EXPLICIT_SOURCES, name_session, newest_turn
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import queries
 from turnwise.store.database import Connection

@@ -14,11 +14,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, StrictBool, model_validator
 
 from proxy.auth import Principal
-from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import template_arguments
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Number, RewardValue, Text
 from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
+from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.settings import FeedbackRewards
 from turnwise.chains import is_trainable
 from turnwise.errors import InvalidRequest

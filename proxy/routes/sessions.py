@@ -14,7 +14,6 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, field_validator, model_validator
 
 from proxy.auth import Principal
-from proxy.continuation.which_session import SESSION_ID, check_has_policy, check_id
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, LabelName, Number, RewardValue, Text
 from proxy.routes.search import contents, session_filter
 from proxy.routes.serialise import (
@@ -29,6 +28,7 @@ from proxy.routes.serialise import (
     turn_json,
 )
 from proxy.services import Services
+from proxy.sessions.which import SESSION_ID, check_has_policy, check_id
 from turnwise.store import (
     groups,
     ledger,

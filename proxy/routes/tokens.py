@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from fastapi import APIRouter, Response
 
-from proxy.continuation.template import ChatTemplate
 from proxy.routes.checked_route import CheckedRoute, Id
 from proxy.routes.scaffold import Decode, scaffold_flags, spelled
 from proxy.routes.serialise import Caller, Here, answer, describe_answer
+from proxy.sessions.template import ChatTemplate
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.store import experiences, lineage, trained

@@ -15,7 +15,7 @@ from harnesses.registry import HARNESSES
 from harnesses.run import Stage
 from turnwise_fake_engine import Script, running_fake_engine
 
-from proxy.continuation.which_session import NATIVE_IDS, OWN_HEADER
+from proxy.sessions.which import NATIVE_IDS, OWN_HEADER
 
 CONTEXT_TOKENS = 262_144
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import orjson
 
-from proxy.continuation.conversation import Conversation, prefix_of
-from proxy.continuation.digests import NO_FIELDS, History, context_digest
 from proxy.dialects.base import Call, template_arguments
+from proxy.sessions.conversation import Conversation, prefix_of
+from proxy.sessions.digests import NO_FIELDS, History, context_digest
 from turnwise.types import Json
 
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import orjson
 
-from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Answer
 from proxy.engines.vllm import requirements
 from proxy.engines.vllm.reply import read_parts, without_thinking
+from proxy.sessions.plan import Plan
 from turnwise import logprob_request
 from turnwise.engine_requirements import CHAT_ROUTE
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest

@@ -13,8 +13,8 @@ import re
 import msgspec
 import orjson
 
-from proxy.continuation.encoded_ids import EncodedIds
 from proxy.dialects.base import SENT, Captured, Choice
+from proxy.sessions.encoded_ids import EncodedIds
 from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')

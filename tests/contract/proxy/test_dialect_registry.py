@@ -10,12 +10,12 @@ import pytest
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
-from proxy.continuation.sessions import Sessions
 from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
 from proxy.routes.calls import SampleEndpoint
 from proxy.routes.upstream import Upstream
+from proxy.sessions.sessions import Sessions
 
 
 class Shouted(ChatCompletions):

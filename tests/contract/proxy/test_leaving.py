@@ -14,11 +14,11 @@ from support.in_process import in_process_proxy
 
 from proxy.calls import relay
 from proxy.calls.replays import Replays
-from proxy.continuation.sessions import Sessions
 from proxy.engines.http_client import HttpClient
 from proxy.engines.pool import EnginePool
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import Bodies
+from proxy.sessions.sessions import Sessions
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound, ReloadFailed, StoreUnavailable
 from turnwise.store import retention

@@ -12,10 +12,10 @@ from support.in_process import in_process_proxy
 from proxy.auth import Principal
 from proxy.calls import relay
 from proxy.calls.replays import Replays, RequestIdentity, identify_request, keyed_digest
-from proxy.continuation.digests import History
-from proxy.continuation.forest import Forest, KnownTurn
-from proxy.continuation.roles import Correction, Found
 from proxy.dialects.chat import ChatCompletions
+from proxy.sessions.digests import History
+from proxy.sessions.forest import Forest, KnownTurn
+from proxy.sessions.roles import Correction, Found
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, StoreUnavailable
 from turnwise.store.session_changes import set_roles

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
-from proxy.continuation.outline import Continued, Outliner
-from proxy.continuation.template import ChatTemplate, Unsafe
-from proxy.continuation.template_checks import shorten_if_alike
+from proxy.sessions.outline import Continued, Outliner
+from proxy.sessions.template import ChatTemplate, Unsafe
+from proxy.sessions.template_checks import shorten_if_alike
 
 LONG = "A text that is much longer than what is kept of it. " * 20
 TEXTS = st.sampled_from(

@@ -12,13 +12,13 @@ from support.conversations import history_of
 from support.ledger_samples import add_session
 
 from proxy.auth import Principal
-from proxy.continuation.encoded_ids import encode_ids
-from proxy.continuation.forest import KnownTurn
-from proxy.continuation.inferred_sessions import Caller, SessionIds
-from proxy.continuation.sessions import Placement, Sessions
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
+from proxy.sessions.encoded_ids import encode_ids
+from proxy.sessions.forest import KnownTurn
+from proxy.sessions.inferred_sessions import Caller, SessionIds
+from proxy.sessions.sessions import Placement, Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict

@@ -13,15 +13,15 @@ from support.conversations import conversation_of
 
 from proxy.calls.capture import Running, build_turns, failed_turn, known_turn
 from proxy.calls.replays import Attempt, RequestIdentity
-from proxy.continuation.encoded_ids import encode_ids
-from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, known_turns
-from proxy.continuation.plan import Plan
-from proxy.continuation.sessions import Placement
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.engine import Lane
 from proxy.engines.vllm.engine import Vllm
+from proxy.sessions.encoded_ids import encode_ids
+from proxy.sessions.forest import KnownTurn
+from proxy.sessions.memory import LiveSession, known_turns
+from proxy.sessions.plan import Plan
+from proxy.sessions.sessions import Placement
 from proxy.writer.client import row_of
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from support.conversations import conversation_of, history_of
 
-from proxy.continuation.digests import tool_call_ids
-from proxy.continuation.encoded_ids import encode_ids
-from proxy.continuation.forest import Forest, KnownTurn
-from proxy.continuation.outline import Continued, restored
-from proxy.continuation.plan import Plan, break_reason, plan_call, sampled_thinking
-from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.chat import ChatCompletions
+from proxy.sessions.digests import tool_call_ids
+from proxy.sessions.encoded_ids import encode_ids
+from proxy.sessions.forest import Forest, KnownTurn
+from proxy.sessions.outline import Continued, restored
+from proxy.sessions.plan import Plan, break_reason, plan_call, sampled_thinking
+from proxy.sessions.template import ChatTemplate, Unsafe
 from turnwise.types import Json
 
 SYSTEM = {"role": "system", "content": "S"}

@@ -9,9 +9,9 @@ import numpy as np
 import orjson
 import pytest
 
-from proxy.continuation.encoded_ids import encode_ids
 from proxy.dialects.base import SENT, Captured, read_logprobs
 from proxy.engines.vllm.reply import read_parts
+from proxy.sessions.encoded_ids import encode_ids
 from proxy.settings import ProxySettings
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}

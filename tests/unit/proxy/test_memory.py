@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from proxy.continuation.encoded_ids import PIECE_BYTES, EncodedIds, encode_ids
-from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, LiveSessions
+from proxy.sessions.encoded_ids import PIECE_BYTES, EncodedIds, encode_ids
+from proxy.sessions.forest import KnownTurn
+from proxy.sessions.memory import LiveSession, LiveSessions
 from turnwise.types import Session
 
 TEN_IDS = np.full(10, 1234, np.int32)

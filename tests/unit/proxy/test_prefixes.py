@@ -9,10 +9,10 @@ import orjson
 import pytest
 from support.conversations import digest_history
 
-from proxy.continuation.conversation import Conversation, Owner, Prefixes, prefix_of, read_conversation
-from proxy.continuation.digests import NO_FIELDS, message_digest
 from proxy.dialects import registry
 from proxy.dialects.base import Dialect
+from proxy.sessions.conversation import Conversation, Owner, Prefixes, prefix_of, read_conversation
+from proxy.sessions.digests import NO_FIELDS, message_digest
 from turnwise.types import Json
 
 OWNER = ("tenant", "session", "s", b"")
@@ -114,7 +114,7 @@ def test_every_dialect_digests_only_the_messages_that_are_new(
         found = asyncio.run(read_conversation(call, NO_FIELDS, prefixes, OWNER))
         return found, call.messages_json
 
-    monkeypatch.setattr("proxy.continuation.digests.message_digest", digest)
+    monkeypatch.setattr("proxy.sessions.digests.message_digest", digest)
     prefixes = Prefixes(10**7)
     read(281, prefixes)
     digested.clear()

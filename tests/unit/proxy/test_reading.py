@@ -14,8 +14,6 @@ from support.conversations import conversation_of
 
 from proxy.calls.capture import Running, take_events
 from proxy.calls.replays import Attempt, RequestIdentity
-from proxy.continuation.memory import LiveSession
-from proxy.continuation.sessions import Placement
 from proxy.dialects import sse
 from proxy.dialects.base import Dialect, read_logprobs
 from proxy.dialects.chat import ChatCompletions
@@ -24,6 +22,8 @@ from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.engines.engine import Lane
 from proxy.engines.vllm.engine import Vllm
+from proxy.sessions.memory import LiveSession
+from proxy.sessions.sessions import Placement
 from turnwise.types import Json, Session
 
 TRAPS = [

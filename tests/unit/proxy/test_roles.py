@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from support.conversations import history_of
 
-from proxy.continuation.digests import argument_digests, reply_digest
-from proxy.continuation.forest import Forest, KnownTurn
-from proxy.continuation.plan import Plan
-from proxy.continuation.roles import Correction, Found, corrections, find_role, read_root
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
+from proxy.sessions.digests import argument_digests, reply_digest
+from proxy.sessions.forest import Forest, KnownTurn
+from proxy.sessions.plan import Plan
+from proxy.sessions.roles import Correction, Found, corrections, find_role, read_root
 from turnwise.types import Json, Role
 
 CODER: Json = {"role": "system", "content": "You write code."}

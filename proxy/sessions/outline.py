@@ -19,7 +19,7 @@ import jinja2.ext
 import orjson
 from jinja2 import nodes, sandbox
 
-from proxy.continuation.digests import canonical_content, tool_call_ids
+from proxy.sessions.digests import canonical_content, tool_call_ids
 from turnwise.types import Json
 
 KEPT_HEAD, KEPT_TAIL = 4, 8

@@ -1,6 +1,6 @@
 """A call's place: its session, and the turn in it that the call extends.
 
-The session is the one that the call's session key or the request itself names (see `which_session`). Without a name it
+The session is the one that the call's session key or the request itself names (see `which`). Without a name it
 is the session of the same API key that contains the conversation which the call extends (see `inferred_sessions`), or a
 new session.
 """
@@ -13,17 +13,17 @@ import itertools
 import uuid
 
 from proxy.auth import Principal
-from proxy.continuation.conversation import Conversation, Prefixes, read_conversation
-from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, SYSTEM_ROLES, message_digest
-from proxy.continuation.forest import KnownTurn
-from proxy.continuation.inferred_sessions import Caller, InferredSessions
-from proxy.continuation.memory import LiveSession, SessionCache
-from proxy.continuation.plan import Plan, break_reason, new_chain, plan_call
-from proxy.continuation.template import ChatTemplate
-from proxy.continuation.which_session import check_has_policy, check_id, end_user, next_id, next_prefix
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
+from proxy.sessions.conversation import Conversation, Prefixes, read_conversation
+from proxy.sessions.digests import CALL_TEXT, NO_FIELDS, SYSTEM_ROLES, message_digest
+from proxy.sessions.forest import KnownTurn
+from proxy.sessions.inferred_sessions import Caller, InferredSessions
+from proxy.sessions.memory import LiveSession, SessionCache
+from proxy.sessions.plan import Plan, break_reason, new_chain, plan_call
+from proxy.sessions.template import ChatTemplate
+from proxy.sessions.which import check_has_policy, check_id, end_user, next_id, next_prefix
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import has_media
-from proxy.continuation.encoded_ids import EncodedIds, encode_ids
-from proxy.continuation.forest import TRUNCATION, Forest, KnownTurn
-from proxy.continuation.outline import Continued
-from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import Call, template_arguments
+from proxy.sessions.conversation import Conversation
+from proxy.sessions.digests import has_media
+from proxy.sessions.encoded_ids import EncodedIds, encode_ids
+from proxy.sessions.forest import TRUNCATION, Forest, KnownTurn
+from proxy.sessions.outline import Continued
+from proxy.sessions.template import ChatTemplate, Unsafe
 from turnwise.types import TokenIds
 
 RENDERED_HERE = 4 * 2**10

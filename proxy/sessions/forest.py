@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import History, argument_digests, canonical_content, reply_digest, tool_call_ids
-from proxy.continuation.encoded_ids import EncodedIds
+from proxy.sessions.conversation import Conversation
+from proxy.sessions.digests import History, argument_digests, canonical_content, reply_digest, tool_call_ids
+from proxy.sessions.encoded_ids import EncodedIds
 from turnwise.types import Json, Outcome, Role, Turn
 
 TURN_BYTES = 660

@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 import orjson
 
 from proxy.auth import Principal, session_deleted
-from proxy.continuation.digests import NO_FIELDS, chained, message_digest
-from proxy.continuation.encoded_ids import EncodedIds, encode_ids
-from proxy.continuation.forest import NO_ROOT, Forest, KnownTurn
-from proxy.continuation.roles import read_root
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
+from proxy.sessions.digests import NO_FIELDS, chained, message_digest
+from proxy.sessions.encoded_ids import EncodedIds, encode_ids
+from proxy.sessions.forest import NO_ROOT, Forest, KnownTurn
+from proxy.sessions.roles import read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import orjson
 from blake3 import blake3
 
-from proxy.continuation.digests import History, context_digest, tool_call_ids
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import with_readable_arguments
+from proxy.sessions.digests import History, context_digest, tool_call_ids
 from turnwise.types import Json
 
 DIGEST_BYTES = 16

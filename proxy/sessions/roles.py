@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from proxy.continuation.digests import SYSTEM_ROLES, History, canonical_content, text_digest
-from proxy.continuation.forest import Forest, KnownTurn, Root
-from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
+from proxy.sessions.digests import SYSTEM_ROLES, History, canonical_content, text_digest
+from proxy.sessions.forest import Forest, KnownTurn, Root
+from proxy.sessions.plan import Plan
 from turnwise.types import Json, Role
 
 SCANNED_CHARACTERS = 4000

@@ -20,8 +20,8 @@ import cachetools
 import numpy as np
 import orjson
 
-from proxy.continuation.digests import NO_FIELDS
-from proxy.continuation.outline import NO_THINKING, Continued, Outliner, answers_earlier_call, marks_of, restored
+from proxy.sessions.digests import NO_FIELDS
+from proxy.sessions.outline import NO_THINKING, Continued, Outliner, answers_earlier_call, marks_of, restored
 from turnwise.tokenizer import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
 

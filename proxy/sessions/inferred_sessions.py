@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import cachetools
 
-from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import tool_call_ids
-from proxy.continuation.forest import KnownTurn
-from proxy.continuation.memory import LiveSession, SessionCache
+from proxy.sessions.conversation import Conversation
+from proxy.sessions.digests import tool_call_ids
+from proxy.sessions.forest import KnownTurn
+from proxy.sessions.memory import LiveSession, SessionCache
 from proxy.settings import ProxySettings
 from turnwise.store import history
 from turnwise.store.database import Connection, Database

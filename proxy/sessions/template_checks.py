@@ -16,9 +16,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from proxy.continuation.digests import CALL_IDS, NAME
-from proxy.continuation.outline import Continued
-from proxy.continuation.template import ChatTemplate, Reason, Unsafe
+from proxy.sessions.digests import CALL_IDS, NAME
+from proxy.sessions.outline import Continued
+from proxy.sessions.template import ChatTemplate, Reason, Unsafe
 from turnwise import tokenizer as tokenizers
 from turnwise.files import write_whole
 from turnwise.tokenizer import ContentFormat, KeptTokenizer, load_tokenizer
