@@ -114,8 +114,8 @@ class Commits:
         self._base_probe = (probe or {}).get("base")
 
     def probe_base(self, state: State, experiences: Sequence[Experience]) -> None:
-        """Compute the probe of version 0 while the weights are that version's."""
-        if state.progress.policy_version == 0:
+        """Compute the probe of version 0 from trainable experiences, while the weights are that version's."""
+        if experiences and state.progress.policy_version == 0:
             self._base_probe = probe_of(state.policy, experiences)
 
     def with_base(self, probe: Json) -> Json:

@@ -305,10 +305,10 @@ class OnPolicyWorkflow(RLWorkflow):
         if not chosen.experiences:
             return self._finish_untrained(state, claimed, metrics, chosen)
         batch = self.claims.batch_of(chosen, num_imported, state)
-        self.commits.probe_base(state, chosen.experiences)
         try:
             with self._engines_asleep():
                 credited = self.updates.with_token_credit(batch, chosen)
+                self.commits.probe_base(state, credited.trainable())
                 count = num_minibatches(claimed, credited.batch, self.config)
                 done = self.updates.take(state, credited, count, self._record)
         except BatchRefused as error:

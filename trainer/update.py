@@ -23,6 +23,7 @@ from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
 from trainer.state import State
 from turnwise.errors import SettingsError
+from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,10 @@ class Credited:
     refused: Refused
     gauges: Json
 
+    def trainable(self) -> list[Experience]:
+        """Return the selected experiences that the model can compute."""
+        return [one for one in self.chosen.experiences if one.group_key not in self.refused]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
@@ -108,7 +113,7 @@ class Updates:
             return Credited(batch, chosen, refused, {})
         batch, gauges = found
         chosen = dataclasses.replace(chosen, advantages=turn_advantages(batch))
-        return Credited(batch, chosen, refused | not_finite(batch), gauges)
+        return Credited(batch, chosen, refused | self._cannot_train(batch) | not_finite(batch), gauges)
 
     def take(self, state: State, credited: Credited, num_minibatches: int, record: Record) -> Done:
         """Take so many optimizer steps in each of `reuse_epochs` passes.

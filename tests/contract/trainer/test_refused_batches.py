@@ -6,6 +6,7 @@ import dataclasses
 import io
 
 import numpy as np
+import pytest
 import sqlalchemy as sa
 from support.tiny_models import EXPERTS, VOCABULARY, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, store_imported, train
@@ -15,11 +16,15 @@ from turnwise.store import queries, tables
 from turnwise.types import Reward, Session, Split
 
 
-def test_a_group_with_tokens_of_another_model_is_dropped_and_the_others_are_trained(tmp_path, model, ledger):
+@pytest.mark.parametrize("is_first", [False, True], ids=["behind the others", "first of its batch"])
+def test_a_group_with_tokens_of_another_model_is_dropped_and_the_others_are_trained(tmp_path, model, ledger, is_first):
     """The forward pass would end in an IndexError, and so would that of each restart."""
     rollouts = Rollouts(ledger, load_model(model))
-    rollouts.play("own", num_groups=2)
+    if not is_first:
+        rollouts.play("own", num_groups=2)
     store_imported(ledger, "other", [VOCABULARY + 7], {1.0: [3], 0.0: [4]})
+    if is_first:
+        rollouts.play("own", num_groups=2)
     train(settings_for(tmp_path, model, total_batches=1, algorithm={"name": "sft", "min_reward": -1.0}))
     with ledger.read() as conn:
         found = conn.execute(sa.select(tables.groups.c.group_id, tables.groups.c.reason)).all()

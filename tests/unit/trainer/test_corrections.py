@@ -11,9 +11,10 @@ from support.experience_factory import experience
 
 from trainer.algorithms.correction import Correction, corrected_turn, hinted_prompt, with_reply
 from trainer.batch.batch import build
-from trainer.batch.selection import SelectionRule, offer
+from trainer.batch.selection import Selection, SelectionRule, offer
 from trainer.parallel import World
 from trainer.teachers import Teacher
+from trainer.update import Updates
 from turnwise.errors import BatchRefused
 from turnwise.experience import HINTS
 
@@ -49,6 +50,22 @@ def test_the_reply_to_the_prompt_with_the_correction_is_trained_after_the_prompt
     assert taught.table.place.tolist() == [4, 5, 6]
     assert taught.table.experience.tolist() == [0, 0, 0]
     assert gauges == {"num_corrected": 1, "teacher_tokens": 3, "num_teacher_too_long": 1}
+
+
+def test_a_reply_in_tokens_that_the_model_does_not_have_drops_its_group_alone(monkeypatch) -> None:
+    """The teacher's vocabulary may be larger than the student's, here of 10 tokens."""
+    one, _ = algorithm(monkeypatch, [9, 6], [10, 6])
+    found, advantages = [corrected(group_id="a"), corrected(group_id="b")], [np.array([0.0, 1.0])] * 2
+    student = SimpleNamespace(
+        algorithm=one,
+        world=World(),
+        why_untrainable=lambda each: "other_model" if each.tokens.max() >= 10 else None,
+    )
+    updates = Updates(student, None, None)
+    chosen = Selection(experiences=found, advantages=advantages, refused={})
+    credited = updates.with_token_credit(build(found, advantages, policy_version=0), chosen)
+    assert credited.refused == {("default", "b"): "other_model"}
+    assert [each.group_id for each in credited.trainable()] == ["a"]
 
 
 def test_a_teacher_that_gives_no_reply_trains_nothing(monkeypatch) -> None:
