@@ -48,10 +48,10 @@ constraints: setup ## Pin the versions that are installed now, once all tests pa
 	touch $@
 
 demo: .venv/.real ## Watch a pretrained model of 135 M parameters learn, everything real: make demo SEED=2, or ARGS=--control
-	$(BIN)/python -m turnwise.demo.real --seed $(SEED) $(ARGS)
+	$(BIN)/python -m examples.demos.real --seed $(SEED) $(ARGS)
 
 demo-small: .venv/.demo ## The same with a small model that is built here without a download
-	$(BIN)/python -m turnwise.demo --seed $(SEED) $(ARGS)
+	$(BIN)/python -m examples.demos.small --seed $(SEED) $(ARGS)
 
 up: .venv/.real ## Run engine, proxy and trainer on this machine
 	$(BIN)/turnwise up
@@ -119,10 +119,10 @@ clean: ## Remove what was built; runs/ and the databases stay
 	touch $@
 
 demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodified, learn in a real shell: make demo-agent SEED=2
-	$(BIN)/python -m turnwise.demo.mini_swe_agent --seed $(SEED) --python .demo-agent/bin/python $(ARGS)
+	$(BIN)/python -m examples.demos.agent --seed $(SEED) --python .demo-agent/bin/python $(ARGS)
 
 demo-policies: .venv/.demo ## Watch eight keys teach four policies contradictory preferences, on one engine
-	$(BIN)/python -m turnwise.demo.policies --seed $(SEED) $(ARGS)
+	$(BIN)/python -m examples.demos.policies --seed $(SEED) $(ARGS)
 
 .PHONY: demo-agent demo-policies
 

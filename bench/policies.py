@@ -39,7 +39,7 @@ from trainer.policies import Policies
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from trainer.update import Updates
-from turnwise.demo.small_model import SmallModelSpec, build_small_model
+from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.store import keys, queries
 from turnwise.store.database import Database
 from turnwise.store.policies import create_policy

@@ -28,8 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.demo.pretrained import write_pretrained
-from turnwise.demo.recipe import RecipeTask, find_recipe, make_task, reward
+from examples.demos.recipe import RecipeTask, make_task, reward
+from turnwise.commands.recipe import find_recipe
+from turnwise.default_models.pretrained import write_pretrained
 
 RECIPE = "reverse-text"
 GROUP_SIZE = 8

@@ -9,6 +9,7 @@ conversations right after a hint to a random way, which the model can follow at 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import tempfile
@@ -31,8 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from proxy.routes.feedback import hint_of
 from proxy.sessions.template import ChatTemplate
 from proxy.sessions.template_checks import load_chat_template
-from turnwise.demo import small_model, trail
-from turnwise.demo.small_model import SmallModelSpec, build_small_model
+from turnwise.default_models import small_model, trail
+from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.exchange.imports import chat_sets
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportRule, import_files
@@ -45,7 +46,9 @@ EVALUATE_EVERY = 4
 NUM_UNRELATED = 200
 BATCH = 64
 """Corrections for which the trainer waits."""
-small_model.WORLDS["hinted_trail"] = hinted_trail
+trail.FORMATS["hinted_trail"] = dataclasses.replace(
+    trail.FORMATS["trail"], warm_up_conversation=hinted_trail.warm_up_conversation
+)
 
 
 class CorrectedRun(Run):

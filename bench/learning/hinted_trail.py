@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import random
 
-from turnwise.demo import trail
-from turnwise.demo.trail import TOOLS
-
-__all__ = ["TOOLS", "hint", "warm_up_conversation", "way_of", "with_hint"]
+from turnwise.default_models import trail
 
 HINT_RATE = 0.5
 """Share of the conversations with a hint, of those that end with an answer."""

@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from turnwise.demo import trail
+from turnwise.default_models import trail
 from turnwise.exchange.imports import chat_sets
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportReport, ImportRule, import_files

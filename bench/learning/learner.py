@@ -20,13 +20,13 @@ from recipes import DEMO_SETTINGS, ROOT, Recipe, merged
 from teacher import serving_policy
 from transformers import AutoTokenizer
 
+from examples.demos.plain_agent import load_agent
 from proxy.sessions.template_checks import load_chat_template
 from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
-from turnwise.demo import trail
-from turnwise.demo.plain_agent import load_agent
-from turnwise.demo.small_model import SmallModelSpec, build_small_model
+from turnwise.default_models import trail
+from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.store import ledger, serving
 from turnwise.store.database import Database
 from turnwise.types import Json, Reward, Session, Split

@@ -28,7 +28,7 @@ OUR_IMAGE = "localhost/turnwise-check"
 BUILD_SECONDS = 1800.0
 BUILD_MODEL = """
 import pathlib, shutil
-from turnwise.demo.small_model import build_small_model
+from turnwise.default_models.small_model import build_small_model
 shutil.copytree(build_small_model(pathlib.Path("/tmp/model")), "/models/policy", dirs_exist_ok=True)
 """
 ADMIN_KEY_FILE = "/operator/admin-key"

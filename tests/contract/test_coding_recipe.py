@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from turnwise.demo.plain_agent import load_module
-from turnwise.demo.recipe import find_recipe
+from examples.demos.plain_agent import load_module
+from turnwise.commands.recipe import find_recipe
 
 coding = load_module(str(find_recipe("coding") / "recipe.py"))
 TESTS = "assert double(2) == 4\nassert double(-1) == -2"

@@ -12,9 +12,9 @@ from support.trainer_ledger import train
 from turnwise_fake_engine import Reply, Rule, Script, ToolCall, running_fake_engine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
+from examples.demos.plain_agent import load_module
 from trainer.settings import TrainerSettings
-from turnwise.demo.plain_agent import load_module
-from turnwise.demo.recipe import find_recipe
+from turnwise.commands.recipe import find_recipe
 from turnwise.settings import load_settings
 
 RECIPE = find_recipe("gsm8k")

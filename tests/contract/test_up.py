@@ -20,7 +20,7 @@ from turnwise.commands import location, preflight, running_stack
 from turnwise.commands.location import at_running_proxy
 from turnwise.commands.preflight import check_database_model
 from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
-from turnwise.demo import pretrained
+from turnwise.default_models import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.gpu_plan import GpuPlan, plan_gpus

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from support.engines import RunningEngine
 from support.proxies import RunningProxy, StartProxy
 
-from turnwise.demo.trail import SYSTEM_PROMPT, TOOLS
+from turnwise.default_models.trail import SYSTEM_PROMPT, TOOLS
 
 pytestmark = pytest.mark.engine
 

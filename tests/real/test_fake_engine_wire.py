@@ -16,7 +16,7 @@ import pytest
 from support.engines import RunningEngine, running_engine
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
-from turnwise.demo import trail
+from turnwise.default_models import trail
 from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from turnwise.demo.small_model import SmallModelSpec, build_small_model
+from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.store import queries, versions
 from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit

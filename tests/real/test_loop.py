@@ -17,7 +17,7 @@ from support.running_trainer import GROUP_SIZE, GROUPS, play_group, running_trai
 from support.waiting import wait_until
 
 from turnwise.client import Client
-from turnwise.demo.trail import make_task
+from turnwise.default_models.trail import make_task
 
 pytestmark = pytest.mark.engine
 

@@ -19,7 +19,7 @@ import pytest
 from support.engines import RunningEngine
 from support.proxies import RunningProxy, running_proxy
 
-from turnwise.demo import trail
+from turnwise.default_models import trail
 from turnwise.types import Outcome
 
 pytestmark = pytest.mark.engine

@@ -29,7 +29,7 @@ from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 from support.weights_in_memory import weights_in_memory
 
-from turnwise.demo.small_model import SmallModelSpec, build_small_model
+from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.store.lineage import TurnView
 
 pytestmark = pytest.mark.engine

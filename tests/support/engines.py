@@ -48,7 +48,7 @@ def small_model_dir() -> Path:
 
     Its output head is tied to its embeddings, as in most small pretrained models: a load has to reach both.
     """
-    from turnwise.demo.small_model import SmallModelSpec, build_small_model
+    from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 
     spec = SmallModelSpec(num_warm_up_steps=WARM_UP_STEPS, tied=True)
     cache = Path(tempfile.gettempdir()) / f"turnwise-tests-{os.getuid()}"

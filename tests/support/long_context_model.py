@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.demo.small_model import CHAT_TEMPLATE, CONTROL_TOKENS, END_OF_TURN, MARKUP_TOKENS, PADDING
+from turnwise.default_models.small_model import CHAT_TEMPLATE, CONTROL_TOKENS, END_OF_TURN, MARKUP_TOKENS, PADDING
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY_SIZE = 4096

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.commands import invoke
 
-from turnwise.demo import pretrained
+from turnwise.default_models import pretrained
 from turnwise.store import keys
 from turnwise.store.database import Database
 

@@ -1,8 +1,14 @@
-"""`turnwise recipe`: let a model learn a known task, with the settings that it is known to learn with."""
+"""`turnwise recipe`: let a model learn a known task, with the settings that it is known to learn with.
+
+The recipes and the program that runs them are in `examples/` of a checkout, not in the installed package.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,8 +16,25 @@ from turnwise.commands.flags import SettingsCommand
 from turnwise.errors import SettingsError
 from turnwise.settings import Settings
 
-if TYPE_CHECKING:
-    from turnwise.demo.recipe import RecipeSettings
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def recipes() -> dict[str, Path]:
+    """Return the directories of the recipes by name."""
+    return {path.parent.name: path.parent for path in sorted(EXAMPLES.glob("recipes/*/recipe.py"))}
+
+
+def find_recipe(name: str) -> Path:
+    """Return the directory of a recipe.
+
+    Raises:
+        SettingsError: there is none of this name.
+    """
+    known = recipes()
+    if name not in known:
+        names = ", ".join(known) or "none; recipes are in a checkout of Turnwise, not in the package"
+        raise SettingsError(f"there is no recipe {name!r}; the recipes are: {names}")
+    return known[name]
 
 
 class RecipeCommand(SettingsCommand):
@@ -27,7 +50,6 @@ class RecipeCommand(SettingsCommand):
         ]
 
     def _invoke(self, **values: Any) -> None:
-        from turnwise.demo.recipe import find_recipe, recipes
         from turnwise.processes.engine_command import has_gpu
 
         name, small = values.pop("name"), values.pop("small")
@@ -44,20 +66,16 @@ class RecipeCommand(SettingsCommand):
 
 
 def _settings() -> type[Settings]:
-    from turnwise.demo.recipe import RecipeSettings
+    """Return the settings of a recipe; outside a checkout, where nothing can be run, those that all commands have."""
+    if not recipes():
+        return Settings
+    settings: type[Settings] = importlib.import_module("examples.demos.recipe").RecipeSettings
+    return settings
 
-    return RecipeSettings
 
-
-def _run(settings: RecipeSettings) -> None:
+def _run(settings: Settings) -> None:
     """Run the recipe with output on the terminal."""
-    import sys
-
-    from turnwise.demo.driver import main, terminal
-    from turnwise.demo.recipe import RecipeDemo
-
-    say = terminal()
-    sys.exit(main(RecipeDemo(settings, say), settings, say))
+    sys.exit(importlib.import_module("examples.demos.recipe").run(settings))
 
 
 recipe = RecipeCommand(

@@ -99,8 +99,8 @@ def _state_of(stack: Stack, settings: UpSettings) -> running_stack.RunningStack:
 
 def _own_model(settings: UpSettings) -> str:
     """Write the model that is served where none is named, unless it is there already; return its directory."""
-    from turnwise.demo.pretrained import INSTALL, is_installed, write_pretrained
-    from turnwise.demo.small_model import ensure_small_model
+    from turnwise.default_models.pretrained import INSTALL, is_installed, write_pretrained
+    from turnwise.default_models.small_model import ensure_small_model
 
     directory = _own_model_directory(settings)
     if is_installed():
@@ -115,7 +115,7 @@ def _own_model(settings: UpSettings) -> str:
 
 
 def _own_model_directory(settings: UpSettings) -> Path:
-    from turnwise.demo.pretrained import is_installed
+    from turnwise.default_models.pretrained import is_installed
 
     return settings.runs_dir / ("SmolLM2-135M-Instruct" if is_installed() else "model")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from support.proxies import ProxyAndEngine
 
+from examples.demos.agent import AgentDemo, AgentDemoSettings
+from examples.demos.driver import mean_reward
 from turnwise.client import AsyncClient
-from turnwise.demo.agent_driver import AgentDemo, AgentDemoSettings
-from turnwise.demo.driver import mean_reward
 
 AGENT = """
 import json, urllib.request

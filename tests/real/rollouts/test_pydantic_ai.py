@@ -11,18 +11,19 @@ from support.proxies import RunningProxy
 from support.rollout_agents import finished_run, write_tasks
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
+from examples.demos.agent import AgentDemo, AgentDemoSettings
 from turnwise.client import Client
-from turnwise.demo import trail, typed_trail
-from turnwise.demo.agent_driver import AgentDemo, AgentDemoSettings
+from turnwise.default_models import trail
 
 ROOT = Path(__file__).parents[3]
+TYPED = trail.FORMATS["typed_trail"]
 AGENT = Path("examples/pydantic_ai/trail.py")
 
 
 def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_schema(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path
 ):
-    task = typed_trail.for_agent(trail.make_task("eval", 0, 0))
+    task = TYPED.for_agent(trail.make_task("eval", 0, 0))
     answers = Reply(text=f'The answer is "{task["answer"]}".')
     fake_engine.answer(Rule(reply=answers))
     lookup = ToolCall(name="lookup", arguments={"name": next(iter(task["records"]))})
@@ -37,7 +38,7 @@ def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_s
     assert [turn["outcome"] for turn in turns] == ["exact"] * 2
     assert len({turn["chain_id"] for turn in turns}) == 1
     (tool,) = turns[0]["tools"]
-    (expected,) = typed_trail.TOOLS
+    (expected,) = TYPED.tools or ()
     assert {name: tool["function"][name] for name in expected["function"]} == expected["function"]
     assert {turn["sampling"]["temperature"] for turn in turns} == {0}, "held-out tasks are played greedily"
 
@@ -47,7 +48,7 @@ def test_a_call_that_cannot_be_parsed_ends_the_run_without_a_reward_on_one_chain
 ):
     """In 4,848 sessions of a policy that learnt, one had such a call, and pydantic-ai sent it back changed."""
     fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="lookup", arguments='{"name": "')])))
-    tasks = write_tasks(tmp_path, typed_trail.for_agent(trail.make_task("train", 0, 0)))
+    tasks = write_tasks(tmp_path, TYPED.for_agent(trail.make_task("train", 0, 0)))
     options = ("--tasks", str(tasks), "--out", str(tmp_path / "out"), "--json")
     done = finished_run(ROOT, "--url", proxy.url, *options, "--call", "examples.pydantic_ai.trail:play")
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from proxy.sessions.digests import CALL_IDS, NAME
 from proxy.sessions.outline import Continued
 from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.sessions.template_checks import fields_read
-from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
+from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer
 
 TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"
 FAMILIES = {

@@ -12,7 +12,7 @@ from support.tiny_models import load_model
 
 from trainer.model.model import Policy, PolicySpec
 from trainer.publish.merge import merge_adapter
-from turnwise.demo.small_model import SmallModelSpec, build_small_model
+from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.version_directory import write_manifest
 
 

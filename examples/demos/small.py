@@ -1,8 +1,8 @@
-"""`python -m turnwise.demo`: an agent learns a task on this machine in minutes."""
+"""`python -m examples.demos.small`: an agent learns a task on this machine in minutes."""
 
 from __future__ import annotations
 
-from turnwise.demo.driver import Demo, DemoSettings, demo_command
+from examples.demos.driver import Demo, DemoSettings, demo_command
 
 command = demo_command(
     "demo-small",

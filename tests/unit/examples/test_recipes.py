@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
+from examples.demos.plain_agent import load_module
+from examples.demos.recipe import RecipeDemo, RecipeSettings, RecipeTask, make_task
+from examples.demos.report import Report
 from trainer.settings import TrainerSettings
-from turnwise.demo.plain_agent import load_module
-from turnwise.demo.recipe import RecipeDemo, RecipeSettings, RecipeTask, find_recipe, make_task, recipes
-from turnwise.demo.report import Report
+from turnwise.commands.recipe import find_recipe, recipes
 from turnwise.errors import SettingsError
 from turnwise.processes.engine_command import EngineSettings
 from turnwise.settings import load_settings

@@ -1,6 +1,7 @@
 """Lets `turnwise run --call` play an agent that does not use Turnwise, and grades its last reply.
 
-The agent is a file with `async def play(client, task, model)`. It gets a plain OpenAI client.
+The agent is a file with `async def play(client, task, model)`. It gets a plain OpenAI client. A line of the tasks file
+names the module that makes the task, by `make_task(split, index, seed)`, and grades the reply, by `reward(task, text)`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from turnwise.errors import SettingsError
 from turnwise.types import Json
@@ -30,23 +31,6 @@ NUM_SHUFFLED = 64
 """Rewards among which a control exchanges."""
 
 
-class DemoTask(Protocol):
-    """A task of a demo."""
-
-    def for_agent(self) -> Json:
-        """Return the task as JSON for an agent, without the answer."""
-
-
-class Tasks(Protocol):
-    """Makes tasks and grades answers; a module such as `trail`."""
-
-    def make_task(self, split: Split, index: int, seed: int, /, **options: Any) -> Any:
-        """Return a task; the same arguments give the same `DemoTask`."""
-
-    def reward(self, task: Any, final_text: str, /) -> float:
-        """Return the reward of the agent's last reply."""
-
-
 def task_line(agent: str, tasks: str, split: Split, index: int, seed: int, options: Json) -> Json:
     named = {"agent": agent, "tasks": tasks, "split": split, "index": index, "seed": seed, "options": options}
     return {"task_id": f"{split}-{seed}-{index}", **named}
@@ -54,8 +38,8 @@ def task_line(agent: str, tasks: str, split: Split, index: int, seed: int, optio
 
 async def play(line: Json, run: Run) -> float:
     """Play the task that a line names; return its reward."""
-    tasks = cast("Tasks", importlib.import_module(line["tasks"]))
-    task: DemoTask = tasks.make_task(line["split"], line["index"], line["seed"], **line["options"])
+    tasks = importlib.import_module(line["tasks"])
+    task = tasks.make_task(line["split"], line["index"], line["seed"], **line["options"])
     client = _client().with_options(base_url=run.base_url, api_key=run.api_key)
     final_text = await load_agent(line["agent"])(client, task.for_agent(), run.model)
     reward = await asyncio.to_thread(tasks.reward, task, final_text)  # a grader may run a program

@@ -1,7 +1,7 @@
-"""The demo with a third-party agent: mini-swe-agent, unmodified, learns the trail as files in a real shell.
+"""`python -m examples.demos.agent`: mini-swe-agent, unmodified, learns the trail as files in a real shell.
 
-It is the demo of `driver` with another model format. The agent is a function `play(task, run)` and may have its own
-virtual environment. `AGENT_WORLDS` lists the formats of tasks.
+The agent is a function `play(task, run)` and may have its own virtual environment. It has its own form of the task,
+and the model is warmed up with conversations of this form.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from turnwise.demo import shell_trail, trail, typed_trail
-from turnwise.demo.driver import Demo, DemoSettings
-from turnwise.demo.plain_agent import Split
+from examples.demos.driver import Demo, DemoSettings, demo_command
+from examples.demos.plain_agent import Split
+from turnwise.default_models import trail
 from turnwise.processes.printer import Say
 from turnwise.types import Json
-
-AGENT_WORLDS = {"shell_trail": shell_trail, "typed_trail": typed_trail}
-"""The modules that write an agent's tasks; the model is warmed with conversations of the same module."""
 
 
 class AgentDemoSettings(DemoSettings):
@@ -55,5 +52,15 @@ class AgentDemo(Demo):
 
     def task(self, split: Split, index: int, options: Mapping[str, Any]) -> Json:  # noqa: ARG002  it needs none
         """Return a line of a tasks file, which holds the whole task."""
-        line: Json = AGENT_WORLDS[self.world].for_agent(trail.make_task(split, index, self._settings.seed))
-        return line
+        return trail.FORMATS[self.world].for_agent(trail.make_task(split, index, self._settings.seed))
+
+
+command = demo_command(
+    "demo-agent",
+    AgentDemoSettings,
+    AgentDemo,
+    "Build a small model, start the whole stack, and let mini-swe-agent learn a task from its rewards.",
+)
+
+if __name__ == "__main__":
+    command()

@@ -4,8 +4,9 @@ import random
 import re
 import subprocess
 
-from turnwise.demo import shell_trail, trail
+from turnwise.default_models import trail
 
+SHELL = trail.FORMATS["shell_trail"]
 BLOCK = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)
 """How mini-swe-agent's text mode finds the command of a reply."""
 NUM_TASKS = 20
@@ -14,7 +15,7 @@ NUM_TASKS = 20
 def conversations():
     for index in range(NUM_TASKS):
         task = trail.make_task("warm_up", index, 0)
-        yield task, shell_trail.warm_up_conversation(task, random.Random(index))
+        yield task, SHELL.warm_up_conversation(task, random.Random(index))
 
 
 def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):
@@ -23,7 +24,8 @@ def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):
     for task, messages in conversations():
         directory = tmp_path / task.task_id
         directory.mkdir()
-        shell_trail.write_files(shell_trail.for_agent(task)["files"], directory)
+        for name, content in SHELL.for_agent(task)["files"].items():
+            (directory / name).write_text(content, encoding="utf-8")
         for reply, output in zip(messages[2::2], messages[3::2], strict=False):
             (command,) = BLOCK.findall(reply["content"])
             ran = subprocess.run(
@@ -44,7 +46,7 @@ def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):
 def test_the_commands_that_follow_each_boss_reach_the_answer_within_the_step_limit(tmp_path):
     for index in range(NUM_TASKS):
         task = trail.make_task("eval", index, 0)
-        shown_task = shell_trail.for_agent(task)
+        shown_task = SHELL.for_agent(task)
         name, steps = trail.first_person(task), 0
         while name in shown_task["files"]:
             name = shown_task["files"][name].split()[1]

@@ -21,11 +21,12 @@ import click
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
+from examples.demos import plain_agent
+from examples.demos.plain_agent import Split
+from examples.demos.report import Point, Report, RunReport
 from turnwise.client import AsyncClient
 from turnwise.commands.flags import SettingsCommand
-from turnwise.demo import plain_agent, trail
-from turnwise.demo.plain_agent import Split
-from turnwise.demo.report import Point, Report, RunReport
+from turnwise.default_models import trail
 from turnwise.errors import RolloutFailed, TurnwiseError
 from turnwise.processes.limited import run_limited
 from turnwise.processes.ports import free_port
@@ -85,9 +86,9 @@ class Demo:
     """One run of the demo."""
 
     world = "trail"
-    """The format of the model's warm-up, a key of `small_model.WORLDS`."""
+    """The format of the model's warm-up, a key of `trail.FORMATS`."""
     tasks = trail.__name__
-    """The module that makes the tasks and grades the answers, as `plain_agent.Tasks`."""
+    """The module that makes the tasks and grades the answers, for `plain_agent`."""
     options: Mapping[str, Any] = {}
     """Further arguments of its `make_task`."""
     call = f"{plain_agent.__name__}:play"
@@ -136,7 +137,7 @@ class Demo:
 
     def _build_model(self) -> str:
         """Build the model unless it exists; return its directory."""
-        from turnwise.demo.small_model import ensure_small_model  # loads torch
+        from turnwise.default_models.small_model import ensure_small_model  # loads torch
 
         directory = self._settings.out / f"model-{self._settings.seed}"
         return str(ensure_small_model(directory, self._say, self._settings.seed, world=self.world))

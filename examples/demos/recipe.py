@@ -16,15 +16,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from turnwise.demo.plain_agent import load_module
-from turnwise.demo.real import RealDemo, RealDemoSettings
-from turnwise.demo.report import Report
-from turnwise.errors import SettingsError
+from examples.demos.driver import main, terminal
+from examples.demos.plain_agent import load_module
+from examples.demos.real import RealDemo, RealDemoSettings
+from examples.demos.report import Report
 from turnwise.processes.printer import Say
 from turnwise.types import Json
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-"""The recipes and examples of a checkout."""
 
 
 class RecipeSettings(RealDemoSettings):
@@ -40,7 +37,7 @@ class RecipeSettings(RealDemoSettings):
     """Model directory or id; by default SmolLM2-135M-Instruct."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the recipe's `make_task`."""
-    unrelated: Path = EXAMPLES / "bosses" / "unrelated.jsonl"
+    unrelated: Path = Path(__file__).parents[1] / "bosses" / "unrelated.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,19 +96,7 @@ class RecipeDemo(RealDemo):
             await super()._complete(report)
 
 
-def recipes() -> dict[str, Path]:
-    """Return the directories of the recipes by name."""
-    return {path.parent.name: path.parent for path in sorted(EXAMPLES.glob("recipes/*/recipe.py"))}
-
-
-def find_recipe(name: str) -> Path:
-    """Return the directory of a recipe.
-
-    Raises:
-        SettingsError: there is none of this name.
-    """
-    known = recipes()
-    if name not in known:
-        names = ", ".join(known) or "none; recipes are in a checkout of Turnwise, not in the package"
-        raise SettingsError(f"there is no recipe {name!r}; the recipes are: {names}")
-    return known[name]
+def run(settings: RecipeSettings) -> int:
+    """Run a recipe with output on the terminal; return the exit status."""
+    say = terminal()
+    return main(RecipeDemo(settings, say), settings, say)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.demo import preferences
+from examples.policies import tasks as preferences
 
 
 def test_each_answer_is_right_for_one_preference_alone():

@@ -1,4 +1,4 @@
-"""`python -m turnwise.demo.policies`: eight keys teach four policies contradictory preferences, on one engine.
+"""`python -m examples.demos.policies`: eight keys teach four policies contradictory preferences, on one engine.
 
 The agent, the questions and the model are the same for all keys. What differs is which of four replies a key rewards. A
 policy belongs to two keys, and learns from their sessions alone. At the end each policy is graded on its own held-out
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from pydantic import Field
 
+from examples.demos.driver import Demo, DemoSettings, demo_command, mean_reward
+from examples.demos.report import RunReport, picture
+from examples.policies import tasks as preferences
+from examples.policies.tasks import PREFERENCES
 from turnwise.client import AsyncClient
-from turnwise.demo import preferences
-from turnwise.demo.driver import Demo, DemoSettings, demo_command, mean_reward
-from turnwise.demo.preferences import PREFERENCES
-from turnwise.demo.report import RunReport, picture
 from turnwise.processes.printer import Say
 from turnwise.processes.supervisor import Supervisor
 from turnwise.rollouts.pacing import POLL_SECONDS, active_policy

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from turnwise.demo import trail
-from turnwise.demo.small_model import (
+from turnwise.default_models import trail
+from turnwise.default_models.small_model import (
     SPEC_FILE,
     SmallModelSpec,
     assistant_mask,

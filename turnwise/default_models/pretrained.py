@@ -4,7 +4,7 @@ The package holds the weights as GGUF, quantised to 4 bits (Q4_1). They are writ
 Face layout, in 32-bit floats, which vLLM serves and the trainer trains. Because of the quantisation they are not the
 published weights. The model is a Llama of 135 M parameters whose output head is tied to its embeddings.
 
-`python -m turnwise.demo.pretrained DIRECTORY` fills the volume of a container, which keeps any model that it has.
+`python -m turnwise.default_models.pretrained DIRECTORY` fills the volume of a container, which keeps its model.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.demo import trail
+from turnwise.default_models import trail
 
 AGENT = Path(__file__).parents[3] / "examples" / "trail" / "agent.py"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.demo import pretrained
+from turnwise.default_models import pretrained
 
 MINUTES = 30
 """It takes five on a machine with nothing else to do."""

@@ -1,29 +1,21 @@
-"""The pretrained demo's task, its control, and the measure of what was forgotten."""
+"""The pretrained demo's task and its control."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from turnwise.demo import bosses
-from turnwise.demo.forgetting import measure_forgetting
-from turnwise.demo.plain_agent import NUM_SHUFFLED, ShuffledRewards
-from turnwise.demo.real import RealDemoSettings
-from turnwise.demo.report import Report
-from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.types import PolicyKind
+from examples.bosses import tasks as bosses
+from examples.demos.plain_agent import NUM_SHUFFLED, ShuffledRewards
+from examples.demos.real import RealDemoSettings
+from examples.demos.report import Report
 
 AGENT = Path("examples/bosses/agent.py")
-TINY = [
-    SmallModelSpec(hidden_size=32, intermediate_size=64, num_layers=1, num_warm_up_steps=3, seed=seed)
-    for seed in (0, 1)
-]
 
 
 class FollowingClient:
@@ -96,15 +88,3 @@ def test_a_control_gives_every_reward_to_another_session():
 def test_the_demo_must_learn_and_its_control_must_not(control: bool, after: float, is_met: bool):
     report = Report(title="", seed=0, reward_before=0.3, reward_after=after)
     assert (RealDemoSettings(control=control).missed(report) is None) is is_met
-
-
-def test_a_model_has_forgotten_nothing_of_itself_and_another_model_differs(tmp_path):
-    """The divergence of a model from itself is 0; a model of another seed gives other logprobs."""
-    base, other = (build_small_model(tmp_path / str(spec.seed), spec) for spec in TINY)
-    lines = tmp_path / "conversations.jsonl"
-    messages = [{"role": "user", "content": "Which city?"}, {"role": "assistant", "content": "Oslo it is"}]
-    lines.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
-    same = measure_forgetting(base, base, PolicyKind.FULL, lines)
-    assert (same.num_conversations, same.loss_after) == (1, same.loss_before)
-    assert same.kl == pytest.approx(0.0, abs=1e-6)
-    assert measure_forgetting(base, other, PolicyKind.FULL, lines).kl > 1e-3

@@ -1,4 +1,4 @@
-"""`python -m turnwise.demo.real`: a pretrained model of 135 M parameters learns a task of three turns.
+"""`python -m examples.demos.real`: a pretrained model of 135 M parameters learns a task of three turns.
 
 Besides the reward on fresh held-out tasks, sampled as in training and greedily, it measures what the training changed
 on unrelated conversations. `--control` gives each session the reward of another one: there is nothing to learn, so the
@@ -14,13 +14,12 @@ from typing import Any
 
 from pydantic import Field
 
+from examples.bosses import tasks as bosses
+from examples.demos.driver import Demo, DemoSettings, demo_command, mean_reward
+from examples.demos.plain_agent import Split
+from examples.demos.report import Report, measure_forgetting
 from turnwise.client import AsyncClient
-from turnwise.demo import bosses
-from turnwise.demo.driver import Demo, DemoSettings, demo_command, mean_reward
-from turnwise.demo.forgetting import measure_forgetting
-from turnwise.demo.plain_agent import Split
-from turnwise.demo.pretrained import write_pretrained
-from turnwise.demo.report import Report
+from turnwise.default_models.pretrained import write_pretrained
 from turnwise.processes.printer import Say
 from turnwise.processes.supervisor import Supervisor
 from turnwise.rollouts.pacing import active_policy

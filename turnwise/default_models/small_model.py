@@ -1,4 +1,4 @@
-"""Build the demos' models on this machine, without a download: a Qwen3 of 0.7 M parameters.
+"""Build a model on this machine, without a download: a Qwen3 of 0.7 M parameters.
 
 Except for its size, the model is like a deployed one. The directory has the Hugging Face layout, the tokenizer is a
 byte-level BPE with ChatML and Hermes tool calls, and the engine serves it with its standard parsers. The tokenizer is
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import inspect
 import json
 import random
 import re
@@ -24,16 +25,13 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.demo import shell_trail, trail, typed_trail
+from turnwise.default_models import trail
 
 Progress = Callable[[int, int, float], None]
 """Called with the number of finished steps, the total number of steps, and the latest loss."""
 
 Batch = list[tuple[torch.Tensor, torch.Tensor]]
 """Parts of one batch: the token ids and the mask of the tokens in the loss, both [B, T]."""
-
-WORLDS = {"trail": trail, "shell_trail": shell_trail, "typed_trail": typed_trail}
-"""The modules that generate the conversations of the warm-up, by name."""
 
 SPEC_FILE = "small_model.json"
 """The last file written: the spec, and the digest of the spec and of the code that built the model."""
@@ -90,7 +88,7 @@ class SmallModelSpec:
     """The parameters of the model. The same spec gives the same bytes on the same machine."""
 
     world: str = "trail"
-    """The conversations of the warm-up, a key of `WORLDS`; they determine the agent's format."""
+    """The conversations of the warm-up, a key of `trail.FORMATS`; they determine the agent's format."""
 
     seed: int = 0
     """Seed of the initial weights and of the warm-up's conversations."""
@@ -123,7 +121,8 @@ class SmallModelSpec:
         return hashlib.sha256("\0".join(hashed).encode()).hexdigest()
 
     def _sources(self) -> list[str]:
-        return [__file__, *dict.fromkeys(str(module.__file__) for module in (trail, WORLDS[self.world]))]
+        conversations = trail.FORMATS[self.world].warm_up_conversation
+        return list(dict.fromkeys([__file__, str(trail.__file__), str(inspect.getsourcefile(conversations))]))
 
 
 def code_of(source: str) -> str:
@@ -225,11 +224,11 @@ def _conversations(spec: SmallModelSpec, count: int) -> Iterator[list[trail.Mess
     """Yield warm-up conversations about tasks that are in no split of the demo."""
     rng = random.Random(f"warm-up/{spec.seed}")  # noqa: S311 - a game, no secret
     for index in range(count):
-        yield WORLDS[spec.world].warm_up_conversation(trail.make_task("warm_up", index, spec.seed), rng)
+        yield trail.FORMATS[spec.world].warm_up_conversation(trail.make_task("warm_up", index, spec.seed), rng)
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversation: list[trail.Message]) -> str:
-    return str(tokenizer.apply_chat_template(conversation, tools=WORLDS[spec.world].TOOLS, tokenize=False))
+    return str(tokenizer.apply_chat_template(conversation, tools=trail.FORMATS[spec.world].tools, tokenize=False))
 
 
 def _between_added_tokens(

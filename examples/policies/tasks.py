@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from turnwise.demo import trail
-from turnwise.demo.plain_agent import Split
+from examples.demos.plain_agent import Split
+from turnwise.default_models import trail
 
 PREFERENCES = ("boss", "friend", "city of the boss", "city of the friend")
 

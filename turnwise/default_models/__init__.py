@@ -1,0 +1,1 @@
+"""The models that `turnwise up` serves without `--model`: one is built here, the other comes from a package."""

@@ -1,1 +1,0 @@
-"""The demo: a small task that an agent learns from its rewards."""
