@@ -197,11 +197,8 @@ class Commits:
         if self._agent.world.is_first:
             record = self._record_of(after, None)
             # No checkpoint holds what this batch did to the buffer and to the window, so the ledger does.
-            carried: Json = {"buffer": after.buffer} if after.buffer else {}
-            if chosen is not None and chosen.single_rows:
-                carried["singles"] = [list(row) for row in chosen.single_rows]
-            record = dataclasses.replace(record, metrics=metrics | carried)
-            self._pending.append(FinishedBatch(batch=claimed, update=record, refused=dropped))
+            finished = FinishedBatch(batch=claimed, update=record, refused=dropped, state=after.beside_checkpoint())
+            self._pending.append(finished)
             self.settle()
         return metrics, after
 

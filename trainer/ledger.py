@@ -36,7 +36,7 @@ from turnwise.store.evaluations import SessionLabels
 from turnwise.store.rows import from_micros
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import BEAT_SECONDS, TrainerState, TrainerStatus
-from turnwise.types import DEFAULT_POLICY, GroupKey, Policy, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class FinishedBatch:
     """Groups that were not trained, with the reason; they are dropped."""
     trained: Mapping[SessionKey, Advantages] = dataclasses.field(default_factory=dict)
     """The sessions that were trained, with the advantages of their turns."""
+    state: Json | None = None
+    """What it left in the trainer that no checkpoint holds."""
 
 
 class UpdateIds:
@@ -271,6 +273,10 @@ class Ledger:
         """Return the policy's updates that were committed after this one, oldest first."""
         return self.read(lambda conn: trained.updates_after(conn, update_id, self.policy_id))
 
+    def kept_state(self) -> Json | None:
+        """Return what the policy's last update left that no checkpoint holds."""
+        return self.read(lambda conn: trainer_status.kept_state(conn, self.policy_id))
+
     def next_update_id(self) -> int:
         """Return the id after those of the ledger and those that this process has given to any policy."""
         return self._update_ids.after(self.read(trained.last_update_id))
@@ -308,7 +314,7 @@ class Ledger:
             if any(one.policy is not None for one in finished):
                 trained.check_lineage(conn, self._versions | recorded, self.policy_id)
             for one in finished:
-                claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained)
+                claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained, one.state)
 
         batches = [one.batch.claim for one in finished]
         for lease in map(self._leases.get, batches):

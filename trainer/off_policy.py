@@ -23,9 +23,11 @@ from trainer.source import LedgerSource
 from trainer.state import State
 from trainer.train import OnPolicyWorkflow
 from turnwise.experience import Experience
-from turnwise.types import Json
+from turnwise.types import Json, name_digest
 from turnwise.types import Policy as NamedPolicy
 
+Buffer = tuple[Json, ...]
+"""The index as `State.buffer` holds it."""
 Sampling = Literal["uniform", "recency", "priority"]
 
 RECENCY_HALF_LIFE = 0.25
@@ -37,8 +39,8 @@ class Entry:
     """One group in the buffer."""
 
     group_pk: int
-    group_id: str
-    tenant: str
+    group: str
+    """Digest of the group's tenant and id: a checkpoint names nobody."""
     arrived: int
     """Count of arrivals: the order in which groups leave."""
     num_uses: int = 0
@@ -55,7 +57,7 @@ class ReplayBuffer:
         self._min_groups = min_groups
         self._sampling: Sampling = sampling
 
-    def add(self, buffer: Json, claimed: ClaimedBatch) -> Json:
+    def add(self, buffer: Buffer, claimed: ClaimedBatch) -> Buffer:
         """Return the buffer with a claim's groups in it; the oldest leave when it is full."""
         entries = self.entries(buffer)
         arrived = entries[-1].arrived + 1 if entries else 0
@@ -64,15 +66,14 @@ class ReplayBuffer:
             entries.append(
                 Entry(
                     group_pk=group.group_pk,
-                    group_id=group.group_id,
-                    tenant=group.tenant,
+                    group=name_digest(group.key),
                     arrived=arrived + number,
                     priority=float(np.std(list(rewards.values()))) if rewards else 0.0,
                 )
             )
         return _as_json(entries[-self._capacity :])
 
-    def sample(self, buffer: Json, num_groups: int, rng: np.random.Generator) -> tuple[list[int], Json]:
+    def sample(self, buffer: Buffer, num_groups: int, rng: np.random.Generator) -> tuple[list[int], Buffer]:
         """Draw groups without replacement; return their keys in the store, and the buffer with its use counts."""
         entries = self.entries(buffer)
         drawn = rng.choice(len(entries), size=min(num_groups, len(entries)), replace=False, p=self._chances(entries))
@@ -83,25 +84,25 @@ class ReplayBuffer:
         ]
         return [entries[int(index)].group_pk for index in drawn], _as_json(used)
 
-    def can_sample(self, buffer: Json) -> bool:
+    def can_sample(self, buffer: Buffer) -> bool:
         return len(self.entries(buffer)) >= self._min_groups
 
-    def is_full(self, buffer: Json) -> bool:
+    def is_full(self, buffer: Buffer) -> bool:
         """Return whether the next group replaces the oldest one."""
         return len(self.entries(buffer)) >= self._capacity
 
-    def read(self, buffer: Json, group_pks: Sequence[int]) -> list[Experience]:
+    def read(self, buffer: Buffer, group_pks: Sequence[int]) -> list[Experience]:
         """Return the experiences of groups of the buffer with the rewards that they have by now.
 
         A group that has left the store has none, even if its number in the store belongs to another group by now.
         """
-        held = {(entry.tenant, entry.group_id) for entry in self.entries(buffer) if entry.group_pk in group_pks}
-        return [each for each in self._ledger.experiences_of(group_pks) if each.group_key in held]
+        held = {entry.group for entry in self.entries(buffer) if entry.group_pk in group_pks}
+        return [each for each in self._ledger.experiences_of(group_pks) if name_digest(each.group_key) in held]
 
     @staticmethod
-    def entries(buffer: Json) -> list[Entry]:
+    def entries(buffer: Buffer) -> list[Entry]:
         """Return what is in the buffer, oldest first."""
-        return [Entry(**entry) for entry in buffer.get("entries", [])]
+        return [Entry(**entry) for entry in buffer]
 
     def _chances(self, entries: Sequence[Entry]) -> npt.NDArray[np.float64]:
         if self._sampling == "recency":
@@ -161,7 +162,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             return {}, state
         state = dataclasses.replace(state, buffer=self.replay_buffer.add(state.buffer, claimed))
         if not self.replay_buffer.can_sample(state.buffer):
-            metrics = {"num_buffered_groups": len(state.buffer["entries"])}
+            metrics = {"num_buffered_groups": len(state.buffer)}
             return self.commits.finish_untrained(state, claimed, metrics, None)
         pks, buffer = self.replay_buffer.sample(state.buffer, self.config.groups_per_batch, state.rng())
         state = dataclasses.replace(state, buffer=buffer)
@@ -169,5 +170,5 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         return self._train(state, dataclasses.replace(claimed, experiences=sampled))
 
 
-def _as_json(entries: Sequence[Entry]) -> Json:
-    return {"entries": [dataclasses.asdict(entry) for entry in entries]}
+def _as_json(entries: Sequence[Entry]) -> Buffer:
+    return tuple(dataclasses.asdict(entry) for entry in entries)

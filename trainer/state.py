@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter
 
-from trainer.batch.advantages import Row, moved_on
+from trainer.batch.advantages import Row
 from trainer.batch.optimizer import make_scheduler, set_position
 from trainer.build import OptimizerLike
 from trainer.ledger import Ledger
@@ -95,8 +95,8 @@ class State:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     metrics: Json = dataclasses.field(default_factory=dict)
     """Gauges of the latest batch."""
-    buffer: Json = dataclasses.field(default_factory=dict)
-    """The replay buffer's index; empty on policy."""
+    buffer: tuple[Json, ...] = ()
+    """The replay buffer's index, oldest group first; empty on policy."""
     singles: tuple[Row, ...] = ()
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
     critic: Critic | None = None
@@ -124,10 +124,13 @@ class State:
         return {
             "progress": dataclasses.asdict(self.progress),
             "metrics": self.metrics,
-            "buffer": self.buffer,
             "has_critic": self.critic is not None,
-            "singles": list(map(tuple, self.singles)),
+            **self.beside_checkpoint(),
         }
+
+    def beside_checkpoint(self) -> Json:
+        """Return what also changes with a batch that makes no version and so no checkpoint."""
+        return {"buffer": list(self.buffer), "singles": list(map(list, self.singles))}
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors that a resume needs, of which this process holds all or its shards; not copied."""
@@ -151,10 +154,12 @@ class State:
         versions = tuple(saved["progress"]["recent_versions"])
         progress = Progress(**(saved["progress"] | {"seed": self.progress.seed, "recent_versions": versions}))
         set_position(self.scheduler, progress.num_optimizer_steps)
-        singles = tuple(Row(*row) for row in saved.get("singles", ()))
-        return dataclasses.replace(
-            self, progress=progress, metrics=saved["metrics"], buffer=saved["buffer"], singles=singles
-        )
+        return dataclasses.replace(self, progress=progress, metrics=saved["metrics"]).with_batches(saved)
+
+    def with_batches(self, saved: Json) -> State:
+        """Return this state with what `beside_checkpoint` returned."""
+        singles = tuple(Row(*row) for row in saved["singles"])
+        return dataclasses.replace(self, buffer=tuple(saved["buffer"]), singles=singles)
 
     def _load_tensors(self, fill: Callable[[dict[str, Any]], None], *, has_critic: bool) -> None:
         """Load weights and moments; a critic only where one was saved."""
@@ -248,17 +253,16 @@ class States:
         return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
 
     def with_missed(self, state: State, env: Ledger) -> State:
-        """Return the state with the batches after it that made no version: their count, and their single sessions.
+        """Return the state with the batches after it that made no version.
 
         They leave no checkpoint, so the ledger has them.
         """
         missed = self._agent.world.from_first(lambda: env.updates_after(state.progress.update_id))
-        for update in missed:
-            rows = [Row(*row) for row in update.metrics.get("singles", ())]
-            state = dataclasses.replace(state, singles=moved_on(state.singles, rows)).with_progress(
-                num_batches=state.progress.num_batches + 1, update_id=update.update_id
-            )
-        return state
+        if missed:
+            num_batches = state.progress.num_batches + len(missed)
+            state = state.with_progress(num_batches=num_batches, update_id=missed[-1].update_id)
+        kept = self._agent.world.from_first(env.kept_state)
+        return state if kept is None else state.with_batches(kept)
 
     def moments_bytes(self) -> int:
         """Return the bytes beside the weights that a new optimizer allocates in its first step."""

@@ -154,8 +154,6 @@ class RLWorkflow(abc.ABC):
         log.info("resuming after update %d at policy version %d", last.update_id, last.policy_version)
         if last.policy_version and self._sends_weights:
             self._hold(last.policy_version, self.agent.export(), probe)
-        if "buffer" in last.metrics:
-            state = dataclasses.replace(state, buffer=last.metrics["buffer"])
         return self._post_setup(self.states.with_missed(state, self.env))
 
     @abc.abstractmethod

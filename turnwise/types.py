@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import hashlib
 import json
 import operator
 from typing import Any
@@ -30,6 +31,11 @@ GroupKey = tuple[str, str]
 """A group's tenant and id: ids are unique only within a tenant."""
 SessionKey = tuple[str, str]
 """A session's tenant and id."""
+
+
+def name_digest(key: SessionKey | GroupKey) -> str:
+    """Return what a trainer's state names a session or a group by."""
+    return hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
 
 
 IMPORT = "import"
@@ -428,6 +434,13 @@ class PolicyVersion:
         return self.update_id is None or self.weights_digest is not None
 
 
+def gauges(metrics: Json) -> Json:
+    """Return what every tenant may read of a trainer's metrics: numbers, and why a batch was refused."""
+    return {
+        name: value for name, value in metrics.items() if isinstance(value, int | float | None) or name == "refused"
+    }
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
     """One update: the training of one batch, committed together with the acks of its groups.
@@ -447,6 +460,7 @@ class UpdateRecord:
     num_tokens: int
     """Number of sampled tokens that carried loss."""
     metrics: Json = dataclasses.field(default_factory=dict)
+    """The gauges of the batch; of others than `gauges` returns, nothing is stored."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     batch_digest: str | None = None
     """Digest of the turns that it trained and of their advantages, in hexadecimal; set by the store."""

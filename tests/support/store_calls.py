@@ -70,6 +70,7 @@ from turnwise.types import (
     SessionStatus,
     Split,
     Turn,
+    name_digest,
     utc_now,
 )
 
@@ -396,6 +397,11 @@ OF_ALL: dict[str, Ask] = {
         trainer_status.note_sign_of_life(c, "trainer"),
         trainer_status.trainer_statuses(c, "t"),
         trainer_status.delete_report(c, "trainer"),
+    ),
+    "what a trainer keeps": lambda c: (
+        trainer_status.keep_state(c, 0, {"buffer": [{"group": name_digest(("t", "g"))}], "singles": []}),
+        trainer_status.kept_state(c, 0),
+        trainer_status.forget_in_states(c, [("t", "s")], [("t", "g")]),
     ),
     "weights in memory": lambda c: (
         trainer_status.announce_weights(c, "trainer", "http://trainer", NOW),

@@ -26,7 +26,7 @@ from pydantic import Field
 from turnwise.comparison import STD_EPSILON, Floats, is_uniform
 from turnwise.experience import Experience
 from turnwise.settings import FromJson, Settings
-from turnwise.types import Credit, GroupKey, Json, Role, SessionKey
+from turnwise.types import Credit, GroupKey, Json, Role, SessionKey, name_digest
 
 OVERLONG_PENALTY = 1.0
 """Largest penalty of an overlong session: a success that is too long is worth a failure, where rewards are 0 or 1."""
@@ -163,12 +163,7 @@ def bucket_of(experience: Experience, part: str, kind_pattern: str | None) -> Bu
     """Return the bucket of a chain of a single session."""
     roles = experience.info.get("roles") or [Role.MAIN]
     names = (experience.tenant, _agent_of(experience, kind_pattern), str(roles[0]))
-    return Bucket(_digest("\0".join(names)), part)
-
-
-def session_digest(session: SessionKey) -> str:
-    """Return what rows name a session by."""
-    return _digest("\0".join(session))
+    return Bucket(hashlib.sha256("\0".join(names).encode()).hexdigest()[:16], part)
 
 
 def baseline(values: Floats, past: Floats, *, is_scaled: bool) -> Floats:
@@ -236,10 +231,6 @@ def _agent_of(experience: Experience, kind_pattern: str | None) -> str:
     if found is None:
         return f"agent {experience.info.get('agent', '')}"
     return f"task {found.group(1 if found.re.groups else 0)}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -365,7 +356,7 @@ def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Float
 
 def _row(experience: Experience, part: int | str, value: float, kind_pattern: str | None) -> Row:
     bucket = bucket_of(experience, str(part), kind_pattern)
-    return Row(*bucket, session_digest(experience.session_key), float(value))
+    return Row(*bucket, name_digest(experience.session_key), float(value))
 
 
 def _by_step(experience: Experience) -> bool:

@@ -25,13 +25,12 @@ from trainer.batch.advantages import (
     is_single,
     is_truncated,
     rewards_by_name,
-    session_digest,
     shape_rewards,
     why_without_advantage,
 )
 from turnwise.comparison import Floats
 from turnwise.experience import Experience
-from turnwise.types import TOOL_GRAMMAR, GroupKey, Json, SessionKey
+from turnwise.types import TOOL_GRAMMAR, GroupKey, Json, SessionKey, name_digest
 
 MASKS: dict[str, Callable[[Any], bool]] = {
     "top_p": lambda value: value < 1,
@@ -310,7 +309,7 @@ def without_advantage(
     for experience in offer.experiences:
         key = experience.group_key
         if key in groups and key not in found:
-            own = of_session[session_digest(experience.session_key)] if is_single(experience) else []
+            own = of_session[name_digest(experience.session_key)] if is_single(experience) else []
             found[key] = why_without_advantage(own, rows, past) if own else UNIFORM
     return found
 

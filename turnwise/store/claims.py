@@ -19,7 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, LeaseLost
-from turnwise.store import rows
+from turnwise.store import rows, trainer_status
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
 from turnwise.store.rows import to_micros
@@ -32,10 +32,12 @@ from turnwise.types import (
     FORKED,
     GroupKey,
     GroupStatus,
+    Json,
     PolicyVersion,
     SessionKey,
     SessionStatus,
     UpdateRecord,
+    gauges,
 )
 
 _IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
@@ -266,6 +268,7 @@ def ack(
     policy: PolicyVersion | None = None,
     refused: Mapping[GroupKey, str] | None = None,
     trained: Mapping[SessionKey, Advantages] | None = None,
+    state: Json | None = None,
 ) -> bool:
     """Record an update with the groups it trained, and publish its policy version, in one transaction.
 
@@ -276,6 +279,7 @@ def ack(
         policy: The version that the update made, if it is to be served.
         refused: Groups that were not trained, with the reason; they are dropped.
         trained: The sessions that were trained, with the advantages of their turns.
+        state: What the batch left in the trainer that no checkpoint holds, as `trainer_status.keep_state` takes it.
 
     Returns:
         False if this trainer has committed the same update before; then nothing is written.
@@ -292,7 +296,9 @@ def ack(
         status = GroupStatus.TRAINED if reason is None else GroupStatus.DROPPED
         _change(conn, group, status=status.value, leased_until=None, update_id=update.update_id, reason=reason)
     digest = record_trained(conn, update, trained or {})
-    conn.execute(sa.insert(updates).values(**rows.UPDATES.row(dataclasses.replace(update, batch_digest=digest))))
+    stored = dataclasses.replace(update, batch_digest=digest, metrics=gauges(update.metrics))
+    conn.execute(sa.insert(updates).values(**rows.UPDATES.row(stored)))
+    trainer_status.keep_state(conn, update.policy_id, state or {})
     if policy is not None:
         publish_version(conn, policy)
     return True

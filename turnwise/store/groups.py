@@ -21,7 +21,17 @@ from turnwise.store.queries import LockedSession
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
 from turnwise.store.tables import groups, sessions, turns
-from turnwise.types import DEFAULT_POLICY, IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now
+from turnwise.types import (
+    DEFAULT_POLICY,
+    IMPORT,
+    GroupKey,
+    GroupStatus,
+    Session,
+    SessionKey,
+    SessionStatus,
+    Split,
+    utc_now,
+)
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +203,10 @@ def _check_joinable(group: StoredRow, session: Session) -> None:
         )
 
 
-def leave(conn: sa.Connection, group_pks: Iterable[int | None], finished_pks: Iterable[int | None] = ()) -> None:
-    """Subtract a session from its group for each of these keys; delete the groups that have no session left.
+def leave(
+    conn: sa.Connection, group_pks: Iterable[int | None], finished_pks: Iterable[int | None] = ()
+) -> list[GroupKey]:
+    """Subtract a session from its group for each of these keys; delete and return the groups without a session left.
 
     Args:
         conn: A transaction of `Database.write`.
@@ -204,7 +216,7 @@ def leave(conn: sa.Connection, group_pks: Iterable[int | None], finished_pks: It
     num_left = collections.Counter(pk for pk in group_pks if pk is not None)
     num_finished = collections.Counter(finished_pks)
     if not num_left:
-        return
+        return []
     left, finished = sa.bindparam("num_left", type_=sa.Integer), sa.bindparam("num_finished_left", type_=sa.Integer)
     conn.execute(
         sa.update(groups)
@@ -213,7 +225,8 @@ def leave(conn: sa.Connection, group_pks: Iterable[int | None], finished_pks: It
         [{"pk": pk, "num_left": num_left[pk], "num_finished_left": num_finished[pk]} for pk in sorted(num_left)],
     )
     empty = sa.and_(is_among(conn.dialect, groups.c.group_pk, num_left), groups.c.num_sessions <= 0)
-    conn.execute(sa.delete(groups).where(empty))
+    gone = conn.execute(sa.delete(groups).where(empty).returning(groups.c.tenant, groups.c.group_id))
+    return [(tenant, group_id) for tenant, group_id in gone]
 
 
 def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:

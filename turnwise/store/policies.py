@@ -20,7 +20,7 @@ from turnwise.store import rows
 from turnwise.store.rows import to_micros
 from turnwise.store.serving import serving_state
 from turnwise.store.statements import insert_ignoring
-from turnwise.store.tables import NO_TENANT, policies, policy_versions, updates
+from turnwise.store.tables import NO_TENANT, policies, policy_versions, trainer_states, updates
 from turnwise.store.versions import get_version, known_version, no_version, publish_next
 from turnwise.types import (
     DEFAULT_POLICY,
@@ -297,6 +297,7 @@ def delete_policies(conn: sa.Connection, tenant: str) -> tuple[int, list[PolicyV
     was = sa.update(policy_versions).where(policy_versions.c.policy_id.in_(own))
     conn.execute(was.values(path="", status=PolicyStatus.FAILED.value, error="deleted", metrics="{}", **nothing))
     conn.execute(sa.update(updates).where(updates.c.policy_id.in_(own)).values(metrics="{}"))
+    conn.execute(sa.delete(trainer_states).where(trainer_states.c.policy_id.in_(own)))
     nothing = dict.fromkeys(("base_version", "pinned_version", "pinned_until"))
     number, now = sa.cast(policies.c.policy_id, sa.Text), to_micros(utc_now())
     gone = sa.update(policies).where(policies.c.policy_id.in_(own))

@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import lineage, policies, queries
+from turnwise.store import lineage, policies, queries, trainer_status
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
 from turnwise.store.idempotency import forget_sessions
@@ -267,7 +267,8 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         )
     )
     finished = (row for row in found if row.status != SessionStatus.OPEN and row.num_rewards > 0)
-    leave(conn, (row.group_pk for row in found), (row.group_pk for row in finished))
+    gone = leave(conn, (row.group_pk for row in found), (row.group_pk for row in finished))
+    trainer_status.forget_in_states(conn, names, gone)
     return Deleted(sessions=names, num_turns=sum(row.num_turns for row in found), policy_versions=trained_on)
 
 

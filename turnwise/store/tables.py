@@ -267,6 +267,14 @@ trainer_status = sa.Table(
 )
 """The last report of each trainer: what it waits for, what it trains on, or why it died."""
 
+trainer_states = sa.Table(
+    "trainer_states",
+    metadata,
+    sa.Column("policy_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("state", sa.Text, nullable=False),
+)
+"""What the last batch of a policy left in its trainer's memory that no checkpoint holds; no tenant reads it."""
+
 weight_servers = sa.Table(
     "weight_servers",
     metadata,

@@ -3,7 +3,8 @@
 A trainer reports in words, and a thread of its process renews `seen_at`. One that stops or fails says so; one that was
 killed says nothing, and counts as silent after a while. The trainer `NAME/3` trains the policy with the number 3: of
 all tenants only the one that owns the policy sees its report. Trainers also say where they hand out the weights that
-they hold in memory.
+they hold in memory, and keep here what a restart needs beside the last checkpoint: it names sessions and groups by
+digests, and a deletion reaches it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import json
+from collections.abc import Collection
 
 import sqlalchemy as sa
 
 from turnwise.store.database import clock
-from turnwise.store.rows import RowFormat, StoredRow, to_micros
-from turnwise.store.tables import policies, weight_servers
+from turnwise.store.rows import RowFormat, StoredRow, dump, to_micros
+from turnwise.store.tables import policies, trainer_states, weight_servers
 from turnwise.store.tables import trainer_status as table
-from turnwise.types import DEFAULT_POLICY
+from turnwise.types import DEFAULT_POLICY, GroupKey, Json, SessionKey, name_digest
 
 BEAT_SECONDS = 10.0
 """Time between two signs of life."""
@@ -110,3 +113,38 @@ def announce_weights(conn: sa.Connection, trainer_id: str, url: str | None, now:
 def weight_urls(conn: sa.Connection) -> list[str]:
     """Return the addresses of all trainers' weights, the latest announcement first."""
     return list(conn.execute(sa.select(weight_servers.c.url).order_by(weight_servers.c.announced_at.desc())).scalars())
+
+
+def keep_state(conn: sa.Connection, policy_id: int, state: Json) -> None:
+    """Replace what a policy's last batch left that no checkpoint holds; an empty state removes it.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        policy_id: The policy.
+        state: `buffer`, a list of groups that have their digest as `group`, and `singles`, a list of rows whose third
+            value is the digest of a session.
+    """
+    conn.execute(sa.delete(trainer_states).where(trainer_states.c.policy_id == policy_id))
+    if state:
+        conn.execute(sa.insert(trainer_states).values(policy_id=policy_id, state=dump(state)))
+
+
+def kept_state(conn: sa.Connection, policy_id: int) -> Json | None:
+    """Return what a policy's last batch left; None where the checkpoint holds all."""
+    found = conn.execute(sa.select(trainer_states.c.state).where(trainer_states.c.policy_id == policy_id))
+    text = found.scalar_one_or_none()
+    return None if text is None else json.loads(text)
+
+
+def forget_in_states(conn: sa.Connection, sessions: Collection[SessionKey], groups: Collection[GroupKey]) -> None:
+    """Remove deleted sessions and groups from what trainers keep."""
+    gone = {name_digest(key) for key in (*sessions, *groups)}
+    for row in conn.execute(sa.select(trainer_states).with_for_update()).all():
+        state = json.loads(row.state)
+        left = {
+            **state,
+            "buffer": [each for each in state["buffer"] if each["group"] not in gone],
+            "singles": [each for each in state["singles"] if each[2] not in gone],
+        }
+        if left != state:
+            keep_state(conn, row.policy_id, left)

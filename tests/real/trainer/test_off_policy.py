@@ -10,7 +10,10 @@ from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer
 from trainer.pacing import Position, SourceRule
 from trainer.source import LedgerSource
 from turnwise.errors import StoreUnavailable
-from turnwise.store import experiences, trained
+from turnwise.store import experiences, retention, trained, trainer_status
+from turnwise.store.session_filter import SessionFilter
+from turnwise.store.tables import groups
+from turnwise.types import name_digest
 
 
 def workflow_for(tmp_path, model, **changes):
@@ -57,6 +60,31 @@ def test_the_buffer_survives_a_restart_also_before_the_first_checkpoint(tmp_path
     third.close()
 
 
+def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=2)
+    workflow = workflow_for(tmp_path, model)
+    _, state = workflow.step(workflow.setup(0))
+    with ledger.read() as conn:
+        (shown,), _ = trained.list_updates(conn, "default")
+        (batch,) = trained.summarise_updates(conn, "default")
+        claimed = conn.execute(groups.select()).all()
+        kept = trainer_status.kept_state(conn, 0)
+    assert (
+        shown.update.metrics
+        == batch.metrics
+        == {"num_buffered_groups": 2, "policy_version": 0, "num_refused_groups": 0}
+    )
+    assert tuple(kept["buffer"]) == state.buffer
+    for group in claimed:
+        assert group.group_id not in str(kept), "the buffer names a group"
+    first = SessionFilter(tenant="default", group_id=claimed[0].group_id)
+    retention.delete_all(ledger, lambda conn: retention.delete_sessions(conn, first))
+    with ledger.read() as conn:
+        left = trainer_status.kept_state(conn, 0)["buffer"]
+    assert [entry["group"] for entry in left] == [name_digest(("default", claimed[1].group_id))]
+    workflow.close()
+
+
 def test_a_sample_is_read_again_after_an_outage_of_the_database(tmp_path, model, ledger, monkeypatch):
     Rollouts(ledger, load_model(model)).play("a", num_groups=4)
     workflow = workflow_for(tmp_path, model, groups_per_batch=4)
@@ -82,19 +110,10 @@ def last_update(ledger):
 
 
 def buffer_json(priorities):
-    return {
-        "entries": [
-            {
-                "group_pk": pk,
-                "group_id": str(pk),
-                "tenant": "default",
-                "arrived": pk,
-                "num_uses": 0,
-                "priority": priority,
-            }
-            for pk, priority in enumerate(priorities)
-        ]
-    }
+    return tuple(
+        {"group_pk": pk, "group": str(pk), "arrived": pk, "num_uses": 0, "priority": priority}
+        for pk, priority in enumerate(priorities)
+    )
 
 
 def draws(ledger, sampling, priorities, num_draws=400):
@@ -126,13 +145,13 @@ def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path,
     Rollouts(ledger, load_model(model)).play("a", num_groups=2)
     workflow = workflow_for(tmp_path, model)
     _, state = workflow.step(workflow.setup(0))
-    kept, deleted = state.buffer["entries"]
+    kept, deleted = state.buffer
     pks = [kept["group_pk"], deleted["group_pk"]]
-    buffer = {"entries": [kept, {**deleted, "group_id": "deleted"}]}
+    buffer = (kept, {**deleted, "group": name_digest(("default", "deleted"))})
     both = workflow.replay_buffer.read(state.buffer, pks)
-    assert {each.group_key[1] for each in both} == {kept["group_id"], deleted["group_id"]}
+    assert {name_digest(each.group_key) for each in both} == {kept["group"], deleted["group"]}
     found = workflow.replay_buffer.read(buffer, pks)
-    assert {each.group_key[1] for each in found} == {kept["group_id"]}
+    assert {name_digest(each.group_key) for each in found} == {kept["group"]}
     workflow.close()
 
 
@@ -145,13 +164,12 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
     source = LedgerSource(database, rule)
     buffer = ReplayBuffer(source, capacity=10, min_groups=1, sampling="uniform")
     batch = source.next_batch(Position())
-    stored = buffer.add({}, batch)
-    of_tenant = {entry["tenant"]: entry for entry in stored["entries"]}
-    zeta_pk = of_tenant["zeta"]["group_pk"]
-    renumbered = {**of_tenant["acme"], "group_pk": zeta_pk}
+    of_group = {entry["group"]: entry for entry in buffer.add((), batch)}
+    acme, zeta = (of_group[name_digest((tenant, "kim"))] for tenant in ("acme", "zeta"))
+    zeta_pk = zeta["group_pk"]
 
     def sampled(stored):
         return [each.group_key for each in buffer.read(stored, [zeta_pk])]
 
-    assert sampled({"entries": [of_tenant["zeta"]]}) == [("zeta", "kim")]
-    assert sampled({"entries": [renumbered]}) == []
+    assert sampled((zeta,)) == [("zeta", "kim")]
+    assert sampled(({**acme, "group_pk": zeta_pk},)) == []

@@ -17,13 +17,13 @@ from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, train
 
-from trainer.batch.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on, session_digest
+from trainer.batch.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on
 from trainer.batch.selection import SelectionRule
 from turnwise.store import ledger, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import agent_digest
 from turnwise.store.session_filter import SessionFilter
-from turnwise.types import Reward
+from turnwise.types import Reward, name_digest
 
 NONE = np.empty(0)
 
@@ -160,7 +160,7 @@ def test_a_session_that_is_trained_again_is_not_its_own_baseline():
 
 
 def test_sessions_of_one_name_of_two_tenants_are_two_sessions_of_the_window():
-    assert session_digest(("a", "s")) != session_digest(("b", "s"))
+    assert name_digest(("a", "s")) != name_digest(("b", "s"))
 
 
 def test_the_window_keeps_the_latest_values_of_each_kind():
