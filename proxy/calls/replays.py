@@ -22,6 +22,7 @@ from blake3 import blake3
 from proxy.auth import Principal
 from proxy.dialects.base import Call
 from turnwise.errors import Conflict
+from turnwise.json_text import dumps
 from turnwise.types import Json, TokenIds, Turn
 
 ATTEMPT_BYTES = 800
@@ -185,7 +186,7 @@ def keyed_digest(call: Call) -> bytes:
     """
     fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
     named = [call.dialect.name, call.num_choices, call.previous_turn_id, fields]
-    request = orjson.dumps(named, option=orjson.OPT_SORT_KEYS)
+    request = dumps(named, option=orjson.OPT_SORT_KEYS)
     return blake3(request).digest(DIGEST_BYTES)
 
 

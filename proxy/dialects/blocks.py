@@ -17,6 +17,7 @@ import orjson
 from proxy.dialects import sse
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
+from turnwise.json_text import json_object
 from turnwise.types import Json
 
 Kind = Literal["thinking", "text", "tool"]
@@ -172,6 +173,15 @@ def read_error(body: bytes) -> Json:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         error = None
     return error if isinstance(error, dict) else {"message": body.decode(errors="replace")}
+
+
+def embedded(arguments: str) -> orjson.Fragment:
+    """Return the arguments of a call as an object of a reply, with each number as it was sampled.
+
+    No line break, which would end an event, is part of a value. Arguments that are no object become an empty one.
+    """
+    text = "{}" if json_object(arguments) is None else arguments
+    return orjson.Fragment(text.replace("\r", " ").replace("\n", " "))
 
 
 def chat_tool_call(call_id: Any, name: Any, arguments: str) -> Json:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import orjson
-
 from proxy.dialects.base import IDENTITY, MESSAGES, STREAM, Action, Call, Dialect, WireRoute, sampled_tokens
 from turnwise.errors import InvalidRequest
+from turnwise.json_text import json_object
 from turnwise.types import Json, Turn
 
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}
@@ -109,16 +107,6 @@ def _is_readable(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     return not isinstance(arguments, str) or not arguments or json_object(arguments) is not None
-
-
-@functools.lru_cache(maxsize=4096)
-def json_object(text: str) -> Json | None:
-    """Return the object that a text is the JSON of; None if it is not of one."""
-    try:
-        decoded = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    return decoded if isinstance(decoded, dict) else None
 
 
 def check_kinds(body: Json, kinds: Mapping[str, type]) -> None:

@@ -15,8 +15,8 @@ import orjson
 
 from proxy.dialects import sse
 from proxy.dialects.base import Action, Call, WireRoute
-from proxy.dialects.blocks import Block, blocks_of, own_id, read_error
-from proxy.dialects.chat import ChatCompletions, json_object
+from proxy.dialects.blocks import Block, blocks_of, embedded, own_id, read_error
+from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini_request import chat_body, read, read_object
 from turnwise.types import Json
 
@@ -230,7 +230,7 @@ def _function_call(blocks: list[Block]) -> Json:
     """Return the part of a tool call from its blocks."""
     call_id = next((block.tool_call_id for block in blocks if block.tool_call_id), None)
     name = "".join([block.name for block in blocks])
-    arguments = json_object("".join([block.text for block in blocks])) or {}
+    arguments = embedded("".join([block.text for block in blocks]))
     return {"functionCall": {"id": call_id, "name": name, "args": arguments}}
 
 

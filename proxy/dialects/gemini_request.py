@@ -11,11 +11,10 @@ import math
 import re
 from typing import Any
 
-import orjson
-
 from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of
 from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
+from turnwise.json_text import dumps
 from turnwise.types import Json
 
 SAMPLING_FIELDS = {
@@ -149,7 +148,7 @@ def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> N
         text, call = part.get("text"), read_object(part, "functionCall")
         if call:
             name = str(call.get("name") or "")
-            call_id, arguments = calls.call(name, call.get("id")), orjson.dumps(call.get("args") or {}).decode()
+            call_id, arguments = calls.call(name, call.get("id")), dumps(call.get("args") or {}).decode()
             reply.setdefault("tool_calls", []).append(chat_tool_call(call_id, name, arguments))
         elif isinstance(text, str):
             field = "reasoning" if part.get("thought") else "content"
@@ -200,7 +199,7 @@ def _response_text(response: Json) -> str:
     value = response.get("response")
     if isinstance(value, dict) and len(value) == 1:
         value = next((value[key] for key in OUTPUT_KEYS if key in value), value)
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
+    return value if isinstance(value, str) else dumps(value).decode()
 
 
 def _system_text(instruction: Any) -> str:

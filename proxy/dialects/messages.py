@@ -15,11 +15,12 @@ import msgspec
 import orjson
 
 from proxy.dialects.base import MESSAGES, STREAM, Action, Call, WireRoute
-from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, read_error
-from proxy.dialects.chat import ChatCompletions, json_object
+from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, embedded, own_id, read_error
+from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.messages_request import chat_body, is_server_tool, previous_message_id, server_tool_name
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
+from turnwise.json_text import json_object
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 
@@ -202,7 +203,7 @@ def _content(block: Block, signature: str) -> Json:
         case "text":
             return {"type": "text", "text": block.text}
         case _:
-            called = {"id": block.tool_call_id, "name": block.name, "input": json_object(block.text) or {}}
+            called = {"id": block.tool_call_id, "name": block.name, "input": embedded(block.text)}
             return {"type": "tool_use", **called}
 
 

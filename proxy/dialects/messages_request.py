@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
 from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of
 from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
+from turnwise.json_text import dumps
 from turnwise.types import Json
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -105,7 +104,7 @@ def _assistant_message(blocks: list[Json]) -> Json:
 
 
 def _chat_tool_call(block: Json) -> Json:
-    return chat_tool_call(block.get("id"), block.get("name"), orjson.dumps(block.get("input") or {}).decode())
+    return chat_tool_call(block.get("id"), block.get("name"), dumps(block.get("input") or {}).decode())
 
 
 def _user_messages(blocks: list[Json]) -> Iterator[Json]:

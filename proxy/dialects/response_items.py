@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from proxy.dialects.blocks import Block, blocks_of, chat_tool_call, joined_content, parts_of
 from proxy.dialects.response_tools import ToolMap, custom_arguments, flat_name
 from turnwise.errors import InvalidRequest, NotFound
+from turnwise.json_text import dumps
 from turnwise.types import Json
 
 ID_PREFIXES = {"thinking": "rs", "text": "msg", "tool": "fc"}
@@ -90,7 +89,7 @@ def _chat_tool_call(item: Json) -> Json:
             arguments = custom_arguments(str(item.get("input") or ""))
         case "local_shell_call":
             action = item.get("action")
-            arguments = orjson.dumps(action if isinstance(action, dict) else {}).decode()
+            arguments = dumps(action if isinstance(action, dict) else {}).decode()
         case _:
             arguments = item.get("arguments") or ""
     name = flat_name(item.get("namespace"), item.get("name") or "local_shell")

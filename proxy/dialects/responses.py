@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
-import orjson
 
 from proxy.dialects.base import IDENTITY, STREAM, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
@@ -21,6 +20,7 @@ from proxy.dialects.response_items import chat_messages, is_reference, output_it
 from proxy.dialects.response_tools import ToolMap, chat_tool_choice, custom_input, read_tools
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
+from turnwise.json_text import dumps
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 
@@ -108,7 +108,7 @@ class Responses(ChatCompletions):
         tools = read_tools(call.original.get("tools"))
         output = [output_item(block, index, response["id"], logprobs, tools) for index, block in enumerate(blocks)]
         response |= _ending(choice.get("finish_reason"), decoded.get("usage") or {}) | {"output": output}
-        return orjson.dumps(response)
+        return dumps(response)
 
 
 class ResponseEncoder(BlockEncoder):

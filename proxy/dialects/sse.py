@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import orjson
+from turnwise.json_text import dumps
 
 DONE = b"[DONE]"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
@@ -46,7 +46,7 @@ def event(data: bytes) -> bytes:
 
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **data}))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps({"type": name, **data}))
 
 
 class Verbatim:

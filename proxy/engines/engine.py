@@ -18,6 +18,7 @@ from proxy.engines.kind import EngineKind
 from proxy.engines.state import SERVING, TRANSITIONS, EngineState
 from turnwise.engine_requirements import read_models
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
+from turnwise.json_text import dumps
 from turnwise.telemetry import current_request
 from turnwise.types import Json, PolicyKind, PolicyVersion
 
@@ -237,7 +238,7 @@ class Engine(EngineKind):
             EngineUnavailable: no answer within `seconds`.
             EngineRefused: an error status.
         """
-        data = b"" if body is None else orjson.dumps(body)
+        data = b"" if body is None else dumps(body)
         if query:
             path += "?" + urlencode(query)
         try:

@@ -11,7 +11,7 @@ import orjson
 from starlette.types import Receive, Send
 
 from turnwise.errors import ClientLeft, InvalidRequest, TooLarge
-from turnwise.json_scan import scan
+from turnwise.json_text import loads, scan
 from turnwise.types import Json
 
 JSON = b"application/json"
@@ -121,8 +121,8 @@ def _decode_array(value: msgspec.Raw) -> Any:
     """Decode a value; the items of an array that consists of objects one by one."""
     text = bytes(value)
     if not text.startswith(b"[") or not text[1:].lstrip().startswith(b"{"):
-        return orjson.loads(text)
-    return [orjson.loads(item) for item in _items.decode(text)]
+        return loads(text)
+    return [loads(item) for item in _items.decode(text)]
 
 
 def decode_object(raw: bytes) -> Json:
@@ -132,7 +132,7 @@ def decode_object(raw: bytes) -> Json:
         InvalidRequest: it is not JSON, or not an object.
     """
     try:
-        decoded = orjson.loads(raw)
+        decoded = loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(
             f"the request body is not JSON: {error}; send a JSON object", code="invalid_json"

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-import orjson
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -24,6 +23,7 @@ from proxy.http.connections import LEFT
 from proxy.routes.serialise import caller
 from proxy.services import services_of
 from proxy.settings import ProxySettings
+from turnwise.json_text import loads
 from turnwise.types import MAX_REWARD
 
 TEXT = r"^[^\x00-\x1f\x7f]*$"
@@ -77,7 +77,7 @@ class CheckedRequest(Request):
 
     async def json(self) -> Any:
         """Return the decoded body; FastAPI rejects a body that cannot be decoded."""
-        return orjson.loads(await self.body()) if self.decoded is None else self.decoded
+        return loads(await self.body()) if self.decoded is None else self.decoded
 
 
 class CheckedRoute(APIRoute):

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncIterator
 
-import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
@@ -16,6 +15,7 @@ from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.serialise import Caller, Here
 from proxy.services import Services
 from turnwise.errors import ClientError, StoreError
+from turnwise.json_text import dumps
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 
@@ -51,7 +51,7 @@ async def listen(
 async def _stream(request: Request, services: Services, tenant: str) -> AsyncIterator[bytes]:
     comment, sent_at = b": listening\n\n", -math.inf
     async for found in services.events.changes(tenant, request.scope["extensions"][CLOSING]):
-        part = b"".join(b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(data)) for kind, data in found)
+        part = b"".join(b"event: %s\ndata: %s\n\n" % (kind.encode(), dumps(data)) for kind, data in found)
         now = time.monotonic()
         if part or now - sent_at >= KEEP_ALIVE_SECONDS:
             try:

@@ -34,6 +34,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.process import add_pickled
 from turnwise.errors import InvalidRequest
 from turnwise.experience import experience_json
+from turnwise.json_text import dumps, loads
 from turnwise.store import queries, trained
 from turnwise.store.expected_advantages import with_advantages
 from turnwise.store.experiences import Shape
@@ -112,7 +113,7 @@ def read_lines(raw: bytes) -> list[RewardLine] | None:
         RequestValidationError: naming the first wrong line and its field.
     """
     try:
-        decoded = orjson.loads(raw)
+        decoded = loads(raw)
     except orjson.JSONDecodeError:
         return None
     try:
@@ -231,7 +232,7 @@ async def list_experiences(
     def lines() -> Generator[bytes]:
         with services.exports.read() as connection:
             for experience in with_advantages(connection, wanted, shape):
-                yield orjson.dumps(experience_json(experience)) + b"\n"
+                yield dumps(experience_json(experience)) + b"\n"
 
     found = lines()
     return Export(await asyncio.to_thread(next, found, b""), found)

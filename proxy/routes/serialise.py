@@ -16,6 +16,7 @@ from proxy.auth import ACTION_OF_ROUTE, DEFAULT_TENANT, Principal, session_delet
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
+from turnwise.json_text import dumps
 from turnwise.store import keys, policies, queries
 from turnwise.store.database import Connection
 from turnwise.store.keys import Key
@@ -194,12 +195,12 @@ def page(rows: Iterable[Any], *, has_more: bool = False, **others: Any) -> Respo
         has_more: Whether another page follows.
         others: Further fields of the answer.
     """
-    encoded = b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
-    rest = orjson.dumps({"has_more": has_more, **others})
+    encoded = b",".join([dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
+    rest = dumps({"has_more": has_more, **others})
     return Response(b'{"object":"list","data":[%b],%b' % (encoded, rest[1:]), media_type="application/json")
 
 
 def answer(content: object, *, status: int = 200) -> Response:
     """Encode an answer: a record, or the API's JSON."""
-    encoded = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    encoded = dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(encoded, status_code=status, media_type="application/json")

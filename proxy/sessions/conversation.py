@@ -14,12 +14,12 @@ import operator
 import time
 from collections.abc import Sequence
 
-import orjson
 from blake3 import blake3
 
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import with_readable_arguments
 from proxy.sessions.digests import History, context_digest, tool_call_ids
+from turnwise.json_text import dumps
 from turnwise.types import Json
 
 DIGEST_BYTES = 16
@@ -194,9 +194,9 @@ async def read_conversation(call: Call, fields: frozenset[str], prefixes: Prefix
 async def _encode(messages: Sequence[Json], pauses: _Pauses) -> bytes:
     """Return the JSON array of messages as an engine accepts them."""
     if len(messages) <= SLICE_MESSAGES:
-        return orjson.dumps(with_readable_arguments(messages))
+        return dumps(with_readable_arguments(messages))
     pieces = []
     for start in range(0, len(messages), SLICE_MESSAGES):
-        pieces.append(orjson.dumps(with_readable_arguments(messages[start : start + SLICE_MESSAGES]))[1:-1])
+        pieces.append(dumps(with_readable_arguments(messages[start : start + SLICE_MESSAGES]))[1:-1])
         await pauses.pause()
     return b"[%b]" % b",".join(pieces)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from proxy.dialects.chat import json_object
+from turnwise.json_text import dumps, json_object, loads, unify_numbers
 from turnwise.types import Json
 
 DIGEST_BYTES = 8
@@ -97,7 +97,7 @@ def context_digest(tools: Any, template: Json) -> bytes:
     """Return the digest of what a chat template renders besides messages: tool schemas and template arguments."""
     if not tools and not template:
         return b""
-    return blake2b(orjson.dumps([tools, template], option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()
+    return blake2b(dumps([tools, template], option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()
 
 
 def message_digest(message: Json, fields: frozenset[str] = NO_FIELDS) -> bytes:
@@ -112,7 +112,7 @@ def message_digest(message: Json, fields: frozenset[str] = NO_FIELDS) -> bytes:
         canonical["n"] = message["name"]
     if CALL_IDS in fields and message.get("tool_call_id"):
         canonical["i"] = message["tool_call_id"]
-    return blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=MESSAGE_BYTES).digest()
+    return blake2b(dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=MESSAGE_BYTES).digest()
 
 
 def canonical_content(content: Any) -> Any:
@@ -139,13 +139,16 @@ def _have_ids(calls: Any) -> bool:
 
 
 def canonical_arguments(arguments: Any) -> Any:
-    """Return tool arguments as a JSON object, so that spaces and key order do not count.
+    """Return tool arguments as a JSON object, so that spaces, key order and the spelling of numbers do not count.
 
     Invalid JSON, and JSON that is not an object, is an empty object: so vLLM renders it, and so formats whose arguments
     are objects send it back.
     """
     if isinstance(arguments, str):
         return json_object(arguments) or {}
+    if isinstance(arguments, dict):
+        arguments = loads(dumps(arguments))
+        unify_numbers(arguments)
     return {} if arguments is None else arguments
 
 

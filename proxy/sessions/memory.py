@@ -13,8 +13,6 @@ import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-import orjson
-
 from proxy.auth import Principal, session_deleted
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -25,6 +23,7 @@ from proxy.sessions.roles import read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
+from turnwise.json_text import dumps
 from turnwise.store import forks, history, queries
 from turnwise.store.database import Connection, Database
 from turnwise.types import Session, SessionKey, Turn
@@ -58,7 +57,7 @@ class LiveSession:
 
     def __post_init__(self) -> None:
         self.key = self.session.tenant, self.session.session_id
-        self._document_bytes = DECODED * len(orjson.dumps([self.session.metadata, self.session.sampling]))
+        self._document_bytes = DECODED * len(dumps([self.session.metadata, self.session.sampling]))
 
 
 class _Recent:

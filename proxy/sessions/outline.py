@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
-import orjson
 from jinja2 import nodes, sandbox
 
 from proxy.sessions.digests import canonical_content, tool_call_ids
+from turnwise.json_text import dumps
 from turnwise.types import Json
 
 KEPT_HEAD, KEPT_TAIL = 4, 8
@@ -107,7 +107,7 @@ class Outliner:
 
     def _outline_tool(self, tool: Any) -> Any:
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or any(self._found(orjson.dumps(tool).decode())):
+        if not isinstance(function, dict) or any(self._found(dumps(tool).decode())):
             return tool
         short = {field: _cut(value) for field, value in function.items()}
         parameters = function.get("parameters")

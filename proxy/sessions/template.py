@@ -22,6 +22,7 @@ import orjson
 
 from proxy.sessions.digests import NO_FIELDS
 from proxy.sessions.outline import NO_THINKING, Continued, Outliner, answers_earlier_call, marks_of, restored
+from turnwise.json_text import dumps
 from turnwise.tokenizer import ContentFormat, shape_conversation
 from turnwise.types import Json, TokenIds
 
@@ -177,7 +178,7 @@ class ChatTemplate:
         if short.reasoning:  # whether a template prints thinking may depend on its text
             return self.whole_continuation(short)
         end_token = short.last_token if short.last_token in self._ends else None
-        given = orjson.dumps([short.tools, short.arguments], option=orjson.OPT_SORT_KEYS)
+        given = dumps([short.tools, short.arguments], option=orjson.OPT_SORT_KEYS)
         given_digest = blake2b(given, digest_size=GIVEN_BYTES).digest()
         key = (all_kinds, short.replied, end_token, short.keep_thinking, given_digest)
         with self._lock:

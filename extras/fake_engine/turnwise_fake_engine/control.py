@@ -5,6 +5,7 @@ Control routes change state that a test can read. A bad path is rejected as in v
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
@@ -59,7 +60,7 @@ async def body_of(request: Request) -> Json:
     Raises:
         ValueError: it is not a JSON object.
     """
-    body = orjson.loads(await request.body() or b"{}")
+    body = json.loads(await request.body() or b"{}")
     if not isinstance(body, dict):
         raise TypeError("the body is not an object")
     return body
@@ -333,7 +334,7 @@ def bound(endpoint: Endpoint, state: EngineState) -> Callable[[Request], Awaitab
     async def handle(request: Request) -> Response:
         try:
             return await endpoint(state, request)
-        except (orjson.JSONDecodeError, TypeError) as error:
+        except (json.JSONDecodeError, TypeError) as error:
             return reply_error(f"JSON decode error: {error}", param="body", kind="Bad Request")
 
     return handle

@@ -83,7 +83,7 @@ class Reply(_Strict):
     text: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] = pydantic.Field(default_factory=list)
-    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] = "stop"
+    finish_reason: Literal["stop", "length", "abort", "error", "repetition", "content_filter"] = "stop"
     """Any value but `stop` omits the end-of-turn token, as in a truncated reply."""
     pace_seconds: float | None = None
     """Delay before each token; None: the script's pace."""

@@ -20,6 +20,7 @@ from proxy.sessions.plan import Plan
 from turnwise import logprob_request
 from turnwise.engine_requirements import CHAT_ROUTE
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest
+from turnwise.json_text import dumps
 from turnwise.types import TOOL_GRAMMAR, Json
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
@@ -70,7 +71,7 @@ class Vllm(Engine):
         body["model"] = model
         if self.may_have_lora:
             reject_prompt_logprobs(body)
-        return await self.post(call.dialect.engine_route, orjson.dumps(body), headers)
+        return await self.post(call.dialect.engine_route, dumps(body), headers)
 
     def effective_sampling(self, call: Call) -> Json:
         """Return how it samples a call: the call's parameters, its own defaults, and what it makes of both."""
@@ -194,7 +195,7 @@ class Vllm(Engine):
 
 
 def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
-    """Return the request of a call, with the options that capture needs, for `orjson.dumps`."""
+    """Return the request of a call, with the options that capture needs, for `dumps`."""
     body = dict(call.body)
     if call.dialect.engine_route != CHAT_ROUTE:
         logprobs = body.get("logprobs")

@@ -1,15 +1,26 @@
-"""Counts the strings, arrays and objects of a JSON text and their nesting, at the speed of memory.
+"""The JSON of clients: scanned before it is decoded, and decoded and encoded with integers of any length.
 
 Decoding holds the interpreter's lock for the whole text, and a text of a few megabytes such as `[],[],[],…` takes
 seconds. NumPy scans it without the lock and without making objects, in windows so that its memory stays small.
+
+orjson decodes an integer beyond 64 bits as the nearest float and refuses to encode one. msgspec decodes it exactly, at
+nearly the same speed.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import decimal
+import functools
+from typing import Any
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from turnwise.errors import TooLarge
+from turnwise.types import Json
 
 WINDOW_BYTES = 2**20
 MAX_VALUES = 2**20
@@ -20,6 +31,80 @@ OPEN, CLOSE = 0x5B, 0x5D
 CASE_MASK = 0xDF
 Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.intp]
+INT_BITS = 63
+"""An integer of more bits may be one that orjson does not encode."""
+MAX_DEPTH = 200
+"""Deepest nesting of an object in a text; orjson encodes 254 levels."""
+
+
+def loads(text: bytes | str) -> Any:
+    """Decode a JSON text, integers exactly.
+
+    Raises:
+        orjson.JSONDecodeError: it is not JSON.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return orjson.loads(text)  # names the error
+
+
+def dumps(value: Any, option: int = 0) -> bytes:
+    """Encode a value as `orjson.dumps` does, and integers of any length.
+
+    Raises:
+        TypeError: it is not of JSON's types.
+    """
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError:
+        return orjson.dumps(_with_long_integers(value), option=option)
+
+
+def _with_long_integers(value: Any) -> Any:
+    match value:
+        case int() if value.bit_length() > INT_BITS:
+            return orjson.Fragment(str(value))
+        case dict():
+            return {key: _with_long_integers(each) for key, each in value.items()}
+        case list():
+            return [_with_long_integers(each) for each in value]
+        case _ if dataclasses.is_dataclass(value):
+            return {field.name: _with_long_integers(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
+def unify_numbers(value: Any) -> bool:
+    """Replace each whole float inside a decoded value by an integer, so that 5.0, 5 and 50e-1 encode alike.
+
+    A float counts as the shortest decimal that is read as it: so JavaScript and Python write it.
+
+    Returns:
+        Whether the value can be encoded: orjson refuses deeper nesting than `MAX_DEPTH`.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for holder in level:
+            for key, each in holder.items() if isinstance(holder, dict) else enumerate(holder):
+                if isinstance(each, dict | list):
+                    deeper.append(each)
+                elif isinstance(each, float) and each.is_integer():
+                    holder[key] = int(decimal.Decimal(repr(each)))
+        if not deeper:
+            return True
+        level = deeper
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def json_object(text: str) -> Json | None:
+    """Return the object that a text is the JSON of, with unified numbers; None if it is not of one, or nested deep."""
+    try:
+        decoded = loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return decoded if isinstance(decoded, dict) and unify_numbers(decoded) else None
 
 
 def scan(

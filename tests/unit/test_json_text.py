@@ -1,7 +1,8 @@
-"""The scan of a JSON text before decoding, compared with the decoded value."""
+"""The scan of a JSON text before decoding, compared with the decoded value; numbers of any size and spelling."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise import json_scan
+from turnwise import json_text
 from turnwise.errors import TooLarge
-from turnwise.json_scan import scan
+from turnwise.json_text import dumps, json_object, loads, scan
 
 TEXTS = st.text(alphabet='[]{}"\\\\aé,:', max_size=12)
 VALUES = st.recursive(
@@ -49,7 +50,7 @@ def measure(value: Any) -> tuple[int, int]:
 def test_the_limits_are_exact_for_any_strings_and_any_window_boundary(value: Any, window: int):
     depth, count = measure(value)
     raw = orjson.dumps(value)
-    before, json_scan.WINDOW_BYTES = json_scan.WINDOW_BYTES, window
+    before, json_text.WINDOW_BYTES = json_text.WINDOW_BYTES, window
     try:
         num_strings = count_strings(value)
         longest = longest_string(value)
@@ -67,7 +68,7 @@ def test_the_limits_are_exact_for_any_strings_and_any_window_boundary(value: Any
             with pytest.raises(TooLarge, match="arrays and objects"):
                 scan(raw, depth, count - 1)
     finally:
-        json_scan.WINDOW_BYTES = before
+        json_text.WINDOW_BYTES = before
 
 
 def test_a_text_that_is_not_json_is_left_to_the_parser():
@@ -78,8 +79,35 @@ def test_a_text_that_is_not_json_is_left_to_the_parser():
 @pytest.mark.parametrize("window", [7, 2**20])
 def test_more_values_than_the_limit_are_refused_without_being_decoded(window: int, monkeypatch):
     """[1,1,1,1] has three commas; those in a string do not count, also where a window ends within the string."""
-    monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
-    monkeypatch.setattr(json_scan, "MAX_VALUES", 3)
+    monkeypatch.setattr(json_text, "WINDOW_BYTES", window)
+    monkeypatch.setattr(json_text, "MAX_VALUES", 3)
     scan(b'[1,1,1,",,,,,,,,"]', 3, 3)
     with pytest.raises(TooLarge, match="more than 3 values"):
         scan(b'[1,1,1,",,,,,,,,",1]', 3, 3)
+
+
+NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+JSON_VALUES = st.recursive(NUMBERS | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=9)
+
+
+@given(JSON_VALUES)
+def test_a_value_with_integers_of_any_length_is_the_same_after_encoding_and_decoding(value: Any) -> None:
+    assert loads(dumps(value)) == value
+    assert json.loads(dumps(value)) == value
+
+
+@given(st.dictionaries(TEXTS, JSON_VALUES))
+def test_unified_numbers_are_equal_numbers(value: Any) -> None:
+    unified = json_object(dumps(value).decode())
+    assert unified is not None
+    assert dumps(unified) == dumps(json_object(dumps(unified).decode()))
+    assert json.loads(dumps(unified), parse_int=float) == json.loads(dumps(value), parse_int=float)
+
+
+def test_numbers_of_other_spellings_are_unified() -> None:
+    """The shortest decimal that is read as the float counts, so a long float equals what JavaScript makes of it."""
+    spelled = '{"a": 5.0, "b": [1e2, {"c": -0.0}], "d": 18446744073709551617.0, "e": 0.10}'
+    assert json_object(spelled) == {"a": 5, "b": [100, {"c": 0}], "d": 18446744073709552000, "e": 0.1}
+    assert dumps(json_object(spelled)) == b'{"a":5,"b":[100,{"c":0}],"d":18446744073709552000,"e":0.1}'
+    assert json_object('{"a": ' + "[" * 300 + "]" * 300 + "}") is None
+    assert json_object("[1]") is None
