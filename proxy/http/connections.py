@@ -9,8 +9,8 @@ as the whole of the parsing.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from proxy.settings import ProxySettings
 from turnwise.telemetry import make_context
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
+    from uvicorn._types import ASGI3Application
 
 LEFT = "turnwise.left"
 """Name of the scope's extension with a future that is done when the client has closed its connection."""
@@ -36,6 +36,12 @@ COPIED_BYTES = 64 * 2**10
 """A shorter part of a body is sent in one piece with the head."""
 UPGRADE = b"upgrade"
 """Header by which a client offers another protocol, as the JDK's `HttpClient` offers HTTP/2 in each first request."""
+SERVED_VERSION = "1.1"
+SPACES = b" \t"
+HOST = re.compile(rb"(?:[a-z0-9._~!$&'()*+;=%-]+|\[[a-f0-9:.]+\])(?::[0-9]*)?", re.IGNORECASE)
+"""A host and perhaps its port, without a user (RFC 9110, 7.2)."""
+Refusal = tuple[HTTPStatus, str, str]
+"""Status, code and message."""
 INTERIM = b"HTTP/1.1 1"
 """Begin of `100 Continue`, which the client waits for."""
 
@@ -77,29 +83,6 @@ class ReplyTransport:
         """Close the connection; a reply without a body is sent first."""
         self._flush()
         self._transport.close()
-
-
-async def serve_without_chunks(
-    app: ASGI3Application,
-    cycle: RequestResponseCycle,
-    scope: Scope,
-    receive: ASGIReceiveCallable,
-    send: ASGISendCallable,
-) -> None:
-    """Serve a request of HTTP/1.0, which knows no chunks: a reply without a length ends with its connection."""
-    has_length = True
-
-    async def send_part(message: ASGISendEvent) -> None:
-        nonlocal has_length
-        if message["type"] == "http.response.start":
-            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            if not has_length:
-                cycle.chunked_encoding = False
-        elif message["type"] == "http.response.body" and not has_length:
-            cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    await app(scope, receive, send_part)
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -208,9 +191,8 @@ class LimitedHttp(HttpToolsProtocol):
         began_before = self._in_head
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
+            while (again := self._feed(data)) is not None:
+                data = again
         except httptools.HttpParserError:
             self._refuse(*self._refusal)
         if not self._is_whole and not self.transport.is_closing():
@@ -220,18 +202,26 @@ class LimitedHttp(HttpToolsProtocol):
             if self._head_bytes > self._settings.max_header_bytes:
                 self._refuse(*self._too_long())
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Parse a request again without its offer of another protocol, so that it is served with its body.
+    def _feed(self, data: bytes) -> bytes | None:
+        """Parse data; return what has to be parsed again, None if nothing has.
 
-        The parser takes what follows the head of such a request for the other protocol's.
+        A request that offers another protocol is parsed again without its offer, so that it is served with its body:
+        the parser takes what follows the head for the other protocol's.
 
-        Args:
-            rest: what was received after the head.
+        Raises:
+            HttpParserError: it is no request that the proxy serves.
         """
-        headers = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name != UPGRADE]
-        head = b"%s %s HTTP/1.1\r\n%s\r\n" % (self.parser.get_method(), self.url, b"".join(headers))
-        self.parser = httptools.HttpRequestParser(self)
-        self._parse(head + rest)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            kept = [(name, value) for name, value in self.headers if name != UPGRADE]
+            if len(kept) == len(self.headers):  # parsed again, it would stop at the same place
+                raise httptools.HttpParserError("the request offers a protocol in no header") from upgrade
+            lines = b"".join(b"%s: %s\r\n" % header for header in kept)
+            head = b"%s %s HTTP/1.1\r\n%s\r\n" % (self.parser.get_method(), self.url, lines)
+            self.parser = httptools.HttpRequestParser(self)
+            return head + data[upgrade.args[0] :]
+        return None
 
     def _offers_upgrade(self) -> bool:
         return any(name == UPGRADE for name, _ in self.headers)
@@ -245,18 +235,68 @@ class LimitedHttp(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header; ignore trailers, which would replace headers that a server in front has checked."""
         if self._in_head:
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(SPACES))  # the parser leaves them
 
     def on_headers_complete(self) -> None:
-        """Check the size of a complete head."""
+        """Check a complete head."""
         self._in_head = False
-        if self.parser.should_upgrade() and self._offers_upgrade():
-            return
+        refusal = self._check_head()
+        if refusal is not None:
+            self._refusal = refusal
+            raise ValueError(refusal[2])  # the parser converts it into its own error, and that into a reply
+        if not (self.parser.should_upgrade() and self._offers_upgrade()):
+            super().on_headers_complete()
+
+    def _check_head(self) -> Refusal | None:
+        """Return why a request is refused by its head alone, None if it is not."""
         num_header_bytes = sum(map(len, itertools.chain.from_iterable(self.headers)))
         if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > self._settings.max_header_bytes:
-            self._refusal = self._too_long()
-            raise ValueError(self._refusal[2])  # the parser converts it into its own error, and that into a 400 reply
-        super().on_headers_complete()
+            return self._too_long()
+        version, method = self.parser.get_http_version(), self.parser.get_method()
+        if version != SERVED_VERSION:
+            message = f"HTTP/{version} is not served; send HTTP/1.1 (behind nginx: `proxy_http_version 1.1`)"
+            return HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "http_version_not_served", message
+        if method == b"CONNECT":
+            message = "CONNECT is not served, because this server is no proxy for other hosts; call it by its own URL"
+            return HTTPStatus.NOT_IMPLEMENTED, "method_not_served", message
+        return self._check_host() or self._check_coding() or self._check_websocket(method)
+
+    def _check_host(self) -> Refusal | None:
+        """Return why the request's host is refused, None if there is one (RFC 9112, 3.2)."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
+            given = b", ".join(hosts).decode("latin-1")
+            message = f"a request must have one header `host` with a host and perhaps a port, not {given!r}"
+            return HTTPStatus.BAD_REQUEST, "invalid_host", message
+        _, has_authority, rest = self.url.partition(b"://")
+        if self.url.startswith(b"/") or not has_authority:
+            return None
+        authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]
+        if authority.lower() == hosts[0].lower():
+            return None
+        message = (
+            f"the host in the request's line, {authority.decode('latin-1')!r}, must be the one of its header `host`"
+        )
+        return HTTPStatus.BAD_REQUEST, "invalid_host", f"{message}, {hosts[0].decode('latin-1')!r}"
+
+    def _check_coding(self) -> Refusal | None:
+        """Return why the body's transfer coding is refused, None if it is none, or chunks alone (RFC 9112, 6.1)."""
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings in ([], [b"chunked"]):
+            return None
+        given = b", ".join(codings).decode("latin-1")
+        message = f"the transfer-encoding {given!r} is not served; send chunks alone, or a content-length"
+        return HTTPStatus.NOT_IMPLEMENTED, "transfer_encoding_not_served", message
+
+    def _check_websocket(self, method: bytes) -> Refusal | None:
+        """Return why the opening of a WebSocket is refused, None if it is none; 426 makes clients use plain HTTP."""
+        if method != b"GET" or not self.parser.should_upgrade():
+            return None
+        offered = b",".join(value for name, value in self.headers if name == UPGRADE)
+        if b"websocket" not in [protocol.strip().lower() for protocol in offered.split(b",")]:
+            return None
+        message = "WebSockets are not served; send the request as a POST of HTTP/1.1, whose reply may be a stream"
+        return HTTPStatus.UPGRADE_REQUIRED, "websocket_not_served", message
 
     def on_message_complete(self) -> None:
         """Stop the timer: the request is complete."""
@@ -269,8 +309,6 @@ class LimitedHttp(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Serve one request."""
         cycle.transport = ReplyTransport(self.transport, self.loop)  # type: ignore[assignment]  # has all that a cycle calls
-        if cycle.scope["http_version"] == "1.0":
-            app = functools.partial(serve_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _arm(self) -> None:
@@ -296,7 +334,7 @@ class LimitedHttp(HttpToolsProtocol):
         message = f"the request was not complete within {self._settings.header_timeout_seconds:g} s; send it again"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message)
 
-    def _too_long(self) -> tuple[HTTPStatus, str, str]:
+    def _too_long(self) -> Refusal:
         limit = self._settings.max_header_bytes
         message = f"the request's line and headers are longer than {limit} bytes, which is the limit"
         return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message
@@ -307,5 +345,7 @@ class LimitedHttp(HttpToolsProtocol):
         body = orjson.dumps(problems.body(message, "invalid_request_error", code))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
         head += f"x-request-id: {make_context('', '').request_id}\r\n"
+        if status is HTTPStatus.UPGRADE_REQUIRED:
+            head += "upgrade: HTTP/1.1\r\nconnection: upgrade\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()

@@ -79,7 +79,8 @@ class Edge:
             return
         try:
             _check_query(scope["query_string"])
-            _check_encoding(read.get(b"content-encoding", IDENTITY))
+            if b"content-encoding" in read:
+                _check_encoding([value for name, value in scope["headers"] if name == b"content-encoding"])
             receive = await self._check_caller(read, scope["method"], receive)
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
@@ -176,13 +177,14 @@ def _check_query(query: bytes) -> None:
         )
 
 
-def _check_encoding(encoding: bytes) -> None:
+def _check_encoding(encodings: list[bytes]) -> None:
     """Check that the body of a request is not compressed.
 
     Raises:
         UnsupportedMediaType: it is.
     """
-    if encoding.lower() != IDENTITY:
+    encoding = b", ".join(each for each in encodings if each.lower() != IDENTITY)
+    if encoding:
         raise UnsupportedMediaType(
             f"a body with the content-encoding {encoding.decode('latin-1')!r} is not accepted; send it uncompressed"
         )

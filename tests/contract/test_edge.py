@@ -280,5 +280,7 @@ def test_a_compressed_body_is_refused_by_every_route_with_the_reason(proxy: Runn
     answer = httpx2.post(proxy.v1 + route, content=sent, headers=headers)
     assert answer.status_code == 415
     assert "content-encoding 'gzip'" in answer.json()["error"]["message"]
+    twice = [*headers.items(), ("content-encoding", "identity")]
+    assert httpx2.post(proxy.v1 + route, content=sent, headers=twice).status_code == 415
     headers["content-encoding"] = "Identity"
     assert httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers).status_code == 200

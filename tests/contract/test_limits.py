@@ -181,18 +181,94 @@ def test_a_length_with_a_space_after_it_is_read(limited):
     assert answer.startswith(b"HTTP/1.1 200 OK"), answer
 
 
-def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connection(limited):
-    body = json.dumps({**CHAT, "stream": True}).encode()
-    head = b"host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    head, _, streamed = talk(limited.proxy, [b"POST /v1/chat/completions HTTP/1.0\r\n" + head + body]).partition(
-        b"\r\n\r\n"
-    )
-    assert head.startswith(b"HTTP/1.1 200 OK")
-    assert b"transfer-encoding" not in head
-    assert b"connection: close" in head
-    events = streamed.split(b"\n\n")
-    assert all(event.startswith(b"data: ") for event in events[:-1])
-    assert events[-2:] == [b"data: [DONE]", b""]
+REFUSED_HEADS = {
+    "a tunnel to a path": (b"CONNECT /x HTTP/1.1\r\nhost: x\r\n", 501, "method_not_served"),
+    "a tunnel to a host": (b"CONNECT x:443 HTTP/1.1\r\nhost: x:443\r\n", 501, "method_not_served"),
+    "a tunnel that offers a protocol": (b"CONNECT /x HTTP/1.1\r\nhost: x\r\n" + OFFER, 501, "method_not_served"),
+    "a WebSocket": (
+        b"GET /v1/responses HTTP/1.1\r\nhost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\n",
+        426,
+        "websocket_not_served",
+    ),
+    "a WebSocket or another protocol": (
+        b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket, h2c\r\n",
+        426,
+        "websocket_not_served",
+    ),
+    "no host": (b"GET /healthz HTTP/1.1\r\n", 400, "invalid_host"),
+    "two hosts": (b"GET /healthz HTTP/1.1\r\nhost: x\r\nhost: y\r\n", 400, "invalid_host"),
+    "one host twice": (b"GET /healthz HTTP/1.1\r\nhost: x\r\nhost: x\r\n", 400, "invalid_host"),
+    "two hosts in one line": (b"GET /healthz HTTP/1.1\r\nhost: x, y\r\n", 400, "invalid_host"),
+    "a host with a user": (b"GET /healthz HTTP/1.1\r\nhost: x@y\r\n", 400, "invalid_host"),
+    "a host with a path": (b"GET /healthz HTTP/1.1\r\nhost: x/y\r\n", 400, "invalid_host"),
+    "a port that is none": (b"GET /healthz HTTP/1.1\r\nhost: x:y\r\n", 400, "invalid_host"),
+    "another host in the line": (b"GET http://x/healthz HTTP/1.1\r\nhost: y\r\n", 400, "invalid_host"),
+    "another port in the line": (b"GET http://x:81/healthz HTTP/1.1\r\nhost: x:82\r\n", 400, "invalid_host"),
+    "a user in the line": (b"GET http://u@x/healthz HTTP/1.1\r\nhost: x\r\n", 400, "invalid_host"),
+    "no host in the line": (b"GET http:///healthz HTTP/1.1\r\nhost: x\r\n", 400, "invalid_host"),
+    "a compressed body": (
+        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n",
+        501,
+        "transfer_encoding_not_served",
+    ),
+    "a compressed body in two lines": (
+        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n",
+        501,
+        "transfer_encoding_not_served",
+    ),
+    "a compressed body without an end": (
+        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n",
+        501,
+        "transfer_encoding_not_served",
+    ),
+    "chunks twice": (
+        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, chunked\r\n",
+        400,
+        "invalid_http",
+    ),
+    "chunks and a length": (
+        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n",
+        400,
+        "invalid_http",
+    ),
+    "HTTP/1.0": (b"GET /healthz HTTP/1.0\r\nhost: x\r\n", 505, "http_version_not_served"),
+    "HTTP/1.0 with an offer": (b"GET /healthz HTTP/1.0\r\nhost: x\r\n" + OFFER, 505, "http_version_not_served"),
+    "no version": (b"GET /healthz\r\n", 505, "http_version_not_served"),
+    "a later version": (b"GET /healthz HTTP/2.0\r\nhost: x\r\n", 505, "http_version_not_served"),
+}
+
+
+@pytest.mark.parametrize("sent", REFUSED_HEADS)
+def test_a_head_that_the_proxy_does_not_serve_is_refused_once_and_its_connection_closed(limited, sent):
+    """As RFC 9112 says of hosts (3.2) and transfer encodings (6.1), and RFC 9110 of methods, versions and 426."""
+    head, status, code = REFUSED_HEADS[sent]
+    before = metric(limited.proxy, "turnwise_refused_total", code=code)
+    answer = talk(limited.proxy, [head + b"\r\n"])
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    assert answer.count(b"\r\n\r\n") == 1
+    assert b'"code":"%b"' % code.encode() in answer
+    assert (b"\r\nupgrade: HTTP/1.1\r\n" in answer) == (status == 426)
+    assert metric(limited.proxy, "turnwise_refused_total", code=code) == before + 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET http://127.0.0.1/healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n",
+        b"GET HTTP://LocalHost:80/healthz HTTP/1.1\r\nhost: localhost:80\r\n",
+        b"GET http://[::1]:8100/healthz HTTP/1.1\r\nHOST: [::1]:8100\r\n",
+        b"GET /healthz HTTP/1.1\r\nhost:  127.0.0.1 \r\n",
+    ],
+)
+def test_a_host_that_is_the_same_in_line_and_header_is_served(limited, head):
+    assert talk(limited.proxy, [head + b"connection: close\r\n\r\n"]).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_many_requests_in_one_piece_that_each_offer_another_protocol_are_all_served(limited):
+    """Each takes a new parser; 1,500 are more than Python's limit of recursion."""
+    request = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n" + OFFER + b"\r\n"
+    last = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+    assert talk(limited.proxy, [request * 1500 + last]).count(b"HTTP/1.1 200 OK") == 1501
 
 
 def test_trailers_are_no_headers(limited):
