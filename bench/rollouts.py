@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch.advantages import by_bucket, compared
-from turnwise.comparison import normalised
-from turnwise.experience import Experience
+from turnwise.chains import Experience
+from turnwise.credit import normalised
 from turnwise.store import experiences, ledger
 from turnwise.store.database import Database
 from turnwise.store.session_filter import SessionFilter

@@ -10,7 +10,7 @@ from typing import Any
 from proxy.app import create_app
 from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
 from proxy.routes.openapi import describe
-from turnwise.experience import EID, Experience
+from turnwise.chains import EID, Experience
 from turnwise.settings import field_docs
 
 Schema = Mapping[str, Any]

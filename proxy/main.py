@@ -29,7 +29,7 @@ from proxy.workers.peers import Peers, WorkerReady, WorkerSetup
 from proxy.writer.frames import receive
 from proxy.writer.process import GC_ALLOCATIONS
 from turnwise.errors import TurnwiseError
-from turnwise.telemetry import configure_logging
+from turnwise.telemetry.logs import configure_logging
 
 log = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.0003

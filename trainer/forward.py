@@ -13,9 +13,9 @@ from typing import Any
 import cachetools
 import torch
 
-from turnwise.logprob_request import NOT_REPEATABLE
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json, PolicyKind, PolicyVersion
+from turnwise.verify.engine import NOT_REPEATABLE
 from turnwise.verify.report import Report
 from turnwise.version_directory import MANIFEST, read_json
 

@@ -21,7 +21,7 @@ from trainer.batch.batch import Batch, Reals, build
 from trainer.ledger import Ledger
 from trainer.model.engine import TrainingEngine
 from trainer.model.memory import OutOfMemory
-from turnwise.experience import Experience
+from turnwise.chains import Experience
 from turnwise.settings import Settings
 from turnwise.types import Json, SessionKey
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 import numpy as np
 
 from trainer.pacing import Renewal, SourceRule, StopFlag, outlast
+from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
-from turnwise.experience import Experience
 from turnwise.store import (
     claims,
     evaluations,

@@ -26,7 +26,7 @@ from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, Weig
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow, RLWorkflow
 from turnwise.errors import SettingsError
-from turnwise.telemetry import configure_logging
+from turnwise.telemetry.logs import configure_logging
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)

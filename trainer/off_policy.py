@@ -22,7 +22,7 @@ from trainer.settings import TrainerSettings
 from trainer.source import LedgerSource
 from trainer.state import State
 from trainer.train import OnPolicyWorkflow
-from turnwise.experience import Experience
+from turnwise.chains import Experience
 from turnwise.types import Json, name_digest
 from turnwise.types import Policy as NamedPolicy
 

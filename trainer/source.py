@@ -23,8 +23,8 @@ from trainer.pacing import (
     outlast,
     why_held,
 )
+from turnwise.chains import Experience
 from turnwise.errors import StoreUnavailable
-from turnwise.experience import Experience
 from turnwise.store import claims, groups, policies, policy_summaries, serving, versions
 from turnwise.store.database import Connection, Database, clock
 from turnwise.store.rows import from_micros

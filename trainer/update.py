@@ -22,8 +22,8 @@ from trainer.model.engine import TrainingEngine
 from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
 from trainer.state import State
+from turnwise.chains import Experience
 from turnwise.errors import SettingsError
-from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Compute the reward and the return of each turn from reward lines. Pure functions, standard library only.
+"""Compute the reward and the return of each turn from reward lines, and compare rewards. Pure functions, numpy only.
 
 Credit is computed when experiences are read, never when rewards are written, so a late or revised line, or another
 credit policy, does not rewrite stored data. The shaping is rLLM's, over steps: with raw rewards r, bonus coefficient c
@@ -13,8 +13,18 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from turnwise.chains import is_trainable
 from turnwise.types import Credit, Reward, Turn
+
+Floats = npt.NDArray[np.float64]
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation before a division by it."""
+UNIFORM_TOLERANCE = 1e-12
+"""Relative spread up to which values count as equal, so that a division does not amplify their rounding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,3 +148,14 @@ def _step(turn: Turn) -> int:
 def is_for_session(line: Reward) -> bool:
     """Return whether the line is for the whole session."""
     return line.turn_id is None and line.step is None
+
+
+def normalised(values: Floats) -> Floats:
+    """Return (x_i − mean) / (std + ε), the std with G − 1 as in torch. Shao et al. 2024 (arXiv:2402.03300), 4.1.2."""
+    scaled: Floats = (values - values.mean()) / (values.std(ddof=1) + STD_EPSILON)
+    return scaled
+
+
+def is_uniform(values: Floats) -> bool:
+    """Return whether all values are equal but for rounding."""
+    return bool(np.ptp(values) <= UNIFORM_TOLERANCE * np.abs(values).max())

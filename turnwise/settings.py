@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import inspect
 import itertools
 import json
@@ -285,3 +286,28 @@ __all__ = [
     "toml_value",
     "variable_name",
 ]
+
+
+def load_object(target: str, setting: str) -> Any:
+    """Import the function or class that a setting names by `module:name`.
+
+    Args:
+        target: The module and a name in it, or a dotted name of an attribute of it.
+        setting: The setting that names it, for the error.
+
+    Raises:
+        SettingsError: there is no such module or name, or it cannot be called.
+    """
+    module, _, name = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(
+            f"{setting}={target!r} cannot be imported: {error}; write it as module:name, and put the module's "
+            "directory on PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise SettingsError(f"{setting}={target!r} is neither a function nor a class")
+    return found

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trainer.algorithms.algorithm import Group
 from trainer.algorithms.grpo import GRPO
-from turnwise.comparison import Floats, is_uniform
+from turnwise.credit import Floats, is_uniform
 
 
 class GiGPO(GRPO):

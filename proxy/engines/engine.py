@@ -16,11 +16,11 @@ import orjson
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.kind import EngineKind
 from proxy.engines.state import SERVING, TRANSITIONS, EngineState
-from turnwise.engine_requirements import read_models
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
-from turnwise.telemetry import current_request
+from turnwise.telemetry.tracing import current_request
 from turnwise.types import Json, PolicyKind, PolicyVersion
+from turnwise.verify.engine import read_models
 
 log = logging.getLogger(__name__)
 

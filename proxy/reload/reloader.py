@@ -28,7 +28,6 @@ from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.engine_requirements import ADDRESS_HINT
 from turnwise.errors import (
     BadCheckpoint,
     EngineError,
@@ -41,6 +40,7 @@ from turnwise.errors import (
 from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
+from turnwise.verify.engine import ADDRESS_HINT
 from turnwise.version_directory import MANIFEST, base_version
 
 log = logging.getLogger(__name__)

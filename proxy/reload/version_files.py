@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from turnwise.daemon_thread import call_in_daemon_thread
 from turnwise.errors import BadCheckpoint, FilesNotRead, ReloadFailed
+from turnwise.processes.limited import call_in_daemon_thread
 
 log = logging.getLogger(__name__)
 

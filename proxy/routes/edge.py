@@ -18,8 +18,8 @@ from proxy.http import problems
 from proxy.http.asgi import send_whole
 from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, InvalidRequest, StoreError, TurnwiseError, UnsupportedMediaType
-from turnwise.telemetry import AccessLog, RequestContext, current_request, make_context, timestamp
-from turnwise.tracing import Tracer
+from turnwise.telemetry.logs import AccessLog, timestamp
+from turnwise.telemetry.tracing import RequestContext, Tracer, current_request, make_context
 
 if TYPE_CHECKING:
     from proxy.services import Services

@@ -11,11 +11,11 @@ from proxy.routes.checked_route import CheckedRoute, Id
 from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
-from turnwise.logprob_request import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.store import queries
 from turnwise.store.database import Connection
 from turnwise.store.lineage import TurnView
 from turnwise.types import Logprobs, Session
+from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 

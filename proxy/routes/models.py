@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from proxy.routes import logprobs, operations, rewards, sessions, tokens
 from proxy.routes.serialise import PUBLIC
-from turnwise.installation import Finding
+from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn

@@ -18,8 +18,8 @@ from proxy.routes.openapi import describe
 from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, is_operator, page, record_json
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
-from turnwise import installation
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
+from turnwise.processes import installation
 from turnwise.store import queries, trained
 from turnwise.store.database import Connection
 from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses

@@ -32,8 +32,8 @@ from proxy.routes.sessions import GAMMA_UNUSED
 from proxy.services import Services
 from proxy.settings import ProxySettings
 from proxy.writer.process import add_pickled
+from turnwise.chains import experience_json
 from turnwise.errors import InvalidRequest
-from turnwise.experience import experience_json
 from turnwise.json_text import dumps, loads
 from turnwise.store import queries, trained
 from turnwise.store.expected_advantages import with_advantages

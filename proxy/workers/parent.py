@@ -29,7 +29,7 @@ from proxy.writer.frames import Link, frame
 from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
 from turnwise.processes.supervisor import describe_exit
 from turnwise.settings import child_environment
-from turnwise.telemetry import configure_logging
+from turnwise.telemetry.logs import configure_logging
 
 log = logging.getLogger(__name__)
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"

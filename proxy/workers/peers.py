@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
 from turnwise.errors import TurnwiseError
-from turnwise.telemetry import random_hex
+from turnwise.telemetry.tracing import random_hex
 
 log = logging.getLogger(__name__)
 

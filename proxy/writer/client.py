@@ -27,7 +27,7 @@ from turnwise.store import keys, retention, rows
 from turnwise.store.database import Connection
 from turnwise.store.new_turns import TurnRow
 from turnwise.store.retention import Deleted
-from turnwise.telemetry import current_request
+from turnwise.telemetry.tracing import current_request
 from turnwise.types import Session
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import ledger, new_turns
 from turnwise.store.database import Connection, Database, attempt
 from turnwise.store.new_turns import TurnRow
-from turnwise.telemetry import LogFormat, configure_logging
+from turnwise.telemetry.logs import LogFormat, configure_logging
 from turnwise.types import Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from trainer.algorithms.correction import hinted_prompt
 from trainer.algorithms.dpo import DPO
 from trainer.algorithms.sft import SFT
 from trainer.batch.selection import SelectionRule, offer
+from turnwise.chains import HINTS
 from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.experience import HINTS
 from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
 

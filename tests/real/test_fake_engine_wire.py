@@ -17,7 +17,7 @@ from support.engines import RunningEngine, running_engine
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
 from turnwise.default_models import trail
-from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS
+from turnwise.verify.engine import ENFORCE_STRICT_TOOLS
 
 pytestmark = pytest.mark.engine
 

@@ -14,11 +14,10 @@ from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.vllm.engine import Vllm
 from proxy.engines.vllm.requirements import find_sampling_defaults
-from turnwise import logprob_request
-from turnwise.engine_requirements import read_sampling_defaults
 from turnwise.errors import EngineUnsuitable
-from turnwise.installation import Verdict, engine_findings
+from turnwise.processes.installation import Verdict, engine_findings
 from turnwise.types import TOOL_GRAMMAR
+from turnwise.verify.engine import logprobs_request, read_logprobs, read_sampling_defaults
 
 GENERATION_CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 0}
 EFFECTIVE = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
@@ -127,9 +126,9 @@ def test_our_vllm_samples_strict_and_single_tool_calls_without_a_grammar(engine:
         assert TOOL_GRAMMAR not in view.turn.sampling
         ids = [*view.prompt_token_ids.tolist(), *view.turn.token_ids.tolist()]
         positions = list(range(len(view.prompt_token_ids), len(ids)))
-        asked = logprob_request.request(engine.model, ids, positions, {})
+        asked = logprobs_request(engine.model, ids, positions, {})
         reply = httpx2.post(f"{engine.url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
-        assert logprob_request.read(reply, ids, positions) == pytest.approx(view.turn.logprobs.tolist(), abs=1e-3)
+        assert read_logprobs(reply, ids, positions) == pytest.approx(view.turn.logprobs.tolist(), abs=1e-3)
 
 
 @pytest.mark.slow

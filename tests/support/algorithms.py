@@ -11,8 +11,8 @@ from trainer.algorithms.algorithm import Algorithm, select
 from trainer.algorithms.loading import load
 from trainer.batch.advantages import Row
 from trainer.batch.selection import Selection, SelectionRule, offer
-from turnwise.comparison import Floats
-from turnwise.experience import Experience
+from turnwise.chains import Experience
+from turnwise.credit import Floats
 
 
 def algorithm(name: str = "grpo", **settings: Any) -> Algorithm:

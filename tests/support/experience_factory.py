@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from turnwise.experience import EID, Experience
+from turnwise.chains import EID, Experience
 
 
 def experience(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_until
 
-from turnwise.telemetry import MAX_QUEUED_BYTES, AccessLog
+from turnwise.telemetry.logs import MAX_QUEUED_BYTES, AccessLog
 
 LINE = {"path": "/" + "x" * 1_000}
 

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from support.waiting import wait_until
 
-from turnwise.span_export import BATCH_SPANS, MAX_WAITING, CountingSpanProcessor
+from turnwise.telemetry.span_export import BATCH_SPANS, MAX_WAITING, CountingSpanProcessor
 
 
 class HeldExporter(SpanExporter):

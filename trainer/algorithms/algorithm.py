@@ -23,7 +23,7 @@ from trainer.batch.batch import Aggregation, Batch, Reals
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import Offer, Selection, SelectionRule
 from trainer.parallel import World
-from turnwise.experience import Experience
+from turnwise.chains import Experience
 from turnwise.settings import Settings as BaseSettings
 from turnwise.types import GroupKey, Json, TokenIds
 

@@ -23,8 +23,8 @@ from trainer.batch.batch import Batch, build
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import NO_TRAINABLE_TURN, Offer, Selection
 from trainer.teachers import Teacher, Teachers
+from turnwise.chains import HINTS, Experience
 from turnwise.errors import BatchRefused
-from turnwise.experience import HINTS, Experience
 from turnwise.settings import FromJson
 from turnwise.types import Json, TokenIds
 

@@ -21,7 +21,7 @@ from trainer.batch.advantages import PastValues
 from trainer.batch.batch import Batch
 from trainer.batch.selection import Offer
 from trainer.teachers import Teacher, Teachers, TeacherScores
-from turnwise.comparison import Floats
+from turnwise.credit import Floats
 from turnwise.errors import BatchRefused
 from turnwise.settings import FromJson
 from turnwise.types import Json

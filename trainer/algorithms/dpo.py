@@ -19,7 +19,7 @@ from trainer.batch.advantages import UNIFORM
 from trainer.batch.batch import Batch, Reals
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import Offer, Selection
-from turnwise.experience import Experience
+from turnwise.chains import Experience
 from turnwise.settings import Settings as BaseSettings
 from turnwise.types import SessionKey
 

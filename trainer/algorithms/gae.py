@@ -23,8 +23,8 @@ from trainer.batch.batch import Batch, Reals
 from trainer.batch.forest import Indices
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import Offer
-from turnwise.comparison import Floats
-from turnwise.experience import Experience
+from turnwise.chains import Experience
+from turnwise.credit import Floats
 from turnwise.types import Credit, Json
 
 VALUE_CLIP = 0.2

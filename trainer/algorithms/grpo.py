@@ -42,7 +42,7 @@ from trainer.batch.ratios import (
     to_go,
 )
 from trainer.batch.selection import Offer, Selection, check_advantages, without_advantage
-from turnwise.comparison import Floats, normalised
+from turnwise.credit import Floats, normalised
 from turnwise.settings import FromJson
 from turnwise.types import SessionKey
 

@@ -14,8 +14,7 @@ import pydantic
 import trainer.algorithms
 from trainer.algorithms.algorithm import Algorithm
 from turnwise.errors import SettingsError
-from turnwise.named_object import load_object
-from turnwise.settings import explain, parsed_json
+from turnwise.settings import explain, load_object, parsed_json
 
 DEFAULT = "grpo"
 """The algorithm where the settings name none."""

@@ -15,8 +15,8 @@ from trainer.algorithms.algorithm import Algorithm, select
 from trainer.batch.batch import Batch, build
 from trainer.batch.ratios import RESERVED, TrainedTokens
 from trainer.batch.selection import Selection, SelectionRule, check_advantages
+from turnwise.chains import EID, Experience
 from turnwise.errors import SettingsError
-from turnwise.experience import EID, Experience
 from turnwise.types import Role
 
 REWARDS = (0.0, 0.5, 1.0)

@@ -23,8 +23,8 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from turnwise.comparison import STD_EPSILON, Floats, is_uniform
-from turnwise.experience import Experience
+from turnwise.chains import Experience
+from turnwise.credit import STD_EPSILON, Floats, is_uniform
 from turnwise.settings import FromJson, Settings
 from turnwise.types import Credit, GroupKey, Json, Role, SessionKey, name_digest
 

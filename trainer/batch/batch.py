@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainer.batch.forest import Forest, Indices, Layout
 from trainer.batch.selection import temperatures, why_untrainable
-from turnwise.experience import Experience
+from turnwise.chains import Experience
 from turnwise.types import SessionKey, TokenIds
 
 Aggregation = Literal["token_mean", "session_mean", "session_sum"]

@@ -28,8 +28,8 @@ from trainer.batch.advantages import (
     shape_rewards,
     why_without_advantage,
 )
-from turnwise.comparison import Floats
-from turnwise.experience import Experience
+from turnwise.chains import Experience
+from turnwise.credit import Floats
 from turnwise.types import TOOL_GRAMMAR, GroupKey, Json, SessionKey, name_digest
 
 MASKS: dict[str, Callable[[Any], bool]] = {

@@ -26,8 +26,8 @@ from trainer.model.inputs import RowData, RowInputs, ahead, inputs_of, on_device
 from trainer.model.memory import MemoryLimits, OutOfMemory
 from trainer.model.model import Policy
 from trainer.parallel import World
+from turnwise.chains import Experience
 from turnwise.errors import SettingsError
-from turnwise.experience import Experience
 from turnwise.settings import Settings
 from turnwise.types import PolicyKind
 

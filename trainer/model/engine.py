@@ -12,7 +12,7 @@ from trainer.algorithms.algorithm import Algorithm
 from trainer.batch.batch import Batch, Reals
 from trainer.batch.ratios import Gauges
 from trainer.parallel import World
-from turnwise.experience import Experience
+from turnwise.chains import Experience
 
 
 class TrainingEngine(Protocol):

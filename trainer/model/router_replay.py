@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.batch.batch import Batch
+from turnwise.chains import Experience
 from turnwise.errors import BatchRefused
-from turnwise.experience import Experience
 
 ROUTERS = ("Qwen3MoeTopKRouter",)
 """Classes of transformers whose forward pass returns logits, weights and numbers of the chosen experts."""

@@ -27,7 +27,7 @@ from turnwise.commands.location import (
 @json_option
 def doctor(engine: tuple[str, ...], database: str | None, *, as_json: bool) -> None:
     """Check this installation, the engines and the database; exit 1 if something has to be done."""
-    from turnwise.installation import examine
+    from turnwise.processes.installation import examine
 
     findings = []
     for finding in examine(engine_urls(engine), database_url(database), **engine_client_options()):

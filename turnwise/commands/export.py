@@ -20,8 +20,8 @@ from turnwise.exchange import openai_chat, plugins, training_formats
 from turnwise.types import Credit, Json
 
 if TYPE_CHECKING:
+    from turnwise.chains import Experience
     from turnwise.client import Client
-    from turnwise.experience import Experience
     from turnwise.store.database import Connection, Database
     from turnwise.store.session_filter import SessionFilter
 
@@ -198,8 +198,8 @@ def _named(output: Path | None, format_name: str) -> Path:
 
 def _experience_line(experience: Experience) -> Json:
     """Return an experience as in the API, with its tenant and its routing."""
+    from turnwise.chains import experience_json
     from turnwise.exchange.session_document import as_json
-    from turnwise.experience import experience_json
 
     shown = experience_json(experience)
     own = {"tenant": experience.tenant, "routed_experts": experience.routed_experts}

@@ -26,8 +26,8 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> None:
     """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
     from turnwise.commands.preflight import check_database_model, check_up, load_proxy
+    from turnwise.processes.limited import call_in_child
     from turnwise.processes.printer import print_last_line
-    from turnwise.processes.short_lived import call_in_child
     from turnwise.processes.stack import Stack
     from turnwise.processes.supervisor import Supervisor
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from turnwise import __version__
+from turnwise.chains import Experience
 from turnwise.exchange.parquet import write_rows
-from turnwise.experience import Experience
 from turnwise.types import Json
 
 

@@ -21,10 +21,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
-from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes.ports import check_port_is_free
 from turnwise.settings import Settings
+from turnwise.verify.engine import ENFORCE_STRICT_TOOLS
 from turnwise.version_directory import MODEL_CONFIG, local_files, read_json, read_weight_index, weight_files
 
 CPU_CONTEXT_TOKENS = 2048

@@ -1,22 +1,30 @@
-"""Runs a command to its end, with a time limit that ends its whole process tree.
+"""Commands and functions that may never end, or that load much: each runs where it can be left or ended.
 
-Each command runs under the guard (`guard.py`), so nothing that it started outlives it or this process.
+A command has a time limit that ends its whole process tree. It runs under the guard (`guard.py`), so nothing that it
+started outlives it or this process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import multiprocessing
 import re
 import shlex
 import shutil
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from turnwise.errors import SettingsError
 from turnwise.processes import guard
 
+P = ParamSpec("P")
+R = TypeVar("R")
 GRACE_SECONDS = 5.0
 """From the term signal to the kill."""
 _INTERPRETER = re.compile(r"(python|pypy|node|deno|bun|ruby|perl|php|bash|dash|zsh|sh)[0-9.]*")
@@ -123,3 +131,38 @@ def find_program(name: str, setting: str) -> str:
     if Path(name).is_file():
         raise SettingsError(f"{setting}: {name!r} is not executable; run `chmod +x {shlex.quote(name)}`")
     raise SettingsError(f"{setting}: there is no program {name!r}; install it, or give its path")
+
+
+def call_in_child(function: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
+    """Return what a function returns in a fork of this process, or raise what it raises there.
+
+    It is for what loads much and is needed for a moment. The trainer's settings load torch, a quarter of a gigabyte,
+    and a supervisor that has checked them would keep it.
+    """
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as child:
+        return child.submit(function, *arguments, **options).result()
+
+
+def call_in_daemon_thread(
+    name: str, function: Callable[[], Any], finish: Callable[[Any, BaseException | None], None]
+) -> None:
+    """Call a function in its own thread; `asyncio.to_thread` would wait for a hanging one at the process's end.
+
+    Args:
+        name: Of the thread.
+        function: The function.
+        finish: Gets its result, or what it raised, on the running event loop; not called once the loop has ended.
+    """
+    loop = asyncio.get_running_loop()
+
+    def call() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001  `finish` gets it
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody asks any more
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=call, name=name, daemon=True).start()

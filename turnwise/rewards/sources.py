@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from turnwise.daemon_thread import call_in_daemon_thread
 from turnwise.errors import GraderFailed
-from turnwise.named_object import load_object
-from turnwise.processes.limited import split_command
+from turnwise.processes.limited import call_in_daemon_thread, split_command
 from turnwise.rewards.command import CommandGrader
 from turnwise.rewards.judge import Judge
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.verdict import Reward, as_rewards
+from turnwise.settings import load_object
 from turnwise.types import Json
 
 

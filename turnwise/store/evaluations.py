@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import sqlalchemy as sa
 
-from turnwise.experience import Experience
+from turnwise.chains import Experience
 from turnwise.store import lineage
 from turnwise.store.experiences import experiences_of_sessions
 from turnwise.store.tables import policy_versions, session_labels, sessions, turns

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import sqlalchemy as sa
 
-from turnwise.comparison import Floats, is_uniform, normalised
-from turnwise.experience import Experience
+from turnwise.chains import Experience
+from turnwise.credit import Floats, is_uniform, normalised
 from turnwise.store.experiences import PER_TURN, Shape, experiences
 from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Credit, SessionStatus

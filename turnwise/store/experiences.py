@@ -20,9 +20,8 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from turnwise import chains
-from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_session, split_session
+from turnwise.chains import EID, HINTS, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
-from turnwise.experience import EID, HINTS, Experience
 from turnwise.store import lineage, rows, trained
 from turnwise.store.lineage import Updates
 from turnwise.store.session_filter import SessionFilter, rows_in_batches

@@ -7,12 +7,18 @@ from typing import Any
 
 import httpx2
 
-from turnwise import logprob_request
-from turnwise.engine_requirements import ADDRESS_HINT, read_models
 from turnwise.errors import BadCheckpoint, EngineUnavailable
 from turnwise.settings import mask_credentials
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
+from turnwise.verify.engine import (
+    ADDRESS_HINT,
+    NOT_REPEATABLE,
+    POSITIONS_AT_ONCE,
+    logprobs_request,
+    read_logprobs,
+    read_models,
+)
 from turnwise.verify.report import Report
 from turnwise.version_directory import MANIFEST, read_json
 
@@ -58,10 +64,10 @@ class LogprobChecker:
             report.not_checked[reason] += 1
             return
         tokens = [*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()]
-        for start in range(turn.prompt_length, len(tokens), logprob_request.POSITIONS_AT_ONCE):
-            positions = range(start, min(start + logprob_request.POSITIONS_AT_ONCE, len(tokens)))
-            body = logprob_request.request(self.model, tokens, positions, turn.sampling)
-            now = logprob_request.read(self._ask("POST", "/v1/completions", body), tokens, positions)
+        for start in range(turn.prompt_length, len(tokens), POSITIONS_AT_ONCE):
+            positions = range(start, min(start + POSITIONS_AT_ONCE, len(tokens)))
+            body = logprobs_request(self.model, tokens, positions, turn.sampling)
+            now = read_logprobs(self._ask("POST", "/v1/completions", body), tokens, positions)
             for position, logprob in zip(positions, now, strict=True):
                 index = position - turn.prompt_length
                 stored = float(turn.logprobs[index])
@@ -78,7 +84,7 @@ class LogprobChecker:
             return "sampled under two versions"
         if abs(turn.policy_version_first - self.version) > self._version_distance:
             return f"sampled under version {turn.policy_version_first}, the engine serves {self.version}"
-        if any(turn.sampling.get(field) for field in logprob_request.NOT_REPEATABLE):
+        if any(turn.sampling.get(field) for field in NOT_REPEATABLE):
             return "sampled with a constraint that depends on earlier tokens"
         return None
 

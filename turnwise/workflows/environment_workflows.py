@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from turnwise.errors import InvalidRequest, SettingsError
-from turnwise.named_object import load_object
+from turnwise.settings import load_object
 from turnwise.types import Json
 from turnwise.workflows.agents import BaseAgent, BaseEnv
 from turnwise.workflows.episodes import Episode, ModelOutput, TerminationEvent, TerminationReason

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS, SERVER_INFO_ROUTE
+from turnwise.verify.engine import ENFORCE_STRICT_TOOLS, SERVER_INFO_ROUTE
 from turnwise_fake_engine import tokens
 from turnwise_fake_engine.ledger import EngineState
 from turnwise_fake_engine.script import Fault, Rule

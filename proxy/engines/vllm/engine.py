@@ -17,11 +17,10 @@ from proxy.engines.http_client import Answer
 from proxy.engines.vllm import requirements
 from proxy.engines.vllm.reply import read_parts, without_thinking
 from proxy.sessions.plan import Plan
-from turnwise import logprob_request
-from turnwise.engine_requirements import CHAT_ROUTE
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.types import TOOL_GRAMMAR, Json
+from turnwise.verify.engine import CHAT_ROUTE, logprobs_request, read_logprobs
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
 """Request fields that capture always sets on the chat route."""
@@ -108,9 +107,9 @@ class Vllm(Engine):
         self, model: str, token_ids: list[int], positions: list[int], parameters: Json | None = None
     ) -> list[float]:
         """Return the logprobs of some of a text's tokens, each given the tokens before it, under a served model."""
-        body = logprob_request.request(model, token_ids, positions, parameters or {})
+        body = logprobs_request(model, token_ids, positions, parameters or {})
         reply = await self.ask("POST", "/v1/completions", body, seconds=60.0)
-        return logprob_request.read(reply, token_ids, positions)
+        return read_logprobs(reply, token_ids, positions)
 
     async def pause(self) -> None:
         """Stop sampling; running calls are kept, new ones queue."""

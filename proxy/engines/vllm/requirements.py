@@ -13,7 +13,9 @@ from typing import TypeVar
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.engines.engine import Engine
-from turnwise.engine_requirements import (
+from turnwise.errors import EngineRefused, EngineUnsuitable
+from turnwise.types import Json
+from turnwise.verify.engine import (
     CHAT_ROUTE,
     SERVER_INFO_ROUTE,
     STRICT_TOOLS_ADVICE,
@@ -22,9 +24,7 @@ from turnwise.engine_requirements import (
     read_sampling_defaults,
     weights_dtype,
 )
-from turnwise.engine_requirements import check_capture as requirements_check
-from turnwise.errors import EngineRefused, EngineUnsuitable
-from turnwise.types import Json
+from turnwise.verify.engine import check_capture as requirements_check
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

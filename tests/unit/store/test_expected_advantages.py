@@ -8,7 +8,7 @@ import pytest
 from support.algorithms import assigned
 from support.ledger_samples import add_session
 
-from turnwise.experience import experience_json
+from turnwise.chains import experience_json
 from turnwise.store import ledger
 from turnwise.store.database import Database
 from turnwise.store.expected_advantages import with_advantages

@@ -20,8 +20,7 @@ from trainer.batch.selection import why_untrainable
 from trainer.model.agent import AgentRule, PolicyAgent
 from trainer.model.inputs import row_data
 from trainer.model.model import Policy, PolicySpec
-from turnwise.chains import merge_session, split_session
-from turnwise.experience import EID, Experience
+from turnwise.chains import EID, Experience, merge_session, split_session
 from turnwise.store import experiences
 from turnwise.store.session_filter import SessionFilter
 from turnwise.types import Turn

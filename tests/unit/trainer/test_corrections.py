@@ -15,8 +15,8 @@ from trainer.batch.selection import Selection, SelectionRule, offer
 from trainer.parallel import World
 from trainer.teachers import Teacher
 from trainer.update import Updates
+from turnwise.chains import HINTS
 from turnwise.errors import BatchRefused
-from turnwise.experience import HINTS
 
 
 def corrected(**fields):

@@ -1,4 +1,4 @@
-"""What an engine must be able to do for exact capture, and how that is tested.
+"""What an engine must be able to do for exact capture, how that is tested, and how it gives logprobs of known tokens.
 
 The proxy's probe and `turnwise doctor` send the same calls and judge the answers by the same rules. A check is a
 generator that yields the bodies of chat calls and receives the decoded answers; the callers send them. Nothing is
@@ -8,13 +8,14 @@ derived from version numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import EngineUnavailable
-from turnwise.types import Json
+from turnwise.types import TOOL_GRAMMAR, Json
 
 MINIMUM_VLLM = "0.32"
 """The oldest vLLM release that meets all requirements."""
@@ -46,6 +47,27 @@ NUM_COMPARED = 5
 """Alternatives whose logprobs are compared."""
 SAME_NATS = 0.02
 """Logprobs of the same logits differ by less than this, also in bf16; any default that matters changes them by more."""
+POSITIONS_AT_ONCE = 64
+"""Most prompts in one call to the engine."""
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that the recomputed distribution depends on."""
+NOT_REPEATABLE = (
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    TOOL_GRAMMAR,
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Sampling parameters whose effect on a token depends on the tokens sampled before it."""
 
 
 @dataclass(frozen=True)
@@ -215,3 +237,31 @@ def _logprobs(choices: list[Json]) -> Requirement:
         "start the engine with --logprobs-mode processed_logprobs"
     )
     return Requirement("logprobs", is_met=False, text=text)
+
+
+def logprobs_request(model: str, tokens: Sequence[int], positions: Sequence[int], sampling: Mapping[str, Any]) -> Json:
+    """Return the body for `/v1/completions` that gives the logprobs of known tokens, each given the tokens before it.
+
+    Each token is sampled again from its own prompt for one step, and the engine is asked for the logprob of the known
+    token (`logprob_token_ids`). So temperature, top-p and top-k count as they do in a call; a prompt's prefix is
+    computed once, by the engine's prefix cache. `prompt_logprobs` would need only one prompt, but crashes a vLLM with
+    LoRA while other calls run. Of `sampling` only `SAMPLING_FIELDS` count.
+    """
+    return {
+        "model": model,
+        "prompt": [tokens[:position] for position in positions],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        **{field: sampling[field] for field in SAMPLING_FIELDS if sampling.get(field) is not None},
+        "logprobs": 1,
+        "logprob_token_ids": sorted({tokens[position] for position in positions}),
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def read_logprobs(reply: Json, tokens: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """Return the logprob of the token at each position; NaN for a token that the engine did not report."""
+    found = {choice["index"]: choice["logprobs"]["top_logprobs"][0] for choice in reply["choices"]}
+    return [
+        float(found[index].get(f"token_id:{tokens[position]}", math.nan)) for index, position in enumerate(positions)
+    ]

@@ -1,87 +1,32 @@
-"""Logs and traces of a process: log lines as text or JSON, the access log, and W3C trace context.
+"""The logs of a process: log lines as text or JSON, and the access log.
 
 No caller of a log waits for its reader: a thread writes to pipes, terminals and sockets.
-
-The context of the running request is a context variable: log lines and the request to the engine take its ids from
-there, so that no function has to pass them on.
 """
 
 from __future__ import annotations
 
-import contextvars
 import datetime
 import json
 import logging
 import os
 import queue
-import random
-import re
 import stat
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from turnwise.errors import SettingsError
-
-if TYPE_CHECKING:
-    from turnwise.tracing import RequestTrace
+from turnwise.telemetry.tracing import current_request
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 log = logging.getLogger(__name__)
 LogFormat = Literal["text", "json"]
-SAMPLED = "01"
 MAX_QUEUED_BYTES = 2**20
 """Lines of a log that wait for its reader, some 4,000."""
 CLOSE_SECONDS = 2.0
 """How long the end of the process waits until these lines are written."""
-_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-class RequestContext(NamedTuple):
-    """The ids of one request."""
-
-    request_id: str
-    trace_id: str
-    """32 hex digits."""
-    parent_id: str | None
-    """The caller's span, 16 hex digits; None without a caller that traces."""
-    span_id: str
-    """This process's span, 16 hex digits."""
-    flags: str = SAMPLED
-    trace: RequestTrace | None = None
-    """The request's OpenTelemetry spans; None unless they are exported."""
-
-    @property
-    def traceparent(self) -> str:
-        """The header that passes the trace on."""
-        return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
-
-
-current_request: contextvars.ContextVar[RequestContext | None] = contextvars.ContextVar("current_request", default=None)
-"""The request that the running task serves; None outside of requests."""
-
-
-def make_context(request_id: str, traceparent: str) -> RequestContext:
-    """Return the context of a new request from its headers; a missing or malformed header is replaced."""
-    match = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
-    is_valid = match is not None and set(match[1]) != {"0"} and set(match[2]) != {"0"}
-    given = bool(request_id) and _REQUEST_ID.fullmatch(request_id) is not None
-    noise = random_hex(80)
-    return RequestContext(
-        request_id=request_id if given else noise[:32],
-        trace_id=match[1] if match is not None and is_valid else noise[32:64],
-        parent_id=match[2] if match is not None and is_valid else None,
-        span_id=noise[64:80],
-        flags=match[3] if match is not None and is_valid else SAMPLED,
-    )
-
-
-def random_hex(num_digits: int) -> str:
-    """Return random hex digits for an id, which is no secret; this takes no system call."""
-    return f"{random.getrandbits(4 * num_digits):0{num_digits}x}"
 
 
 def configure_logging(level: str, log_format: LogFormat) -> LogHandler | None:

@@ -16,7 +16,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.engine_requirements import (
+from turnwise.errors import EngineUnavailable, TurnwiseError
+from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
+from turnwise.settings import mask_credentials
+from turnwise.verify.engine import (
     ADDRESS_HINT,
     CHAT_ROUTE,
     SERVER_INFO_ROUTE,
@@ -28,9 +31,6 @@ from turnwise.engine_requirements import (
     read_models,
     read_sampling_defaults,
 )
-from turnwise.errors import EngineUnavailable, TurnwiseError
-from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
-from turnwise.settings import mask_credentials
 
 if TYPE_CHECKING:  # imported where it is used: each proxy imports this module, and few examine anything
     import httpx2
