@@ -34,7 +34,7 @@ from turnwise.processes import guard
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin, packages_problem
 from turnwise.processes.stack import command, free_port
 from turnwise.processes.supervisor import is_ready, tail_of
-from turnwise.store import trainer_status, versions
+from turnwise.store import processes, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -62,7 +62,7 @@ def measure_publish(directory: Path, *, is_small: bool, engine: str) -> dict[str
         weights = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}
         server = WeightServer(WeightRule())
         with database.write() as connection:
-            trainer_status.announce_weights(connection, "gpu-check", server.url, datetime.now(UTC))
+            processes.announce_weights(connection, "gpu-check", server.url, datetime.now(UTC))
         watched, updates = Watched(), list[tuple[float, float]]()
         with streams(proxy_url, num_streams, watched):
             for version in range(1, num_updates + 1):

@@ -27,24 +27,14 @@ import numpy as np
 import psycopg
 import sqlalchemy as sa
 
-from turnwise.store import (
-    changes,
-    claims,
-    experiences,
-    groups,
-    history,
-    ledger,
-    queries,
-    retention,
-    rows,
-    search,
-    tables,
-)
+from turnwise.store import claims, conversations, experiences, groups, overview, retention, rows, schema, search
 from turnwise.store.database import Database
 from turnwise.store.rows import to_micros
 from turnwise.store.search import Contents
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
+from turnwise.store.sessions import end_rewarded_sessions, expire_idle_sessions, list_sessions
 from turnwise.store.statements import insert_rows
+from turnwise.store.turns import read_turns
 from turnwise.types import GroupStatus, Outcome, Reward, Session, SessionStatus, Turn, utc_now
 
 TURNS_PER_SESSION = 33
@@ -83,24 +73,24 @@ def small_group(number: int) -> str:
 
 
 PAGES = {
-    "the counts of a small tenant (/v1/counts)": Page(lambda c: queries.counts(c, SMALL)),
-    "the counts of a large tenant": Page(lambda c: queries.counts(c, LARGE), is_bounded=False),
-    "a page of sessions of a small tenant": Page(lambda c: queries.sessions(c, SessionFilter(tenant=SMALL))),
-    "a page of sessions of a large tenant": Page(lambda c: queries.sessions(c, SessionFilter(tenant=LARGE), limit=20)),
+    "the counts of a small tenant (/v1/counts)": Page(lambda c: overview.count_rows(c, SMALL)),
+    "the counts of a large tenant": Page(lambda c: overview.count_rows(c, LARGE), is_bounded=False),
+    "a page of sessions of a small tenant": Page(lambda c: list_sessions(c, SessionFilter(tenant=SMALL))),
+    "a page of sessions of a large tenant": Page(lambda c: list_sessions(c, SessionFilter(tenant=LARGE), limit=20)),
     "open sessions of a small tenant": Page(
-        lambda c: queries.sessions(c, SessionFilter(tenant=SMALL, status=SessionStatus.OPEN))
+        lambda c: list_sessions(c, SessionFilter(tenant=SMALL, status=SessionStatus.OPEN))
     ),
-    "a group": Page(lambda c: queries.sessions(c, SessionFilter(tenant=SMALL, group_id=small_group(0)))),
+    "a group": Page(lambda c: list_sessions(c, SessionFilter(tenant=SMALL, group_id=small_group(0)))),
     "a search of a small tenant": Page(
         lambda c: search.search_sessions(c, SessionFilter(tenant=SMALL), Contents(outcome=Outcome.ERROR))
     ),
-    "the changes of a small tenant": Page(lambda c: changes.read_state(c, SMALL)),
-    "a session's turns": Page(lambda c: queries.turns(c, SMALL, f"{small_group(1)}-0")),
+    "the changes of a small tenant": Page(lambda c: overview.read_state(c, SMALL)),
+    "a session's turns": Page(lambda c: read_turns(c, SMALL, f"{small_group(1)}-0")),
     "a conversation that a proxy does not hold": Page(
-        lambda c: history.unknown_turns(c, SMALL, f"{small_group(1)}-0", first=0, known=())
+        lambda c: conversations.unknown_turns(c, SMALL, f"{small_group(1)}-0", first=0, known=())
     ),
     "its newest turn, from another proxy": Page(
-        lambda c: history.unknown_turns(c, SMALL, f"{small_group(1)}-0", first=TURNS_PER_SESSION - 1, known=())
+        lambda c: conversations.unknown_turns(c, SMALL, f"{small_group(1)}-0", first=TURNS_PER_SESSION - 1, known=())
     ),
     "the experiences of a session": Page(
         lambda c: list(experiences.experiences(c, SessionFilter(tenant=SMALL, session_id=f"{small_group(1)}-0")))
@@ -109,15 +99,15 @@ PAGES = {
         lambda c: list(experiences.experiences(c, SessionFilter(tenant=SMALL, group_id=small_group(1))))
     ),
     "claimable groups": Page(claims.num_claimable),
-    "idle sessions to expire": Page(lambda c: ledger.expire_idle_sessions(c, START - HOUR)),
-    "idle sessions with a reward to end": Page(lambda c: ledger.end_rewarded_sessions(c, START - HOUR)),
+    "idle sessions to expire": Page(lambda c: expire_idle_sessions(c, START - HOUR)),
+    "idle sessions with a reward to end": Page(lambda c: end_rewarded_sessions(c, START - HOUR)),
     "open sessions with a reward": Page(claims.num_open_with_reward),
     "stalled groups to train": Page(lambda c: groups.stalled(utc_now() - HOUR).is_due(c)),
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
     "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, limit=50)),
     "no more sessions to archive": Page(lambda c: retention.over_since(c, START - HOUR, limit=50)),
     "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR)),
-    "unfinished groups for /metrics (at most 10,000)": Page(queries.unfinished_groups, is_bounded=False),
+    "unfinished groups for /metrics (at most 10,000)": Page(overview.unfinished_groups, is_bounded=False),
 }
 
 
@@ -184,14 +174,14 @@ def fill(database: Database, num_turns: int) -> int:
                 group_pk += 1
                 store_group(connection, group, group_pk)
             if first_pk == FIRST_PK:
-                insert_rows(connection, tables.turns, turn_templates())
+                insert_rows(connection, schema.turns, turn_templates())
             copy_turns(connection, max(first_pk, FIRST_PK + 1), group_pk * GROUP_SIZE)
     return group_pk * GROUP_SIZE * TURNS_PER_SESSION
 
 
 def copy_turns(connection: sa.Connection, first_pk: int, last_pk: int) -> None:
     """Copy the turns of the first session to others, as chains with their own ids."""
-    turns, sessions = tables.turns.c, tables.sessions.c
+    turns, sessions = schema.turns.c, schema.sessions.c
 
     def turn_id(seq: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
         return sa.literal("chatcmpl-") + sessions.session_id + "-" + sa.cast(seq, sa.Text)
@@ -204,10 +194,10 @@ def copy_turns(connection: sa.Connection, first_pk: int, last_pk: int) -> None:
     }
     found = (
         sa.select(*(own.get(column.name, column).label(column.name) for column in turns))
-        .select_from(tables.sessions.join(tables.turns, turns.session_pk == FIRST_PK))
+        .select_from(schema.sessions.join(schema.turns, turns.session_pk == FIRST_PK))
         .where(sessions.session_pk.between(first_pk, last_pk))
     )
-    connection.execute(sa.insert(tables.turns).from_select([column.name for column in turns], found))
+    connection.execute(sa.insert(schema.turns).from_select([column.name for column in turns], found))
 
 
 def store_group(connection: sa.Connection, group: Group, group_pk: int) -> None:
@@ -231,7 +221,7 @@ def store_group(connection: sa.Connection, group: Group, group_pk: int) -> None:
         "last_active_at": to_micros(START),
         "fencing_token": 0,
     }
-    insert_rows(connection, tables.groups, [store])
+    insert_rows(connection, schema.groups, [store])
     stored = {
         "num_turns": TURNS_PER_SESSION,
         "num_chains": 1,
@@ -250,15 +240,15 @@ def store_group(connection: sa.Connection, group: Group, group_pk: int) -> None:
         }
         for pk, member in zip(pks, members, strict=True)
     ]
-    insert_rows(connection, tables.sessions, new)
+    insert_rows(connection, schema.sessions, new)
     if is_over:
         lines = [Reward(session_id="", value=float(run % 2), created_at=START) for run in range(GROUP_SIZE)]
         insert_rows(
-            connection, tables.rewards, [rows.reward_row(line, pk) for pk, line in zip(pks, lines, strict=True)]
+            connection, schema.rewards, [rows.reward_row(line, pk) for pk, line in zip(pks, lines, strict=True)]
         )
     if group.status is GroupStatus.TRAINED:
         trained = {"update_id": group_pk, "policy_version": 1, "advantages": "{}"}
-        insert_rows(connection, tables.trained_sessions, [{"session_pk": pk, **trained} for pk in pks])
+        insert_rows(connection, schema.trained_sessions, [{"session_pk": pk, **trained} for pk in pks])
 
 
 def num_instructions(connection: sa.Connection, query: Query) -> int:
@@ -330,7 +320,7 @@ def filled_store(url: str | None, num_turns: int) -> Iterator[Database]:
         finally:
             if url is not None:
                 with database.write() as connection:
-                    names = ", ".join(f'"{table.name}"' for table in tables.metadata.sorted_tables)
+                    names = ", ".join(f'"{table.name}"' for table in schema.metadata.sorted_tables)
                     connection.exec_driver_sql(f"TRUNCATE {names}")
             database.close()
 

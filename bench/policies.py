@@ -40,7 +40,7 @@ from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from trainer.update import Updates
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
-from turnwise.store import keys, queries
+from turnwise.store import keys, turns
 from turnwise.store.database import Database
 from turnwise.store.policies import create_policy
 from turnwise.types import Json
@@ -218,7 +218,7 @@ async def make_calls(calls: Calls, served: Sequence[tuple[str, int]], count: int
 def compare_stored(database: Database, calls: Calls, forward: Callable[[int, list[int], int], Tensor]) -> Json:
     """Compare the stored turns with the calls, and the logprobs of some of them with those of `transformers`."""
     with database.read() as conn:
-        views = [queries.turns(conn, "default", name)[0][0] for name in calls.versions]
+        views = [turns.read_turns(conn, "default", name)[0][0] for name in calls.versions]
     pairs = [(view.turn, calls.versions[view.turn.session_id]) for view in views]
     gaps: list[float] = []
     other_gaps: list[float] = []

@@ -14,9 +14,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trainer.batch.advantages import by_bucket, compared
 from turnwise.chains import Experience
 from turnwise.credit import normalised
-from turnwise.store import experiences, ledger
+from turnwise.store import experiences, rewards, sessions
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
+from turnwise.store.turns import append_turns
 from turnwise.types import DEFAULT_POLICY, Reward, Session, Turn
 
 GROUP_SIZE = 4
@@ -99,11 +100,11 @@ def play(database: Database, size: Size, num_sessions: int, num_turns: int, poli
             policy_id=policy_id,
         )
         with database.write() as connection:
-            ledger.create_session(connection, session)
-            ledger.append_turns(connection, _turns(session.session_id, size, num_turns, number))
+            sessions.create_session(connection, session)
+            append_turns(connection, _turns(session.session_id, size, num_turns, number))
             reward = Reward(session_id=session.session_id, value=float(number % GROUP_SIZE == 0))
-            ledger.add_rewards(connection, [reward])
-            ledger.end_session(connection, session.tenant, session.session_id)
+            rewards.add_rewards(connection, [reward])
+            sessions.end_session(connection, session.tenant, session.session_id)
 
 
 def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) -> Sequence[Experience]:

@@ -204,9 +204,11 @@ def play_trl(model: Path, out: Path, given: argparse.Namespace) -> Observed:
 def play_turnwise(model: Path, out: Path, given: argparse.Namespace) -> Observed:
     """Train with `turnwise recipe`."""
     from turnwise.settings import variable_name
-    from turnwise.store import queries, trained
     from turnwise.store.database import Database
-    from turnwise.store.session_filter import SessionFilter
+    from turnwise.store.selection import SessionFilter
+    from turnwise.store.sessions import list_sessions
+    from turnwise.store.turns import read_turns
+    from turnwise.store.updates import updates_after
     from turnwise.types import Split
 
     observed = Observed(batch_size=GROUP_SIZE * given.groups)
@@ -221,15 +223,15 @@ def play_turnwise(model: Path, out: Path, given: argparse.Namespace) -> Observed
             time.sleep(POLL_SECONDS)
     database = Database(f"sqlite:///{out / 'turnwise.db'}")
     with database.read() as connection:
-        listed, _ = queries.sessions(connection, SessionFilter(split=Split.TRAIN), limit=100_000)
+        listed, _ = list_sessions(connection, SessionFilter(split=Split.TRAIN), limit=100_000)
         observed.begun = min(each.created_at.timestamp() for each in listed)
         for each in listed:
             if each.ended_at is not None:
-                turns, _ = queries.turns(connection, each.tenant, each.session_id)
+                turns, _ = read_turns(connection, each.tenant, each.session_id)
                 num_tokens = sum(len(view.turn.token_ids) for view in turns)
                 observed.sessions.append((each.ended_at.timestamp(), each.reward or 0.0, num_tokens))
         observed.sessions.sort()
-        updates = trained.updates_after(connection, 0)
+        updates = updates_after(connection, 0)
         observed.updates = [(each.created_at.timestamp(), each.num_tokens) for each in updates]
     database.close()
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ import uuid
 import numpy as np
 import sqlalchemy as sa
 
-from turnwise.store import ledger
+from turnwise.store import sessions, turns
 from turnwise.store.database import Database
 from turnwise.types import Session, Turn
 
@@ -39,7 +39,7 @@ def play(database: Database, num_turns: int, asked: int, sampled: int) -> dict[s
     new = (asked + sampled) * BYTES_PER_TOKEN + text
     parent: Turn | None = None
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id=session_id))
+        sessions.create_session(connection, Session(session_id=session_id))
         for number in range(num_turns):
             turn_id = f"chatcmpl-{uuid.uuid4().hex}"
             parent = Turn(
@@ -62,7 +62,7 @@ def play(database: Database, num_turns: int, asked: int, sampled: int) -> dict[s
                 messages_digest=uuid.uuid4().bytes[:8],
                 dialogue_digest=uuid.uuid4().bytes[:8],
             )
-            ledger.append_turns(connection, [parent])
+            turns.append_turns(connection, [parent])
     return {"new": num_turns * new, "whole": new * num_turns * (num_turns + 1) // 2}
 
 

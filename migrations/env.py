@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from turnwise.store.tables import metadata
+from turnwise.store.schema import metadata
 
 connection = context.config.attributes.get("connection")
 if connection is None:

@@ -16,8 +16,8 @@ import cachetools
 
 from proxy.metrics import Metrics
 from turnwise.errors import Overloaded, StoreError
-from turnwise.store.changes import NUM_SESSIONS, State, read_state
 from turnwise.store.database import Database
+from turnwise.store.overview import NUM_SESSIONS, State, read_state
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)

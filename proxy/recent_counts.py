@@ -15,7 +15,7 @@ import datetime
 import time
 from collections.abc import Callable
 
-from turnwise.store import queries, trainer_status
+from turnwise.store import overview, processes
 from turnwise.store.database import Database
 from turnwise.types import utc_now
 
@@ -28,7 +28,7 @@ they are always counted."""
 class Counted:
     """Counts, and when they were read."""
 
-    counts: queries.Counts
+    counts: overview.Counts
     counted_at: datetime.datetime
     valid_until: float
     """On the cache's clock."""
@@ -55,7 +55,7 @@ class RecentCounts:
             kept = self._kept.get(tenant)
             if kept is None or self._clock() >= kept.valid_until:
                 return await self._count(tenant)
-        trainers = await self._database.fetch(trainer_status.trainer_statuses, tenant)
+        trainers = await self._database.fetch(processes.trainer_statuses, tenant)
         return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
 
     def forget(self, tenant: str) -> None:
@@ -64,7 +64,7 @@ class RecentCounts:
 
     async def _count(self, tenant: str) -> Counted:
         counted_at = utc_now()
-        counts = await self._database.fetch(queries.counts, tenant)
+        counts = await self._database.fetch(overview.count_rows, tenant)
         num_rows = sum(counts.sessions.values()) + sum(counts.groups.values()) + counts.num_updates
         counted = Counted(counts, counted_at, self._clock() + num_rows / self._rows_per_second)
         if num_rows > self._rows_per_second:

@@ -38,7 +38,7 @@ from proxy.settings import ProxySettings
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, StoreError, TurnwiseError
-from turnwise.store import idempotency, keys, ledger, retention
+from turnwise.store import keys, retention, rewards, sessions
 from turnwise.store.database import Connection, Database
 from turnwise.types import SessionKey, utc_now
 
@@ -180,10 +180,10 @@ class Services:
         while True:
             try:
                 await self._record_key_uses()
-                while await self.writer.do(idempotency.forget_answers, utc_now() - remembered):
+                while await self.writer.do(rewards.forget_answers, utc_now() - remembered):
                     pass
-                await self._close_idle(ledger.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
-                await self._close_idle(ledger.expire_idle_sessions, idle, "expired")
+                await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
+                await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
                 await self._prune()
                 await self.writer.sweep()
             except TurnwiseError as error:

@@ -29,7 +29,7 @@ from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from trainer.state import MOST_RECENT_VERSIONS, State, copied
 from turnwise.chains import Experience
-from turnwise.store.trained import Advantages
+from turnwise.store.updates import Advantages
 from turnwise.store.versions import REFUSED_BY_GATE
 from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
 from turnwise.version_directory import weights_digest

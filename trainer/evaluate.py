@@ -21,9 +21,9 @@ from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import child_environment, variable_name
-from turnwise.store import evaluations, keys, queries, serving, versions
+from turnwise.store import experiences, keys, serving, sessions, versions
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 from turnwise.types import (
     DEFAULT_POLICY,
     Json,
@@ -118,7 +118,7 @@ class LedgerEvaluator:
         if not rewards:
             return {}
         with self._db.read() as conn:
-            oldest, newest = evaluations.versions_sampled(conn, [_key(one) for one in ended])
+            oldest, newest = experiences.versions_sampled(conn, [_key(one) for one in ended])
         gauges: Json = {
             "policy_version": newest,
             "oldest_policy_version": oldest,
@@ -138,7 +138,7 @@ class LedgerEvaluator:
         """Return the policy's newest eval sessions that are over."""
         wanted = SessionFilter(split=Split.EVAL, policy_id=self._policy_id)
         with self._db.read() as conn:
-            found, _ = queries.sessions(conn, wanted, limit=NEWEST_SESSIONS)
+            found, _ = sessions.list_sessions(conn, wanted, limit=NEWEST_SESSIONS)
         return [one for one in found if one.status is not SessionStatus.OPEN]
 
     def _wait_until_served(self, version: int) -> None:

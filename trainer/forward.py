@@ -13,7 +13,7 @@ from typing import Any
 import cachetools
 import torch
 
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import Json, PolicyKind, PolicyVersion
 from turnwise.verify.engine import NOT_REPEATABLE
 from turnwise.verify.report import Report

@@ -20,22 +20,13 @@ import numpy as np
 from trainer.pacing import Renewal, SourceRule, StopFlag, outlast
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
-from turnwise.store import (
-    claims,
-    evaluations,
-    experiences,
-    groups,
-    policies,
-    serving,
-    trained,
-    trainer_status,
-    versions,
-)
+from turnwise.store import claims, groups, policies, processes, serving, updates, versions
+from turnwise.store import experiences as stored_experiences
 from turnwise.store.database import Connection, Database, clock
-from turnwise.store.evaluations import SessionLabels
+from turnwise.store.experiences import SessionLabels, experiences_of_groups
+from turnwise.store.processes import BEAT_SECONDS, TrainerState, TrainerStatus
 from turnwise.store.rows import from_micros
-from turnwise.store.trained import Advantages
-from turnwise.store.trainer_status import BEAT_SECONDS, TrainerState, TrainerStatus
+from turnwise.store.updates import Advantages
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
@@ -152,7 +143,7 @@ class Ledger:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, trainer_id)
         with self.db.write() as conn:
             versions.adopt_base(conn, base)
-            last = trained.last_update(conn, policy_id=self.policy_id)
+            last = updates.last_update(conn, policy_id=self.policy_id)
             lost = versions.fail_unwritten(conn, last.policy_version if last else 0, self.policy_id)
         for version in lost:
             log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
@@ -213,9 +204,7 @@ class Ledger:
         """Return the chains of groups, by their numbers in the store, with the rewards that they have by now."""
         roles = self.rule.train_roles
         return self.read(
-            lambda conn: list(
-                experiences.experiences_of_groups(conn, group_pks, roles=roles, with_imported=with_imported)
-            )
+            lambda conn: list(experiences_of_groups(conn, group_pks, roles=roles, with_imported=with_imported))
         )
 
     def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
@@ -228,7 +217,9 @@ class Ledger:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         roles = self.rule.train_roles
         return self.read(
-            lambda conn: evaluations.regression_set(conn, num_sessions, labels, roles=roles, policy_id=self.policy_id)
+            lambda conn: stored_experiences.regression_set(
+                conn, num_sessions, labels, roles=roles, policy_id=self.policy_id
+            )
         )
 
     def pinned_version(self) -> int | None:
@@ -262,24 +253,24 @@ class Ledger:
         """Return so many versions with the best evaluations, by mean reward; of equal ones the newer."""
         if not count:
             return set()
-        measured = self.read(lambda conn: evaluations.evaluated_versions(conn, self.policy_id))
+        measured = self.read(lambda conn: versions.evaluated_versions(conn, self.policy_id))
         return set(sorted(measured, key=lambda version: (measured[version], version))[-count:])
 
     def last_update(self) -> UpdateRecord | None:
         """Return the policy's update that was committed last."""
-        return self.read(lambda conn: trained.last_update(conn, policy_id=self.policy_id))
+        return self.read(lambda conn: updates.last_update(conn, policy_id=self.policy_id))
 
     def updates_after(self, update_id: int) -> list[UpdateRecord]:
         """Return the policy's updates that were committed after this one, oldest first."""
-        return self.read(lambda conn: trained.updates_after(conn, update_id, self.policy_id))
+        return self.read(lambda conn: updates.updates_after(conn, update_id, self.policy_id))
 
     def kept_state(self) -> Json | None:
         """Return what the policy's last update left that no checkpoint holds."""
-        return self.read(lambda conn: trainer_status.kept_state(conn, self.policy_id))
+        return self.read(lambda conn: processes.kept_state(conn, self.policy_id))
 
     def next_update_id(self) -> int:
         """Return the id after those of the ledger and those that this process has given to any policy."""
-        return self._update_ids.after(self.read(trained.last_update_id))
+        return self._update_ids.after(self.read(updates.last_update_id))
 
     def publish(self, policy: PolicyVersion, came_from: Sequence[int] = ()) -> None:
         """Announce a version, or that its files are written; its groups stay claimed until `ack`.
@@ -291,7 +282,7 @@ class Ledger:
         """
 
         def publish(conn: Connection) -> None:
-            trained.check_lineage(conn, self._versions, self.policy_id)
+            updates.check_lineage(conn, self._versions, self.policy_id)
             undone = serving.serving_state(conn, self.policy_id).undone
             error = versions.UNDONE if any(version in undone for version in came_from) else None
             versions.publish_version(conn, dataclasses.replace(policy, error=policy.error or error))
@@ -312,7 +303,7 @@ class Ledger:
 
         def ack(conn: Connection) -> None:
             if any(one.policy is not None for one in finished):
-                trained.check_lineage(conn, self._versions | recorded, self.policy_id)
+                updates.check_lineage(conn, self._versions | recorded, self.policy_id)
             for one in finished:
                 claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained, one.state)
 
@@ -340,7 +331,7 @@ class Ledger:
         """
         try:
             with self.db.write() as conn:
-                trainer_status.announce_weights(conn, self.rule.trainer_id, url, from_micros(clock(conn)))
+                processes.announce_weights(conn, self.rule.trainer_id, url, from_micros(clock(conn)))
         except StoreUnavailable as error:
             log.warning("the address of the weights was not stored, engines read directories: %s", error)
 
@@ -360,7 +351,7 @@ class Ledger:
                 status = TrainerStatus(
                     trainer_id=trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
                 )
-                trainer_status.report_status(conn, status)
+                processes.report_status(conn, status)
         except StoreUnavailable as error:
             log.warning("the trainer's status was not stored: %s", error)
 
@@ -371,7 +362,7 @@ class Ledger:
 
     def _give_sign(self) -> None:
         with self.db.write() as conn:
-            trainer_status.note_sign_of_life(conn, self.rule.trainer_id)
+            processes.note_sign_of_life(conn, self.rule.trainer_id)
 
     def _release(self, held: claims.Claim, reason: str) -> None:
         """Let others claim the groups of a batch that is not recorded."""

@@ -27,7 +27,7 @@ from trainer.settings import TrainerSettings
 from trainer.state import State
 from trainer.train import RLWorkflow
 from turnwise.errors import SettingsError
-from turnwise.store import policies, trainer_status
+from turnwise.store import policies, processes
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind
 from turnwise.types import Policy as NamedPolicy
@@ -205,7 +205,7 @@ class Policies:
         if is_deleted:
             shutil.rmtree(self._settings.policies_dir / str(number), ignore_errors=True)
             with self._shared.db.write() as conn:
-                trainer_status.delete_report(conn, f"{self._settings.trainer_id}/{number}")
+                processes.delete_report(conn, f"{self._settings.trainer_id}/{number}")
 
     @contextlib.contextmanager
     def _set_aside_on_error(self, number: int, workflow: RLWorkflow) -> Iterator[None]:

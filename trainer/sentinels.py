@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from turnwise.store import played, serving
+from turnwise.store import serving
 from turnwise.store.database import Connection
-from turnwise.store.played import Played
+from turnwise.store.experiences import Played, held_out_sessions, live_sessions
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
 Sentinel = Literal[
@@ -84,13 +84,14 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
     active, holdout = state.active, state.holdout
     if not bounds or active is None:
         return None
-    now = [
-        one for one in played.live_sessions(conn, MAX_SESSIONS, policy_id, newest=True) if one.version == active.version
-    ]
+    now = [one for one in live_sessions(conn, MAX_SESSIONS, policy_id, newest=True) if one.version == active.version]
     if holdout is not None:
-        level, level_of = played.held_out_sessions(conn, holdout.version, MAX_SESSIONS), f"hold-out {holdout.version}"
+        level, level_of = (
+            held_out_sessions(conn, holdout.version, MAX_SESSIONS),
+            f"hold-out {holdout.version}",
+        )
     else:
-        level = [one for one in played.live_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version]
+        level = [one for one in live_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version]
         level_of = "the first sessions"
     found = next(iter(alarms(now, level, bounds)), None)
     if found is not None:

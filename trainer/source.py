@@ -25,7 +25,7 @@ from trainer.pacing import (
 )
 from turnwise.chains import Experience
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, groups, policies, policy_summaries, serving, versions
+from turnwise.store import claims, groups, policies, serving, versions
 from turnwise.store.database import Connection, Database, clock
 from turnwise.store.rows import from_micros
 from turnwise.store.serving import ServingState
@@ -258,7 +258,7 @@ class LedgerSource(Ledger):
         whose = f"the policies of tenant {policy.tenant!r}"
         today = now.replace(hour=0, minute=0, second=0, microsecond=0)
         if (most_tokens := rule.tenant_trained_tokens_per_day) is not None:
-            num_tokens = policy_summaries.trained_tokens_since(conn, policy.tenant, today)
+            num_tokens = policies.trained_tokens_since(conn, policy.tenant, today)
             if num_tokens >= most_tokens:
                 return (
                     f"{whose} have trained {num_tokens} tokens today, of {most_tokens} a day "

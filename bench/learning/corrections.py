@@ -37,7 +37,7 @@ from turnwise.default_models.small_model import SmallModelSpec, build_small_mode
 from turnwise.exchange.imports import chat_sets
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportRule, import_files
-from turnwise.store import claims, feedback, queries
+from turnwise.store import claims, feedback, turns
 from turnwise.store.serving import serving_state
 from turnwise.types import Feedback, FeedbackKind, Json, Reward, Split
 
@@ -99,7 +99,7 @@ class CorrectedRun(Run):
     def _comment(self, chain: Chain, number: int, text: str) -> None:
         turn_id = chain.turns[number].turn_id
         with self.db.write() as conn:
-            view = queries.turn(conn, "default", turn_id, whole_prompt=True)
+            view = turns.read_turn(conn, "default", turn_id, whole_prompt=True)
             content = {"value": text, "hint": hint_of(self.template, view, text)}
             session_id = chain.session.session_id
             given = Feedback(session_id=session_id, turn_id=turn_id, kind=FeedbackKind.COMMENT, content=content)

@@ -25,8 +25,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from proxy.sessions.outline import Continued
 from proxy.sessions.template import ChatTemplate
-from turnwise.store import ledger, serving
+from turnwise.store import serving
 from turnwise.store.database import Database
+from turnwise.store.sessions import create_session
+from turnwise.store.turns import append_turns
 from turnwise.types import Json, Session, Turn
 
 Result = TypeVar("Result")
@@ -171,7 +173,7 @@ class InProcessProxy:
     def open(self, sessions: Sequence[Session]) -> list[Chain]:
         """Create the sessions."""
         with self._db.write() as conn:
-            return [Chain(ledger.create_session(conn, session)[0]) for session in sessions]
+            return [Chain(create_session(conn, session)[0]) for session in sessions]
 
     def client(self, chain: Chain) -> Any:
         """Return an object that replaces the agent's `AsyncOpenAI` client for the session."""
@@ -210,7 +212,7 @@ class InProcessProxy:
         sampled = self._sampler.sample([call.prompt for call in calls], max_tokens)
         turns = [self._turn(call, one) for call, one in zip(calls, sampled, strict=True)]
         with self._db.write() as conn:
-            ledger.append_turns(conn, turns)
+            append_turns(conn, turns)
         for call, one, turn in zip(calls, sampled, turns, strict=True):
             chain = call.chain
             chain.turns.append(turn)

@@ -27,8 +27,9 @@ from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.default_models import trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
-from turnwise.store import ledger, serving
+from turnwise.store import rewards, serving
 from turnwise.store.database import Database
+from turnwise.store.sessions import end_session
 from turnwise.types import Json, Reward, Session, Split
 
 AGENT = ROOT / "examples/trail/agent.py"
@@ -154,9 +155,9 @@ class Run:
             for line in self._rewards(chain, task, answer)
         ]
         with self.db.write() as conn:
-            ledger.add_rewards(conn, lines)
+            rewards.add_rewards(conn, lines)
             for session in sessions:
-                ledger.end_session(conn, session.tenant, session.session_id, "env_done")
+                end_session(conn, session.tenant, session.session_id, "env_done")
 
     def _session(self, task: trail.TrailTask, run: int, split: Split, runs: int) -> Session:
         group = {"credit": self._recipe.credit}

@@ -23,7 +23,8 @@ import transformers
 from recipes import NUM_CLASSES
 from tiny import ENOUGH, GROUP_SIZE, GROUPS, NUM_EVAL_SESSIONS, TinyRun
 
-from turnwise.store import ledger
+from turnwise.store import sessions, turns
+from turnwise.store.rewards import add_rewards
 from turnwise.types import Reward, Session
 
 FIRST_WORD = 8
@@ -73,12 +74,12 @@ class GrowingRun(TinyRun):
             for prompt, reply in zip(prompts, replies, strict=True):
                 number, run = divmod(self.num_sessions, GROUP_SIZE)
                 name, of_group = f"{number}-{run}", {"group_id": f"g{number}", "group_size": GROUP_SIZE, "run": run}
-                ledger.create_session(conn, Session(session_id=name, task_id=f"g{number}", **of_group))
+                sessions.create_session(conn, Session(session_id=name, task_id=f"g{number}", **of_group))
                 turn = self.turn(name, 0, prompt, np.array(reply.tokens), np.array(reply.logprobs))
                 finish_reason = "length" if reply.is_cut_off else "stop"
-                ledger.append_turns(conn, [dataclasses.replace(turn, finish_reason=finish_reason)])
-                ledger.add_rewards(conn, [Reward(session_id=name, value=reply.reward(prompt[0]))])
-                ledger.end_session(conn, "default", name)
+                turns.append_turns(conn, [dataclasses.replace(turn, finish_reason=finish_reason)])
+                add_rewards(conn, [Reward(session_id=name, value=reply.reward(prompt[0]))])
+                sessions.end_session(conn, "default", name)
                 self.num_sessions += 1
 
     def result(self) -> tuple[float, float]:

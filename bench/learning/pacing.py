@@ -24,7 +24,8 @@ import transformers
 from tiny import ENOUGH, GROUP_SIZE, GROUPS, NUM_EVAL_SESSIONS, TinyRun, between, rewards_of
 
 from trainer.pacing import Look, Position, why_held
-from turnwise.store import claims, ledger
+from turnwise.store import claims, sessions, turns
+from turnwise.store.rewards import add_rewards
 from turnwise.types import Reward, Session
 
 SLOW_CLASS = 4
@@ -122,11 +123,11 @@ class MixedRun(TinyRun):
             for run in range(GROUP_SIZE):
                 session_id = f"{name}-{run}"
                 of_group = {"group_id": name, "group_size": GROUP_SIZE, "run": run}
-                ledger.create_session(conn, Session(session_id=session_id, task_id=name, **of_group))
-                ledger.append_turns(conn, self.turns_of(session_id, prompt, replies[run], logprobs[run]))
+                sessions.create_session(conn, Session(session_id=session_id, task_id=name, **of_group))
+                turns.append_turns(conn, self.turns_of(session_id, prompt, replies[run], logprobs[run]))
                 if rewards is not None:
-                    ledger.add_rewards(conn, [Reward(session_id=session_id, value=rewards[run])])
-                    ledger.end_session(conn, "default", session_id)
+                    add_rewards(conn, [Reward(session_id=session_id, value=rewards[run])])
+                    sessions.end_session(conn, "default", session_id)
 
     def _end_slow(self) -> None:
         """Sample the second turn of the slow sessions that are due, by the newest version, and end them."""
@@ -141,9 +142,9 @@ class MixedRun(TinyRun):
                 for run in range(GROUP_SIZE):
                     session_id = f"{group.name}-{run}"
                     turn = self.turn(session_id, 1, group.prompt, second[run], logprobs[run])
-                    ledger.append_turns(conn, [turn])
-                    ledger.add_rewards(conn, [Reward(session_id=session_id, value=rewards[run])])
-                    ledger.end_session(conn, "default", session_id)
+                    turns.append_turns(conn, [turn])
+                    add_rewards(conn, [Reward(session_id=session_id, value=rewards[run])])
+                    sessions.end_session(conn, "default", session_id)
 
     def _num_ready(self) -> int:
         with self.db.read() as conn:

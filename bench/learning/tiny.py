@@ -25,8 +25,10 @@ from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.chains import IMPORTED
-from turnwise.store import ledger, serving
+from turnwise.store import serving, sessions
 from turnwise.store.database import Database
+from turnwise.store.rewards import add_rewards
+from turnwise.store.turns import append_turns
 from turnwise.types import IMPORT, Credit, Json, Reward, Session, Turn
 from turnwise.types import Outcome as TurnOutcome
 
@@ -102,11 +104,11 @@ class TinyRun:
                     group_size=GROUP_SIZE,
                     credit=self.credit,
                 )
-                ledger.create_session(conn, session)
-                ledger.append_turns(conn, self.turns_of(session.session_id, prompt, replies[index], logprobs[index]))
-            ledger.add_rewards(conn, rewards)
+                sessions.create_session(conn, session)
+                append_turns(conn, self.turns_of(session.session_id, prompt, replies[index], logprobs[index]))
+            add_rewards(conn, rewards)
             for name in names:
-                ledger.end_session(conn, "default", name)
+                sessions.end_session(conn, "default", name)
         self._num_groups += GROUPS
         self.num_sessions += len(prompts)
 
@@ -127,11 +129,11 @@ class TinyRun:
                 for number, tokens in enumerate(replies):
                     name = f"imported-{group}-{number}"
                     in_group = {"group_id": f"imported-{group}", "group_size": len(replies), "run": number}
-                    ledger.create_session(conn, Session(session_id=name, opened_by=IMPORT, **in_group))
+                    sessions.create_session(conn, Session(session_id=name, opened_by=IMPORT, **in_group))
                     turns = self.turns_of(name, prompt, tokens[group], np.zeros(shape[1:]))
-                    ledger.append_turns(conn, [dataclasses.replace(turn, **AS_IMPORTED) for turn in turns])
-                    ledger.add_rewards(conn, [Reward(session_id=name, value=1.0 - number)])
-                    ledger.end_session(conn, "default", name)
+                    append_turns(conn, [dataclasses.replace(turn, **AS_IMPORTED) for turn in turns])
+                    add_rewards(conn, [Reward(session_id=name, value=1.0 - number)])
+                    sessions.end_session(conn, "default", name)
 
     def update(self) -> Json:
         """Train on one batch and sample from the new version; return the batch's gauges."""

@@ -1,4 +1,4 @@
-"""The tables of release 0.2, as `turnwise.store.tables` declares them.
+"""The tables of release 0.2, as `turnwise.store.schema` declares them.
 
 Until 0.2 a change of the tables is made there. The release replaces this module by a frozen copy of the declarations,
 and from then on a change is a new migration, which only adds.
@@ -10,7 +10,7 @@ from alembic import op
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from turnwise.store.rows import to_micros
-from turnwise.store.tables import NO_TENANT, indexes, metadata, policies
+from turnwise.store.schema import NO_TENANT, indexes, metadata, policies
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
 
 revision = "0001"

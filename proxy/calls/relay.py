@@ -43,10 +43,8 @@ from turnwise.errors import (
     StoreError,
     TurnwiseError,
 )
-from turnwise.store import queries
 from turnwise.store.database import Connection, Database
-from turnwise.store.new_turns import SESSION_ENDED
-from turnwise.store.session_changes import set_roles
+from turnwise.store.turns import SESSION_ENDED, find_turn, read_turn, set_roles
 from turnwise.types import Turn
 
 log = logging.getLogger(__name__)
@@ -244,7 +242,7 @@ class Relay:
         def read(connection: Connection) -> list[Turn]:
             names = [identity.stored_key(index) for index in range(call.num_choices)]
             own = session.tenant, session.session_id
-            found = [queries.stored_turn(connection, *own, request_key=name) for name in names]
+            found = [find_turn(connection, *own, request_key=name) for name in names]
             return [turn for turn in found if turn is not None and turn.finish_reason is not None]
 
         stored, prompt, template = await self._database.fetch(read), None, self._sessions.template
@@ -254,7 +252,7 @@ class Relay:
             return None
         running.version_first = stored[0].policy_version_first
         if call.wants_token_ids:
-            prompt = (await self._database.fetch(queries.turn, session.tenant, stored[0].turn_id)).prompt_token_ids
+            prompt = (await self._database.fetch(read_turn, session.tenant, stored[0].turn_id)).prompt_token_ids
         ids = {token for turn in stored for token in turn.token_ids.tolist()} if call.wants_logprobs else set()
         texts = template.token_texts(ids) if template is not None else {}
         return rebuilt_answer(call, stored, prompt, texts)

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from proxy.dialects import sse
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}

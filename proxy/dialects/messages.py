@@ -21,7 +21,7 @@ from proxy.dialects.messages_request import chat_body, is_server_tool, previous_
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import Json
 
 ERROR_TYPES = {

@@ -21,7 +21,7 @@ from proxy.dialects.response_tools import ToolMap, chat_tool_choice, custom_inpu
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import Json
 
 LOGPROBS = "message.output_text.logprobs"

@@ -14,7 +14,7 @@ from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
 from turnwise.errors import StoreError
-from turnwise.store.engine_activity import SECONDS, Activity, add_activity
+from turnwise.store.processes import MINUTE_SECONDS, Activity, add_activity
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ActivityRecorder:
 
     def sample(self, now: float) -> None:
         """Note which engines serve in the second of this instant, and which have run a call since the last sample."""
-        minute, second = divmod(int(now), SECONDS)
+        minute, second = divmod(int(now), MINUTE_SECONDS)
         for engine in self._pool.engines:
             is_busy = engine.num_calls > 0 or engine.num_started != self._num_started.get(engine.url, 0)
             self._num_started[engine.url] = engine.num_started

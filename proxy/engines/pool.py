@@ -27,8 +27,8 @@ from proxy.metrics import Metrics
 from turnwise.errors import Conflict, EngineUnavailable
 from turnwise.store import policies, serving
 from turnwise.store.database import Connection, Database
+from turnwise.store.schema import NO_TENANT
 from turnwise.store.serving import NO_VERSIONS, ServingState
-from turnwise.store.tables import NO_TENANT
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyVersion, Session
 
 DRAIN_POLL_SECONDS = 0.02

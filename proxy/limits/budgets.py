@@ -21,7 +21,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import BudgetSpent, StoreError
-from turnwise.store import keys, usage
+from turnwise.store import keys
 from turnwise.store.database import Connection, Database
 from turnwise.types import utc_now
 
@@ -94,7 +94,7 @@ class Budgets:
 
     def since_day(self) -> int | None:
         """Return the first day that budgets count; None for all days."""
-        return None if self.days is None else usage.day_of(utc_now()) - self.days + 1
+        return None if self.days is None else keys.day_of(utc_now()) - self.days + 1
 
     def charge(self, principal: Principal, num_tokens: int) -> None:
         """Add a call's tokens to its accounts; the store gets them with its next transaction."""
@@ -102,7 +102,7 @@ class Budgets:
             return
         for key_id in (principal.root_key_id, None):
             self._account(principal.tenant, key_id).num_tokens += num_tokens
-        place = (principal.tenant, principal.root_key_id, usage.day_of(utc_now()))
+        place = (principal.tenant, principal.root_key_id, keys.day_of(utc_now()))
         self._unwritten[place] = self._unwritten.get(place, 0) + num_tokens
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())
@@ -122,7 +122,7 @@ class Budgets:
     def _read(self, connection: Connection, accounts: list[Account]) -> None:
         since = self.since_day()
         for account in accounts:
-            stored = usage.used_by_key(connection, account.tenant, account.key_id, since_day=since)
+            stored = keys.used_by_key(connection, account.tenant, account.key_id, since_day=since)
             account.num_tokens = sum(stored.values()) + self._unstored(account)
             account.budget = self._tenant_budget
             if account.key_id is not None:
@@ -144,7 +144,7 @@ class Budgets:
         while self._unwritten:
             self._in_write, self._unwritten = self._unwritten, {}
             try:
-                await self._writer.do(usage.add_usage, self._in_write)
+                await self._writer.do(keys.add_usage, self._in_write)
             except StoreError as error:
                 self._metrics.background_errors.labels("budgets").inc()
                 log.warning("the tokens of budgets could not be stored, will retry with the next call: %s", error)

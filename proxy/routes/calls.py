@@ -29,9 +29,9 @@ from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import Endpoint, ReplySender
 from proxy.sessions.which import EXPLICIT_SOURCES, name_session, newest_turn
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import queries
+from turnwise.store import selection, turns
 from turnwise.store.database import Connection
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -170,7 +170,7 @@ class SampleEndpoint(Endpoint):
 
     async def _is_stored(self, earlier: Attempt, principal: Principal) -> bool:
         turn_id = f"{self._dialect.id_prefix}{earlier.call_id}"
-        return turn_id in await self._services.database.fetch(queries.sessions_of_turns, principal.tenant, [turn_id])
+        return turn_id in await self._services.database.fetch(selection.sessions_of_turns, principal.tenant, [turn_id])
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""
@@ -232,7 +232,7 @@ class SampleEndpoint(Endpoint):
             found = {}
             for turn_id in dict.fromkeys(turn_ids):
                 with contextlib.suppress(NotFound):
-                    found[turn_id] = queries.turn(connection, principal.tenant, turn_id)
+                    found[turn_id] = turns.read_turn(connection, principal.tenant, turn_id)
             return found
 
         views = await self._services.database.fetch(read)

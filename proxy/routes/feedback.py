@@ -22,9 +22,9 @@ from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.settings import FeedbackRewards
 from turnwise.chains import is_trainable
 from turnwise.errors import InvalidRequest
-from turnwise.store import feedback, queries
+from turnwise.store import feedback, selection, sessions, turns
 from turnwise.store.database import Connection
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import Feedback, FeedbackKind, Json, Session
 
 MAX_COMMENT = 10_000
@@ -142,10 +142,10 @@ def _feedback(
     """
     session_id = wanted.session_id
     if wanted.turn_id is not None:
-        session_id = queries.session_of_turn(connection, principal.tenant, wanted.turn_id, session_id)
+        session_id = selection.session_of_turn(connection, principal.tenant, wanted.turn_id, session_id)
     assert session_id is not None
     principal.require_session(session_id)
-    original = queries.session(connection, principal.tenant, session_id)
+    original = sessions.read_session(connection, principal.tenant, session_id)
     content: Json = {"value": wanted.value}
     content |= {} if wanted.scale is None else {"scale": list(wanted.scale)}
     content |= {"over": wanted.over} if wanted.over else {}
@@ -171,9 +171,9 @@ def _feedback(
 def _hint(connection: Connection, template: ChatTemplate | None, given: Feedback) -> Json | None:
     """Return a comment or an edited reply as it is put into the prompt of its turn, or of its session's first turn."""
     if given.turn_id:
-        view = queries.turn(connection, given.tenant, given.turn_id, whole_prompt=True)
+        view = turns.read_turn(connection, given.tenant, given.turn_id, whole_prompt=True)
     else:
-        first, _ = queries.turns(connection, given.tenant, given.session_id, limit=1, whole_prompt=True)
+        first, _ = turns.read_turns(connection, given.tenant, given.session_id, limit=1, whole_prompt=True)
         if not first:
             return None
         (view,) = first
@@ -192,7 +192,7 @@ def _group(
         InvalidRequest: the replies are to different prompts, or a written one cannot be tokenised.
     """
     views = [
-        queries.turn(connection, given.tenant, turn_id, whole_prompt=True)
+        turns.read_turn(connection, given.tenant, turn_id, whole_prompt=True)
         for turn_id in (given.turn_id, *dict.fromkeys(given.content.get("over", ())))
     ]
     prompt = views[0].prompt_token_ids

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from proxy.routes.checked_route import Body, CheckedRoute, Id, Text
 from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
-from turnwise.store import keys, usage
+from turnwise.store import keys
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
 
@@ -35,7 +35,7 @@ async def list_keys(services: Here, principal: Caller) -> Response:
     """List the tenant's keys without their secrets, including revoked and expired ones, oldest first."""
 
     def read(connection: Connection) -> list[Json]:
-        used = usage.used_by_key(connection, principal.tenant, since_day=services.budgets.since_day())
+        used = keys.used_by_key(connection, principal.tenant, since_day=services.budgets.since_day())
         found = keys.list_keys(connection, principal.tenant)
         return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
 

@@ -11,9 +11,9 @@ from proxy.routes.checked_route import CheckedRoute, Id
 from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
-from turnwise.store import queries
+from turnwise.store import sessions, turns
 from turnwise.store.database import Connection
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import Logprobs, Session
 from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
@@ -54,8 +54,8 @@ async def recompute_logprobs(
     """
 
     def read(connection: Connection) -> tuple[TurnView, Session]:
-        view = queries.turn(connection, principal.tenant, turn_id)
-        return view, queries.session(connection, principal.tenant, view.turn.session_id)
+        view = turns.read_turn(connection, principal.tenant, turn_id)
+        return view, sessions.read_session(connection, principal.tenant, view.turn.session_id)
 
     view, session = await services.database.fetch(read)
     _check_repeatable(view)

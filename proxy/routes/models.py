@@ -24,12 +24,12 @@ from proxy.routes.serialise import PUBLIC
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store.keys import Key
-from turnwise.store.lineage import TrainedTurn
-from turnwise.store.policy_summaries import PolicySummary
-from turnwise.store.queries import Counts
+from turnwise.store.overview import Counts
+from turnwise.store.policies import PolicySummary
 from turnwise.store.retention import Deletion
-from turnwise.store.summaries import Summary
-from turnwise.store.trained import TrainedSession, UpdateGroup, UpdateSummary
+from turnwise.store.search import Summary
+from turnwise.store.turns import TrainedTurn
+from turnwise.store.updates import TrainedSession, UpdateGroup, UpdateSummary
 from turnwise.types import (
     Feedback,
     Json,

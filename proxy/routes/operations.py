@@ -20,9 +20,9 @@ from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
 from turnwise.processes import installation
-from turnwise.store import queries, trained
+from turnwise.store import overview, updates
 from turnwise.store.database import Connection
-from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses
+from turnwise.store.processes import TrainerState, TrainerStatus, trainer_statuses
 
 router = APIRouter(tags=["operations"])
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ async def list_updates(
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
 ) -> Response:
     """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
-    found, more = await services.database.fetch(trained.list_updates, principal.tenant, limit=limit, after=after)
+    found, more = await services.database.fetch(updates.list_update_views, principal.tenant, limit=limit, after=after)
     rows = [{**record_json(each.update), "groups": each.groups, "sessions": each.sessions} for each in found]
     return page(rows, has_more=more)
 
@@ -193,7 +193,7 @@ async def summarise_updates(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> Response:
     """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
-    return page(await services.database.fetch(trained.summarise_updates, principal.tenant, limit=limit))
+    return page(await services.database.fetch(updates.summarise_updates, principal.tenant, limit=limit))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))
@@ -257,8 +257,8 @@ def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
 
 def _read_gauges(connection: Connection, metrics: Metrics) -> None:
     """Set the gauges that come from the store."""
-    unfinished = queries.unfinished_groups(connection)
-    update = trained.last_update(connection)
+    unfinished = overview.unfinished_groups(connection)
+    update = updates.last_update(connection)
     trainers = collections.Counter(each.state for each in trainer_statuses(connection))
     for state in TrainerState:
         metrics.trainers.labels(state.value).set(trainers[state])

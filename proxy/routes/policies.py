@@ -32,7 +32,7 @@ from proxy.routes.serialise import (
 )
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
-from turnwise.store import pages, policies, policy_summaries, serving, versions
+from turnwise.store import policies, serving, statements, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 from turnwise.version_directory import num_bytes_on_disk
@@ -126,7 +126,7 @@ async def list_policies(
         chosen = policies.find_policy(connection, principal.tenant, policy or DEFAULT_POLICY_NAME)
         wanted = {each.policy_id for each in named} if policy is None else {chosen.policy_id}
         found, more = versions.list_versions(
-            connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES, policy_ids=wanted
+            connection, limit=limit, after=after, max_bytes=statements.PAGE_BYTES, policy_ids=wanted
         )
         states = serving.serving_states(connection, [each.policy_id for each in named])
         pinned = {number: state.pinned_version for number, state in states.items()}
@@ -149,8 +149,8 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
 
     def read(
         connection: Connection,
-    ) -> tuple[dict[int, policy_summaries.PolicySummary], dict[int, list[PolicyVersion]]]:
-        held = policy_summaries.summarise_policies(connection, principal.tenant)
+    ) -> tuple[dict[int, policies.PolicySummary], dict[int, list[PolicyVersion]]]:
+        held = policies.summarise_policies(connection, principal.tenant)
         return held, {number: versions.measured_versions(connection, number) for number in held}
 
     held, of_policies = await services.database.fetch(read)

@@ -35,10 +35,10 @@ from proxy.writer.process import add_pickled
 from turnwise.chains import experience_json
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps, loads
-from turnwise.store import queries, trained
-from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import Shape
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store import selection
+from turnwise.store.experiences import Shape, with_advantages
+from turnwise.store.selection import SessionFilter
+from turnwise.store.updates import last_updates
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000
@@ -197,9 +197,9 @@ def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], re
     for target, num_lines in collections.Counter(targets).items():
         services.metrics.rewards.labels(target).inc(num_lines)
     with services.database.read() as connection:
-        of_turns = queries.sessions_of_turns(connection, tenant, {line.turn_id for line in lines if line.turn_id})
+        of_turns = selection.sessions_of_turns(connection, tenant, {line.turn_id for line in lines if line.turn_id})
         session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id or "" for line in lines]
-        updates = trained.last_updates(connection, tenant, session_ids)
+        updates = last_updates(connection, tenant, session_ids)
     return page(Reached(num, updates.get(each)) for num, each in zip(reached, session_ids, strict=True))
 
 

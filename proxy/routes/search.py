@@ -9,7 +9,7 @@ from fastapi import Query
 from proxy.routes.checked_route import Id, LabelName, Text
 from proxy.routes.serialise import Caller
 from turnwise.store.search import Contents
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Outcome, SessionStatus, Split
 
 FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]

@@ -17,11 +17,11 @@ from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.json_text import dumps
-from turnwise.store import keys, policies, queries
+from turnwise.store import keys, policies, selection
 from turnwise.store.database import Connection
 from turnwise.store.keys import Key
-from turnwise.store.lineage import TurnView
-from turnwise.store.tables import NO_TENANT
+from turnwise.store.schema import NO_TENANT
+from turnwise.store.turns import TurnView
 from turnwise.types import Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 from turnwise.version_directory import on_disk
 
@@ -100,7 +100,9 @@ async def is_operator(services: Services, principal: Principal) -> bool:
 
 def _check_own_session(connection: Connection, principal: Principal, session_id: str) -> None:
     with contextlib.suppress(NotFound):
-        stored = queries.session_row(connection, principal.tenant, session_id)  # without its rewards: it may have many
+        stored = selection.session_row(
+            connection, principal.tenant, session_id
+        )  # without its rewards: it may have many
         if stored.created_at == principal.session_created_at:
             return
     raise session_deleted(session_id)

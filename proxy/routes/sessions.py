@@ -29,21 +29,11 @@ from proxy.routes.serialise import (
 )
 from proxy.services import Services
 from proxy.sessions.which import SESSION_ID, check_has_policy, check_id
-from turnwise.store import (
-    groups,
-    ledger,
-    pages,
-    policies,
-    queries,
-    retention,
-    search,
-    session_changes,
-    summaries,
-)
+from turnwise.store import groups, policies, retention, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.search import Contents
-from turnwise.store.session_changes import set_chain_role
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
+from turnwise.store.turns import set_chain_role
 from turnwise.types import Credit, Json, Label, Reward, Role, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
@@ -156,7 +146,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     if stored.status is SessionStatus.OPEN:
         given.add("opened_by")
     if any(getattr(stored, name) != getattr(session, name) for name in given):
-        stored = await services.writer.do(session_changes.change_session, session, given)
+        stored = await services.writer.do(sessions.change_session, session, given)
         services.forget_session(principal.tenant, session_id)
     return answer(await new_session_json(stored, wanted, request, services, principal))
 
@@ -203,8 +193,8 @@ async def fork_turn(
     wanted = fork or Fork()
 
     def read(connection: Connection) -> Session:
-        forked_id = queries.session_of_turn(connection, principal.tenant, turn_id)
-        return queries.session(connection, principal.tenant, forked_id)
+        forked_id = selection.session_of_turn(connection, principal.tenant, turn_id)
+        return sessions.read_session(connection, principal.tenant, forked_id)
 
     forked = await services.database.fetch(read)
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata", "policy"})
@@ -239,9 +229,9 @@ async def list_sessions(
     `outcome`, `reason`, `policy_version` and `text` together.
     """
 
-    def read(connection: Connection) -> tuple[search.Found, Sequence[summaries.Summary]]:
+    def read(connection: Connection) -> tuple[search.Found, Sequence[search.Summary]]:
         found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
-        return found, summaries.summaries(connection, found.sessions) if summary else ()
+        return found, search.summaries(connection, found.sessions) if summary else ()
 
     async with contextlib.nullcontext() if held.is_empty else services.searches:
         found, summed_up = await services.database.fetch(read)
@@ -255,7 +245,7 @@ async def list_sessions(
 @router.get("/sessions/{session_id}", responses=describe_answer("ReadSession"))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Read one session, with the rewards that were given for all of it."""
-    session, lines = await services.database.fetch(queries.session_with_rewards, principal.tenant, session_id)
+    session, lines = await services.database.fetch(sessions.read_session_with_rewards, principal.tenant, session_id)
     return answer({**await session_json(session, services), "rewards": [record_json(line) for line in lines]})
 
 
@@ -275,8 +265,8 @@ async def list_turns(
     """
 
     def read(connection: Connection) -> Response:
-        whole, size = prompt == "whole", pages.MAX_BYTES
-        views, more = queries.turns(
+        whole, size = prompt == "whole", statements.PAGE_BYTES
+        views, more = turns.read_turns(
             connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=whole, max_bytes=size
         )
         return page(map(turn_json, views), has_more=more)
@@ -289,7 +279,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
     """Read one turn with the part that it adds to its parent's prompt; `prompt=whole` returns the whole prompt."""
 
     def read(connection: Connection) -> Json:
-        return turn_json(queries.turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole"))
+        return turn_json(turns.read_turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole"))
 
     return answer(await services.database.fetch(read))
 
@@ -297,7 +287,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 @router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
-    holder = await services.database.fetch(queries.session_of_turn, principal.tenant, turn_id, principal.session_id)
+    holder = await services.database.fetch(selection.session_of_turn, principal.tenant, turn_id, principal.session_id)
     turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
     services.forget_session(principal.tenant, holder)
     return answer(ChainRole(wanted.role, turn_ids))
@@ -310,7 +300,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     if given.reward is not None:
         reward = Reward(session_id=session_id, tenant=principal.tenant, value=given.reward, written_by=principal.key_id)
     session = await services.writer.do(
-        ledger.end_session, principal.tenant, session_id, given.termination_reason, reward=reward
+        sessions.end_session, principal.tenant, session_id, given.termination_reason, reward=reward
     )
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
@@ -358,12 +348,12 @@ async def set_label(
     """Give a session a label, or replace the label's note; the session may be over. Labels do not affect training."""
     note = None if wanted is None else wanted.note
     given = Label(label=label, note=note, written_by=principal.key_id)
-    labelled = await services.writer.do(session_changes.set_label, principal.tenant, session_id, given)
+    labelled = await services.writer.do(sessions.set_label, principal.tenant, session_id, given)
     return answer(await session_json(labelled, services))
 
 
 @router.delete("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
 async def remove_label(session_id: Id, label: LabelName, services: Here, principal: Caller) -> Response:
     """Remove a label from a session; removing a label that it does not have changes nothing."""
-    unlabelled = await services.writer.do(session_changes.remove_label, principal.tenant, session_id, label)
+    unlabelled = await services.writer.do(sessions.remove_label, principal.tenant, session_id, label)
     return answer(await session_json(unlabelled, services))

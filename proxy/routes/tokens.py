@@ -16,8 +16,9 @@ from proxy.routes.serialise import Caller, Here, answer, describe_answer
 from proxy.sessions.template import ChatTemplate
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
-from turnwise.store import experiences, lineage, trained
+from turnwise.store import experiences, turns
 from turnwise.store.database import Connection
+from turnwise.store.updates import trained_in
 from turnwise.types import TRAINED_ROLES, Role, TokenIds, Turn
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
@@ -89,9 +90,9 @@ async def get_tokens(
     """Return every token of a turn's prompt and reply, with its text, logprob and the turn that added it."""
 
     def read(connection: Connection) -> TurnTokens:
-        session_pk, path = lineage.turns_to(connection, turn_id, principal.tenant)
+        session_pk, path = turns.turns_to(connection, turn_id, principal.tenant)
         credit = experiences.session_credit(connection, session_pk)
-        updates = trained.trained_in(connection, [session_pk]).get(session_pk, [])
+        updates = trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}
         return _tokens(path, services.sessions.template, credit, advantages)
 

@@ -18,7 +18,7 @@ from proxy.sessions.digests import tool_call_ids
 from proxy.sessions.forest import KnownTurn
 from proxy.sessions.memory import LiveSession, SessionCache
 from proxy.settings import ProxySettings
-from turnwise.store import history
+from turnwise.store import conversations
 from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, SessionStatus
 
@@ -196,7 +196,7 @@ def _read_candidates(
         Whether only the dialogue is equal, its digest, and the ids of the sessions.
     """
     find = functools.partial(
-        history.sessions_of_conversation,
+        conversations.sessions_of_conversation,
         connection,
         caller.tenant,
         caller.key_id,

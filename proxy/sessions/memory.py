@@ -24,7 +24,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
 from turnwise.json_text import dumps
-from turnwise.store import forks, history, queries
+from turnwise.store import conversations, forks, sessions
 from turnwise.store.database import Connection, Database
 from turnwise.types import Session, SessionKey, Turn
 
@@ -171,7 +171,7 @@ class SessionCache(LiveSessions):
 
         async def read() -> Session | None:
             with contextlib.suppress(NotFound):
-                return await self._database.fetch(queries.session, tenant, session_id)
+                return await self._database.fetch(sessions.read_session, tenant, session_id)
             return None
 
         return await self._load((tenant, session_id), read)
@@ -240,7 +240,7 @@ class SessionCache(LiveSessions):
         """Return the prompt and sampled ids of a turn."""
         tokens = turn.tokens
         if tokens is None:
-            turn.tokens = tokens = encode_ids(await self._database.fetch(history.full_tokens, turn.turn_id))
+            turn.tokens = tokens = encode_ids(await self._database.fetch(conversations.full_tokens, turn.turn_id))
             self.keep_tokens(live, turn)
         return tokens
 
@@ -276,7 +276,9 @@ class SessionCache(LiveSessions):
         """Return the stored turns that are not in memory, and the `seq` after the last stored turn."""
         tenant, session_id = live.key
         by_id = dict(live.forest.by_id)
-        unknown, num_read = history.unknown_turns(connection, tenant, session_id, first=live.num_read, known=by_id)
+        unknown, num_read = conversations.unknown_turns(
+            connection, tenant, session_id, first=live.num_read, known=by_id
+        )
         return known_turns(unknown, by_id, self.fields_read), num_read
 
 

@@ -27,9 +27,9 @@ from proxy.sessions.which import check_has_policy, check_id, end_user, next_id, 
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import history
+from turnwise.store import conversations
 from turnwise.store.database import Database
-from turnwise.store.idempotency import claim_target
+from turnwise.store.rewards import claim_target
 from turnwise.types import Session, SessionStatus, Split
 
 LONG_BYTES = 64 * 2**10
@@ -132,7 +132,7 @@ class Sessions:
         tenant, name = over.key
         newest = over.newest_number
         if newest is None:
-            newest = await self._database.fetch(history.newest_generation, tenant, next_prefix(name))
+            newest = await self._database.fetch(conversations.newest_generation, tenant, next_prefix(name))
         for number in itertools.count(max(newest, 2)):
             wanted = _opened_by_call(next_id(name, number), Caller(tenant, "", over.session.policy_id), call)
             user_id = over.session.user_id if wanted.user_id is None else wanted.user_id

@@ -18,7 +18,7 @@ import orjson
 from proxy.dialects.base import Call
 from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
 from turnwise.errors import Conflict, InvalidRequest
-from turnwise.store import history
+from turnwise.store import conversations
 from turnwise.store.database import Connection
 from turnwise.types import Json, Session
 
@@ -215,7 +215,7 @@ def newest_turn(connection: Connection, tenant: str, session_id: str, conversati
         session_id: the first session of the conversation.
         conversation_id: the conversation.
     """
-    newest = history.newest_generation(connection, tenant, next_prefix(session_id))
+    newest = conversations.newest_generation(connection, tenant, next_prefix(session_id))
     names = (next_id(session_id, number) for number in range(newest, 0, -1))
-    found = (history.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
+    found = (conversations.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
     return next(filter(None, found), None)

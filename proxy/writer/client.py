@@ -25,8 +25,8 @@ from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work
 from turnwise.errors import StoreUnavailable
 from turnwise.store import keys, retention, rows
 from turnwise.store.database import Connection
-from turnwise.store.new_turns import TurnRow
 from turnwise.store.retention import Deleted
+from turnwise.store.turns import TurnRow
 from turnwise.telemetry.tracing import current_request
 from turnwise.types import Session
 

@@ -32,9 +32,9 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
-from turnwise.store import ledger, new_turns
+from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database, attempt
-from turnwise.store.new_turns import TurnRow
+from turnwise.store.turns import TurnRow
 from turnwise.telemetry.logs import LogFormat, configure_logging
 from turnwise.types import Outcome, Reward, Session, Turn
 
@@ -221,7 +221,7 @@ class Committer:
         appends = {job.number: list(map(complete, job.work)) for job in batch if isinstance(job.work, list)}
         with self._database.write() as connection:
             if opens:
-                opened = ledger.create_sessions(connection, [session for _, session in opens])
+                opened = sessions.create_sessions(connection, [session for _, session in opens])
                 results |= zip((number for number, _ in opens), opened, strict=True)
             for job in batch:
                 if isinstance(job.work, Work):
@@ -244,7 +244,7 @@ class Committer:
 
 
 def _append(connection: Connection, appends: dict[int, list[TurnRow]]) -> dict[int, list[tuple[Any, ...]]]:
-    added = iter(new_turns.append(connection, list(itertools.chain.from_iterable(appends.values()))))
+    added = iter(turns.append_rows(connection, list(itertools.chain.from_iterable(appends.values()))))
     return {number: [_ending(connection, row, is_new=next(added)) for row in job] for number, job in appends.items()}
 
 
@@ -252,7 +252,7 @@ def _ending(connection: Connection, row: TurnRow, *, is_new: bool) -> tuple[Any,
     """Return the fields of an `Ending`."""
     if is_new:
         return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("routing_problem")
-    turn = new_turns.stored_turn(connection, row)
+    turn = turns.find_replayed(connection, row)
     return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id
 
 
@@ -311,7 +311,7 @@ def add_pickled(
 ) -> list[int]:
     """Do what `ledger.add_rewards` does with lines that a thread has pickled, because that would hold the loop."""
     lines: list[Reward] = pickle.loads(pickled)  # noqa: S301  from our own process
-    return ledger.add_rewards(
+    return rewards.add_rewards(
         connection, lines, idempotency_key=idempotency_key, body_digest=body_digest, retrain=retrain
     )
 

@@ -9,10 +9,11 @@ import sqlalchemy as sa
 from chaos.agents import CompleteReply, Observed
 from chaos.world import World
 
-from turnwise.store import queries, tables, trained
+from turnwise.store import schema, turns, updates
 from turnwise.store.database import Database
-from turnwise.store.lineage import TurnView
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
+from turnwise.store.sessions import list_sessions
+from turnwise.store.turns import TurnView
 from turnwise.types import Outcome
 
 ALL = 1_000_000
@@ -25,11 +26,11 @@ NUM_SHOWN = 10
 def stored_turns(database: Database) -> list[tuple[str, TurnView]]:
     """Return all turns with their tenants."""
     with database.read() as connection:
-        listed, _ = queries.sessions(connection, SessionFilter(), limit=ALL)
+        listed, _ = list_sessions(connection, SessionFilter(), limit=ALL)
         return [
             (session.tenant, view)
             for session in listed
-            for view in queries.turns(connection, session.tenant, session.session_id, limit=ALL)[0]
+            for view in turns.read_turns(connection, session.tenant, session.session_id, limit=ALL)[0]
         ]
 
 
@@ -37,7 +38,7 @@ def times_trained(database: Database) -> Counter[str]:
     """Return how often each turn was trained, by the records of the updates."""
     counts: Counter[str] = Counter()
     with database.read() as connection:
-        for record in trained.updates(connection, limit=ALL)[0]:
+        for record in updates.list_updates(connection, limit=ALL)[0]:
             counts.update(record.metrics["turn_ids"])
     return counts
 
@@ -136,11 +137,11 @@ def _not_what_was_sampled(world: World, stored: Sequence[tuple[str, TurnView]]) 
 
 def _wrong_rewards(database: Database, observed: Observed) -> list[str]:
     """A reward that was acknowledged is stored once, on its own turn."""
-    rewards, sessions = tables.rewards.c, tables.sessions.c
+    rewards, sessions = schema.rewards.c, schema.sessions.c
     with database.read() as connection:
         rows = connection.execute(
             sa.select(sessions.tenant, sessions.session_id, rewards.turn_id)
-            .join_from(tables.rewards, tables.sessions)
+            .join_from(schema.rewards, schema.sessions)
             .where(rewards.name == "step")
         )
         counts = Counter((row.tenant, row.session_id, row.turn_id) for row in rows)

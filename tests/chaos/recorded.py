@@ -27,7 +27,7 @@ from support.waiting import wait_until
 from turnwise_fake_engine import Script, running_fake_engine
 from turnwise_fake_engine.ledger import SeenCall
 
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import Json, Outcome
 
 NUM_WORKERS = 2

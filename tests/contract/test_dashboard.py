@@ -17,7 +17,7 @@ from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from proxy.routes.tokens import Characters, characters
 from turnwise.store import keys
-from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
+from turnwise.store.processes import TrainerState, TrainerStatus, report_status
 from turnwise.types import utc_now
 
 PUBLIC = {"readyz"}

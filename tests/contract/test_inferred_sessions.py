@@ -19,7 +19,7 @@ from turnwise_fake_engine.script import Fault, Reply, Rule, ToolCall
 
 from turnwise.store import keys
 from turnwise.store.database import Database
-from turnwise.store.tables import sessions
+from turnwise.store.schema import sessions
 
 Message = dict[str, Any]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]

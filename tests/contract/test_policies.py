@@ -22,9 +22,10 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
 
-from turnwise.store import keys, policies, rows, tables, trainer_status, versions
+from turnwise.store import keys, policies, processes, rows, schema
 from turnwise.store.database import Database
-from turnwise.store.trainer_status import TrainerStatus
+from turnwise.store.processes import TrainerStatus
+from turnwise.store.versions import publish_next
 from turnwise.types import PolicyKind, utc_now
 
 
@@ -64,7 +65,7 @@ class World:
         path = write_adapter(self.directory / f"adapter-{len(list(self.directory.iterdir()))}")
         with self.database.write() as conn:
             number = policies.find_policy(conn, tenant, policy).policy_id
-            version = versions.publish_next(conn, str(path), PolicyKind.LORA, metrics={}, policy_id=number).version
+            version = publish_next(conn, str(path), PolicyKind.LORA, metrics={}, policy_id=number).version
         wait_until(lambda: self.status(tenant, version) == status, f"it is {status}")
         return version
 
@@ -276,10 +277,10 @@ def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world:
         number, other = (policies.find_policy(conn, *each).policy_id for each in (("a", "support"), ("b", "own")))
         said = {"trainer": "2 of 8", f"trainer/{number}": "policy 'support': 3 of 8", f"trainer/{other}": "own"}
         for name, text in said.items():
-            trainer_status.report_status(conn, TrainerStatus(trainer_id=name, text=text, reported_at=utc_now()))
+            processes.report_status(conn, TrainerStatus(trainer_id=name, text=text, reported_at=utc_now()))
         for update, policy_id in ((1, number), (2, 0)):
             record = update_record(update, policy_id=policy_id)
-            conn.execute(sa.insert(tables.updates).values(**rows.UPDATES.row(record)))
+            conn.execute(sa.insert(schema.updates).values(**rows.UPDATES.row(record)))
     seen = {"admin-a": ({"trainer", f"trainer/{number}"}, 2), "admin-b": ({"trainer", f"trainer/{other}"}, 1)}
     for key, (trainers, num_updates) in seen.items():
         counts = world.get(key, "/v1/counts")
@@ -297,7 +298,7 @@ def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:
     world.add_policy("b", "support")
     served = {"support-a": world.publish("a", "support"), "support-b": world.publish("b", "support")}
     with world.database.write() as conn:
-        broken = versions.publish_next(
+        broken = publish_next(
             conn,
             str(world.directory / "missing"),
             PolicyKind.LORA,

@@ -14,9 +14,9 @@ from support.in_process import in_process_proxy
 from support.migrated import new_database
 from support.waiting import wait_until
 
-from turnwise.store import keys, ledger, queries
+from turnwise.store import keys, sessions
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Session, Split, utc_now
 
 TEN_DAYS = datetime.timedelta(days=10)
@@ -34,13 +34,13 @@ def add_ended(database: Database, *session_ids: str, tenant: str = "default", at
                 created_at=at,
                 last_active_at=at,
             )
-            ledger.create_session(connection, session)
-            ledger.end_session(connection, tenant, session_id)
+            sessions.create_session(connection, session)
+            sessions.end_session(connection, tenant, session_id)
 
 
 def session_ids(database: Database) -> set[str]:
     with database.read() as connection:
-        listed, _ = queries.sessions(connection, SessionFilter(), limit=100)
+        listed, _ = sessions.list_sessions(connection, SessionFilter(), limit=100)
     return {session.session_id for session in listed}
 
 
@@ -81,7 +81,7 @@ def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store: Database, tmp
 def test_forget_deletes_the_sessions_of_an_end_user(store: Database, tmp_path: Path) -> None:
     with store.write() as connection:
         for session_id, user_id in (("a", "kim"), ("b", "kim"), ("c", "lea"), ("d", None)):
-            ledger.create_session(connection, Session(session_id=session_id, user_id=user_id))
+            sessions.create_session(connection, Session(session_id=session_id, user_id=user_id))
     assert run(tmp_path, "forget", "--tenant", "default", "--user-id", "kim", "--yes")["num_sessions"] == 2
     assert session_ids(store) == {"c", "d"}
 

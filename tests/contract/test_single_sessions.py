@@ -12,7 +12,7 @@ from support.trainer_ledger import settings_for, train
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
-from turnwise.store import queries, trained
+from turnwise.store import overview, updates
 from turnwise.store.database import Database
 
 SYSTEM = {"role": "system", "content": "You are the help desk of a shop."}
@@ -45,8 +45,8 @@ def test_rated_calls_without_a_group_become_a_version(
     assert sorted(row.value for row in state.singles) == [0.0, 0.0, 1.0, 1.0]
     database = Database(proxy.database_url)
     with database.read() as connection:
-        assert queries.counts(connection).groups == {"trained": 4}
-        update = trained.last_update(connection)
+        assert overview.count_rows(connection).groups == {"trained": 4}
+        update = updates.last_update(connection)
     database.close()
     assert update is not None
     assert (update.metrics["num_single_sessions"], update.metrics["num_uniform_groups"]) == (4, 0)

@@ -18,8 +18,9 @@ from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, 
 from support.waiting import wait_until
 from turnwise_fake_engine import Script, running_fake_engine
 
-from turnwise.store import ledger
+from turnwise.store import rewards, sessions
 from turnwise.store.database import Database
+from turnwise.store.turns import append_turns
 from turnwise.types import Reward, Session, Turn
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -132,7 +133,7 @@ def store_large_session(url: str) -> None:
     database = Database(url)
     ids = np.full(100_000, 123_456, np.int32)
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="large"))
+        sessions.create_session(connection, Session(session_id="large"))
         turns = [
             Turn(
                 turn_id=f"t{number}",
@@ -146,9 +147,9 @@ def store_large_session(url: str) -> None:
             )
             for number in range(NUM_LARGE_TURNS)
         ]
-        ledger.append_turns(connection, turns)
-        ledger.add_rewards(connection, [Reward(session_id="large", value=1.0)])
-        ledger.end_session(connection, "default", "large")
+        append_turns(connection, turns)
+        rewards.add_rewards(connection, [Reward(session_id="large", value=1.0)])
+        sessions.end_session(connection, "default", "large")
     database.close()
 
 

@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
-from turnwise.store import queries, versions
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store import versions
+from turnwise.store.selection import SessionFilter
+from turnwise.store.sessions import list_sessions
+from turnwise.store.turns import read_turns
 from turnwise.types import Credit
 
 BENCH = Path(__file__).parents[2] / "bench" / "learning"
@@ -65,8 +67,8 @@ def start(bench, model, tmp_path):
 
 def turns_by_session(run):
     with run.db.read() as conn:
-        sessions, _ = queries.sessions(conn, SessionFilter(), limit=1000)
-        turns = {one.session_id: queries.turns(conn, one.tenant, one.session_id)[0] for one in sessions}
+        sessions, _ = list_sessions(conn, SessionFilter(), limit=1000)
+        turns = {one.session_id: read_turns(conn, one.tenant, one.session_id)[0] for one in sessions}
     return {session_id: [view.turn for view in views] for session_id, views in turns.items()}
 
 

@@ -25,7 +25,7 @@ from support.ports import free_port
 from support.proxies import running_proxy
 from support.waiting import wait_until
 
-from turnwise.store import keys, ledger
+from turnwise.store import keys, sessions, turns
 from turnwise.store.database import Database
 from turnwise.types import Session
 
@@ -133,11 +133,11 @@ def add_long_session(database: Database, tenant: str) -> str:
     """Store a session with a long chain; return its last turn."""
     turn = None
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="long", tenant=tenant))
+        sessions.create_session(connection, Session(session_id="long", tenant=tenant))
         for number in range(1, LONG_TURNS + 1):
             messages = [{"role": "user", "content": f"{number} " * (TURN_BYTES // len(f"{number} "))}]
             turn = make_turn(f"t{number}", turn, session_id="long", tenant=tenant, messages=messages)
-            ledger.append_turns(connection, [turn])
+            turns.append_turns(connection, [turn])
     assert turn is not None
     return turn.turn_id
 

@@ -30,7 +30,7 @@ from support.waiting import wait_until
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 from trainer.parallel import check_address
 from turnwise.errors import SettingsError
-from turnwise.store import queries, trained
+from turnwise.store import overview, updates
 
 SECONDS = 240.0
 PORT = 29431
@@ -142,7 +142,7 @@ class Run:
     def num_batches(self) -> int:
         """Return how many batches are acknowledged."""
         with self.db.read() as conn:
-            last = trained.last_update(conn)
+            last = updates.last_update(conn)
         return 0 if last is None else last.update_id
 
     def configs(self, policies: str, **more: int) -> dict[str, Path]:
@@ -196,6 +196,6 @@ def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a
     with machines.training(run.configs("policies", total_batches=3), **named) as running:
         assert [running[host].wait(SECONDS) for host in HOSTS] == [0, 0], machines.log("host-a")[-3000:]
     with run.db.read() as conn:
-        assert queries.counts(conn).groups == {"trained": 6}
-        assert [record.update_id for record in trained.updates(conn)[0]] == [3, 2, 1]
+        assert overview.count_rows(conn).groups == {"trained": 6}
+        assert [record.update_id for record in updates.list_updates(conn)[0]] == [3, 2, 1]
     run.db.close()

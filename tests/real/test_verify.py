@@ -15,7 +15,7 @@ from support.engines import RunningEngine
 from support.migrated import writing
 from support.proxies import running_proxy
 
-from turnwise.store.tables import policy_versions
+from turnwise.store.schema import policy_versions
 
 pytestmark = pytest.mark.engine
 SAMPLINGS = [

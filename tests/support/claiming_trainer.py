@@ -62,7 +62,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     from trainer.pacing import Position, SourceRule
     from trainer.source import LedgerSource
     from turnwise.errors import LeaseLost
-    from turnwise.store import trained
+    from turnwise.store import updates
     from turnwise.store.database import Database
 
     database = Database(url, lock_timeout_seconds=60)
@@ -84,7 +84,9 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     source = LedgerSource(database, rule)
     source.open(types.PolicyVersion(version=0, path="base"), 0)
     with database.read() as connection:
-        last = next((each for each in trained.updates(connection, limit=10_000)[0] if each.trainer_id == name), None)
+        last = next(
+            (each for each in updates.list_updates(connection, limit=10_000)[0] if each.trainer_id == name), None
+        )
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
     while (batch := source.next_batch(Position())) is not None:
         print(os.getpid(), "holds", flush=True)

@@ -18,7 +18,7 @@ import torch
 from trainer.publish import weight_server
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin.channel import Channel
-from turnwise.store import trainer_status
+from turnwise.store import processes
 from turnwise.store.database import Database
 
 STAGES = {
@@ -59,6 +59,6 @@ if __name__ == "__main__":
     for version in (1, 2):
         server.held.hold(version, weights(version), {"token_ids": [1], "logprobs": []})
     with database.write() as connection:
-        trainer_status.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
+        processes.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
     print("ready", flush=True)
     signal.pause()

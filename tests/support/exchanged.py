@@ -10,10 +10,10 @@ from support.commands import invoke
 from support.ledger_samples import finish, make_turn
 from support.migrated import new_database
 
-from turnwise.store import ledger
+from turnwise.store import sessions, turns
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.session_records import SessionRecord, session_records
+from turnwise.store.search import SessionRecord, session_records
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Session
 
 TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}]
@@ -38,8 +38,8 @@ def captured(tmp_path: Path) -> Database:
     t2 = make_turn("t2", t1, messages=[tool_message], response={"role": "assistant", "content": "lea"})
     t3 = make_turn("t3", t1, chain_id="t3", messages=[{"role": "user", "content": "Never mind."}])
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="s", task_id="kim", group_id="g"))
-        ledger.append_turns(connection, [t1, t2, t3])
+        sessions.create_session(connection, Session(session_id="s", task_id="kim", group_id="g"))
+        turns.append_turns(connection, [t1, t2, t3])
     finish(database, value=0.5)
     return database
 

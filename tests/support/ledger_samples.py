@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.store import ledger, queries
+from turnwise.store import overview, rewards, sessions
 from turnwise.store.database import Database
+from turnwise.store.turns import append_turns
 from turnwise.types import Reward, Session, Turn, UpdateRecord
 
 
@@ -40,7 +41,7 @@ def make_turn(turn_id: str, parent: Turn | None = None, *, session_id: str = "s"
 def add_session(database: Database, session_id: str = "s", *, turns: int = 1, **fields: Any) -> Session:
     """Store a session with a chain of turns `SESSION-t1`, `SESSION-t2` and so on, after `TENANT-` for other tenants."""
     with database.write() as connection:
-        session, _ = ledger.create_session(connection, Session(session_id=session_id, **fields))
+        session, _ = sessions.create_session(connection, Session(session_id=session_id, **fields))
         prefix = session_id if session.tenant == "default" else f"{session.tenant}-{session_id}"
         parent: Turn | None = None
         for number in range(1, turns + 1):
@@ -49,7 +50,7 @@ def add_session(database: Database, session_id: str = "s", *, turns: int = 1, **
             name = f"{prefix}-t{number}"
             chain_id = f"{prefix}-t1"
             turn = dataclasses.replace(turn, turn_id=name, parent_turn_id=parent_id, chain_id=chain_id)
-            ledger.append_turns(connection, [turn])
+            append_turns(connection, [turn])
             parent = turn
     return session
 
@@ -57,8 +58,8 @@ def add_session(database: Database, session_id: str = "s", *, turns: int = 1, **
 def finish(database: Database, session_id: str = "s", value: float = 1.0, tenant: str = "default") -> None:
     """Reward a session and end it."""
     with database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id=session_id, tenant=tenant, value=value)])
-        ledger.end_session(connection, tenant, session_id)
+        rewards.add_rewards(connection, [Reward(session_id=session_id, tenant=tenant, value=value)])
+        sessions.end_session(connection, tenant, session_id)
 
 
 def update_record(update_id: int, *, policy_version: int | None = None, **fields: Any) -> UpdateRecord:
@@ -71,4 +72,4 @@ def update_record(update_id: int, *, policy_version: int | None = None, **fields
 def groups_by_status(database: Database) -> dict[str, int]:
     """Return the number of groups in each status that one of them has."""
     with database.read() as connection:
-        return queries.counts(connection).groups
+        return overview.count_rows(connection).groups

@@ -16,8 +16,9 @@ from support.proxies import RunningProxy
 from turnwise_fake_engine import RunningFakeEngine
 from turnwise_fake_engine.script import Reply, Rule
 
-from turnwise.store import claims, engine_activity, queries, serving, tables, versions
+from turnwise.store import claims, processes, schema, serving, versions
 from turnwise.store.database import Database
+from turnwise.store.turns import read_turns
 from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord, utc_now
 
 TASKS = {
@@ -129,14 +130,14 @@ def _train(database: Database, number: int, num_updates: int) -> None:
     with database.write() as connection:
         minute = int(STARTED_AT.timestamp()) // 60 + number - 1
         busy = (1 << (20 + 4 * number)) - 1
-        engine_activity.add_activity(connection, {(minute, "made-up"): engine_activity.Activity((1 << 60) - 1, busy)})
+        processes.add_activity(connection, {(minute, "made-up"): processes.Activity((1 << 60) - 1, busy)})
         versions.publish_version(connection, version)
         # Nobody makes the files of these versions, so engines stay on version 0.
         versions.publish_version(connection, PolicyVersion(version=0, path="fake"))
         serving.pin_policy(connection, 0)
         connection.execute(
-            sa.update(tables.policy_versions)
-            .where(tables.policy_versions.c.version == number)
+            sa.update(schema.policy_versions)
+            .where(schema.policy_versions.c.version == number)
             .values(status=version.status.value, reload_seconds=version.reload_seconds)
         )
         trained = {}
@@ -144,7 +145,7 @@ def _train(database: Database, number: int, num_updates: int) -> None:
             task_id = group_id.rsplit("-", 1)[0]
             totals = [sum(_rewards_of(task_id, run, number, num_updates).values()) for run in range(GROUP_SIZE)]
             for run, total in enumerate(totals):
-                turns, _ = queries.turns(connection, "default", f"{group_id}-{run}")
+                turns, _ = read_turns(connection, "default", f"{group_id}-{run}")
                 advantage = total - sum(totals) / GROUP_SIZE
                 trained["default", f"{group_id}-{run}"] = {each.turn.turn_id: advantage for each in turns}
         claims.ack(connection, claimed, update, refused=refused, trained=trained)

@@ -30,10 +30,12 @@ from support.warm_start import WORKER_NAME, WRITER_NAME
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.processes.stack import command
-from turnwise.store import lineage, queries
+from turnwise.store import selection
 from turnwise.store.database import Database
-from turnwise.store.lineage import TurnView
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.rewards import rewards_of
+from turnwise.store.selection import SessionFilter
+from turnwise.store.sessions import list_sessions
+from turnwise.store.turns import TurnView, read_turns
 from turnwise.types import Reward, Session
 
 START_SECONDS = 120.0
@@ -68,23 +70,23 @@ class RunningProxy:
     def turns(self, session_id: str | None = None) -> list[TurnView]:
         """Return all stored turns, of one session or of all."""
         with self._reading() as connection:
-            listed, _ = queries.sessions(connection, SessionFilter(session_id=session_id), limit=ALL_ROWS)
+            listed, _ = list_sessions(connection, SessionFilter(session_id=session_id), limit=ALL_ROWS)
             return [
                 view
                 for each in listed
-                for view in queries.turns(connection, each.tenant, each.session_id, limit=ALL_ROWS)[0]
+                for view in read_turns(connection, each.tenant, each.session_id, limit=ALL_ROWS)[0]
             ]
 
     def sessions(self) -> list[Session]:
         """Return all stored sessions, the oldest first."""
         with self._reading() as connection:
-            return queries.sessions(connection, SessionFilter(), limit=ALL_ROWS)[0][::-1]
+            return list_sessions(connection, SessionFilter(), limit=ALL_ROWS)[0][::-1]
 
     def rewards(self) -> list[Reward]:
         """Return all stored lines of rewards, in order of arrival."""
         with self._reading() as connection:
-            found, _ = queries.session_rows(connection, SessionFilter(), limit=ALL_ROWS, after=None)
-            by_session = lineage.rewards_of(connection, [row.session_pk for row in found])
+            found, _ = selection.session_rows(connection, SessionFilter(), limit=ALL_ROWS, after=None)
+            by_session = rewards_of(connection, [row.session_pk for row in found])
             return sorted((line for lines in by_session.values() for line in lines), key=lambda line: line.reward_id)
 
     @contextlib.contextmanager

@@ -21,8 +21,9 @@ from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable
-from turnwise.store import serving, versions
+from turnwise.store import serving
 from turnwise.store.database import Database
+from turnwise.store.versions import list_versions, publish_version
 from turnwise.types import PolicyKind, PolicyVersion, Session
 
 
@@ -118,7 +119,7 @@ class Stage:
         broken = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
         place = write(self.directory / f"v{version}", tensors if whole else broken)
         with self.database.write() as connection:
-            versions.publish_version(connection, PolicyVersion(version=version, path=str(place), kind=kind))
+            publish_version(connection, PolicyVersion(version=version, path=str(place), kind=kind))
         return str(place)
 
     @contextlib.contextmanager
@@ -140,7 +141,7 @@ class Stage:
     def statuses(self) -> list[str]:
         """Return the stored status of each version, oldest first."""
         with self.database.read() as connection:
-            found, _ = versions.list_versions(connection)
+            found, _ = list_versions(connection)
         return [policy.status.value for policy in found[::-1]]
 
     @property

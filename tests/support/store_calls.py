@@ -18,45 +18,34 @@ from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
 from turnwise.store import (
-    archived_rows,
+    archive,
     arms,
-    changes,
     claims,
-    engine_activity,
-    evaluations,
+    conversations,
     experiences,
     feedback,
     forks,
     groups,
-    history,
-    idempotency,
     keys,
-    leases,
-    ledger,
-    lineage,
-    new_turns,
-    played,
+    overview,
     policies,
-    policy_summaries,
-    queries,
+    processes,
     retention,
+    rewards,
     rows,
+    schema,
     search,
+    selection,
     serving,
-    session_changes,
-    session_records,
-    summaries,
-    tables,
-    trained,
-    trainer_status,
-    usage,
+    sessions,
+    turns,
+    updates,
     versions,
 )
-from turnwise.store.engine_activity import Activity
-from turnwise.store.expected_advantages import with_advantages
+from turnwise.store.experiences import with_advantages
+from turnwise.store.processes import Activity, TrainerStatus
 from turnwise.store.search import Contents
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.trainer_status import TrainerStatus
+from turnwise.store.selection import SessionFilter
 from turnwise.types import (
     Feedback,
     FeedbackKind,
@@ -91,8 +80,8 @@ def _rewards(conn: sa.Connection) -> None:
         Reward(session_id="unrewarded", tenant="t", value=1.0),
     ]
     for _ in range(2):
-        ledger.add_rewards(conn, lines, idempotency_key="k", retrain=True)
-        idempotency.claim_target(conn, "t", "key", "k", "s")
+        rewards.add_rewards(conn, lines, idempotency_key="k", retrain=True)
+        rewards.claim_target(conn, "t", "key", "k", "s")
 
 
 def _release_deleted(conn: sa.Connection) -> None:
@@ -102,10 +91,10 @@ def _release_deleted(conn: sa.Connection) -> None:
     claims.release(opened(conn), dataclasses.replace(held, groups=tuple(deleted)))
 
 
-def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archived_rows.Row]]:
+def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archive.Row]]:
     found = retention.over_since(conn, NOW + WEEK, limit=2)
     assert found
-    return {name: list(archived_rows.select_rows(conn, name, found)) for name in archived_rows.TABLES}
+    return {name: list(archive.select_rows(conn, name, found)) for name in archive.TABLES}
 
 
 def _archive(conn: sa.Connection) -> None:
@@ -114,14 +103,14 @@ def _archive(conn: sa.Connection) -> None:
     retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
     while retention.sweep(conn):
         pass
-    assert all(archived_rows.insert_session(conn, each) for each in archived_rows.grouped(rows_of))
+    assert all(archive.insert_session(conn, each) for each in archive.grouped(rows_of))
 
 
 def _base(conn: sa.Connection) -> None:
     """Publish a first version by hand; bind an empty store to a model, and one that another release has bound."""
-    conn.execute(sa.delete(tables.policy_versions).where(tables.policy_versions.c.version >= 0))
+    conn.execute(sa.delete(schema.policy_versions).where(schema.policy_versions.c.version >= 0))
     versions.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
-    conn.execute(sa.delete(tables.policy_versions).where(tables.policy_versions.c.version >= 0))
+    conn.execute(sa.delete(schema.policy_versions).where(schema.policy_versions.c.version >= 0))
     base = PolicyVersion(version=0, path="/no/model")
     versions.adopt_base(conn, base)
     versions.adopt_base(conn, dataclasses.replace(base, model_digest="d"))
@@ -129,7 +118,7 @@ def _base(conn: sa.Connection) -> None:
 
 def _named_policies(conn: sa.Connection) -> None:
     """Create a policy, again, and one that starts from its adapter; publish a version, and bind a key."""
-    conn.execute(sa.update(tables.policy_versions).values(kind=PolicyKind.LORA.value))
+    conn.execute(sa.update(schema.policy_versions).values(kind=PolicyKind.LORA.value))
     support, _ = policies.create_policy(conn, "t", "support")
     policies.create_policy(conn, "t", "support")
     adapter = versions.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
@@ -147,7 +136,7 @@ def _named_policies(conn: sa.Connection) -> None:
     policies.names_of_policies(conn)
     for is_archived in (True, False):
         policies.archive_policy(conn, "t", "support", is_archived=is_archived, max_policies=9)
-    policy_summaries.trained_tokens_since(conn, "t", NOW)
+    policies.trained_tokens_since(conn, "t", NOW)
     with contextlib.suppress(Conflict):
         policies.create_policy(conn, "t", "too-many", max_policies=1)
     policies.create_policy(conn, "t", "brought", adapter="/adapter")
@@ -159,11 +148,11 @@ def _named_policies(conn: sa.Connection) -> None:
 
 
 def _lease(conn: sa.Connection) -> None:
-    token = leases.acquire_lease(conn, "reload", "one", 60)
-    assert leases.acquire_lease(conn, "reload", "two", 60) is None
+    token = processes.acquire_lease(conn, "reload", "one", 60)
+    assert processes.acquire_lease(conn, "reload", "two", 60) is None
     assert token is not None
-    leases.under_lease(conn, "reload", token, 60, serving.activate_version, 1)
-    leases.renew_lease(conn, "reload", token, 0)
+    processes.under_lease(conn, "reload", token, 60, serving.activate_version, 1)
+    processes.renew_lease(conn, "reload", token, 0)
 
 
 def _pins(conn: sa.Connection) -> None:
@@ -204,17 +193,17 @@ def _keys(conn: sa.Connection) -> None:
     keys.record_use(conn, key_id)
     keys.list_keys(conn, "t")
     keys.revoke_key(conn, key_id, tenant="t")
-    usage.add_usage(conn, {("t", key_id, 1): 5})
-    usage.used_by_key(conn, "t", key_id, since_day=1)
-    usage.used_by_key(conn, "t", since_day=1)
+    keys.add_usage(conn, {("t", key_id, 1): 5})
+    keys.used_by_key(conn, "t", key_id, since_day=1)
+    keys.used_by_key(conn, "t", since_day=1)
 
 
 def _regroup(conn: sa.Connection) -> None:
     """Move a session from its own group to another, and set the size of that group."""
     changed = Session(session_id="s", tenant="t", group_id="g", group_size=3)
-    session_changes.change_session(conn, changed, {"group_id"})
-    session_changes.change_session(conn, changed, {"group_size"})
-    session_changes.change_session(conn, changed, {"group_size"})
+    sessions.change_session(conn, changed, {"group_id"})
+    sessions.change_session(conn, changed, {"group_size"})
+    sessions.change_session(conn, changed, {"group_size"})
     groups.describe_training(conn, changed)
 
 
@@ -246,73 +235,73 @@ def _session(session_id: str, **fields: Any) -> Session:
 
 TENANT = SessionFilter(tenant="t")
 OF_TENANT: dict[str, Ask] = {
-    "a page of sessions": lambda c: queries.sessions(c, TENANT),
-    "a later page": lambda c: queries.sessions(c, TENANT, after="over", max_bytes=1),
-    "sessions of a task": lambda c: queries.sessions(c, SessionFilter(tenant="t", task_id="x")),
-    "sessions of a group": lambda c: queries.sessions(c, SessionFilter(tenant="t", group_id="g")),
-    "sessions of a split": lambda c: queries.sessions(c, SessionFilter(tenant="t", split=Split.EVAL)),
-    "labelled sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", label="golden")),
-    "sessions of a policy": lambda c: queries.sessions(c, SessionFilter(tenant="t", policy="support")),
-    "open sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", status=SessionStatus.OPEN)),
+    "a page of sessions": lambda c: sessions.list_sessions(c, TENANT),
+    "a later page": lambda c: sessions.list_sessions(c, TENANT, after="over", max_bytes=1),
+    "sessions of a task": lambda c: sessions.list_sessions(c, SessionFilter(tenant="t", task_id="x")),
+    "sessions of a group": lambda c: sessions.list_sessions(c, SessionFilter(tenant="t", group_id="g")),
+    "sessions of a split": lambda c: sessions.list_sessions(c, SessionFilter(tenant="t", split=Split.EVAL)),
+    "labelled sessions": lambda c: sessions.list_sessions(c, SessionFilter(tenant="t", label="golden")),
+    "sessions of a policy": lambda c: sessions.list_sessions(c, SessionFilter(tenant="t", policy="support")),
+    "open sessions": lambda c: sessions.list_sessions(c, SessionFilter(tenant="t", status=SessionStatus.OPEN)),
     "a search": lambda c: search.search_sessions(c, TENANT, CONTENTS),
     "a later search": lambda c: search.search_sessions(c, TENANT, CONTENTS, after="over"),
     "a search without contents": lambda c: search.search_sessions(c, TENANT, Contents()),
     "a search by rewards": lambda c: search.search_sessions(c, TENANT, Contents(min_reward=0.0)),
-    "a page's summaries": lambda c: summaries.summaries(
-        c, [queries.session(c, "t", "s"), queries.session(c, "t", "over")]
+    "a page's summaries": lambda c: search.summaries(
+        c, [sessions.read_session(c, "t", "s"), sessions.read_session(c, "t", "over")]
     ),
-    "a session's own rewards": lambda c: queries.session_with_rewards(c, "t", "s"),
-    "changes": lambda c: changes.read_state(c, "t"),
+    "a session's own rewards": lambda c: sessions.read_session_with_rewards(c, "t", "s"),
+    "changes": lambda c: overview.read_state(c, "t"),
     "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over")),
-    "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False, max_bytes=1),
-    "a later page of turns": lambda c: queries.turns(c, "t", "s", after="t-s-t1", max_bytes=1),
-    "whole turns": lambda c: queries.turns(c, "t", "s"),
-    "a turn": lambda c: queries.turn(c, "t", "t-s-t1"),
-    "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
-    "a turn's tokens": lambda c: history.full_tokens(c, "t-s-t1"),
-    "a turn's session": lambda c: queries.session_of_turn(c, "t", "t-s-t1"),
-    "a turn's path": lambda c: lineage.turns_to(c, "t-s-t2", "t"),
-    "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
-    "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
-    "a dialogue": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),
-    "later sessions of an id": lambda c: history.newest_generation(c, "t", "s~"),
-    "a conversation of the Responses API": lambda c: history.newest_in_conversation(c, "t", "s", "conv"),
-    "a repeated call": lambda c: queries.stored_turn(c, "t", "s", request_key="key"),
-    "counts of a tenant": lambda c: queries.counts(c, "t"),
-    "the number of a tenant's sessions": lambda c: session_records.count_sessions(c, TENANT),
-    "an export of a tenant": lambda c: list(session_records.session_records(c, TENANT)),
+    "a page of turns": lambda c: turns.read_turns(c, "t", "s", whole_prompt=False, max_bytes=1),
+    "a later page of turns": lambda c: turns.read_turns(c, "t", "s", after="t-s-t1", max_bytes=1),
+    "whole turns": lambda c: turns.read_turns(c, "t", "s"),
+    "a turn": lambda c: turns.read_turn(c, "t", "t-s-t1"),
+    "an added turn": lambda c: turns.read_turn(c, "t", "t-s-t1", whole_prompt=False),
+    "a turn's tokens": lambda c: conversations.full_tokens(c, "t-s-t1"),
+    "a turn's session": lambda c: selection.session_of_turn(c, "t", "t-s-t1"),
+    "a turn's path": lambda c: turns.turns_to(c, "t-s-t2", "t"),
+    "a session's unknown turns": lambda c: conversations.unknown_turns(c, "t", "s", first=0, known=()),
+    "a conversation": lambda c: conversations.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
+    "a dialogue": lambda c: conversations.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),
+    "later sessions of an id": lambda c: conversations.newest_generation(c, "t", "s~"),
+    "a conversation of the Responses API": lambda c: conversations.newest_in_conversation(c, "t", "s", "conv"),
+    "a repeated call": lambda c: turns.find_turn(c, "t", "s", request_key="key"),
+    "counts of a tenant": lambda c: overview.count_rows(c, "t"),
+    "the number of a tenant's sessions": lambda c: search.count_sessions(c, TENANT),
+    "an export of a tenant": lambda c: list(search.session_records(c, TENANT)),
     "experiences of a tenant": lambda c: list(experiences.experiences(c, TENANT)),
     "experiences of a group": lambda c: list(with_advantages(c, dataclasses.replace(TENANT, group_id="g"))),
     "experiences of groups": lambda c: list(experiences.experiences_of_groups(c, [1])),
-    "last updates of sessions": lambda c: trained.last_updates(c, "t", ["s"]),
-    "versions of an evaluation": lambda c: evaluations.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
-    "imported sessions": lambda c: session_records.imported_digests(c, "t", ["s"]),
+    "last updates of sessions": lambda c: updates.last_updates(c, "t", ["s"]),
+    "versions of an evaluation": lambda c: experiences.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
+    "imported sessions": lambda c: search.imported_digests(c, "t", ["s"]),
     "what a session waits for": lambda c: groups.describe_training(c, _session("member", group_id="g")),
-    "a new session": lambda c: ledger.create_session(c, _session("n", group_id="g2")),
-    "a new session of a group": lambda c: ledger.create_session(c, _session("n", group_id="g")),
-    "a session that exists": lambda c: ledger.create_session(c, _session("s")),
-    "sessions of calls": lambda c: ledger.create_sessions(c, [_session(name) for name in ("n", "m", "s", "n")]),
-    "a changed session": lambda c: session_changes.change_session(c, _session("s", metadata={"a": 1}), {"metadata"}),
+    "a new session": lambda c: sessions.create_session(c, _session("n", group_id="g2")),
+    "a new session of a group": lambda c: sessions.create_session(c, _session("n", group_id="g")),
+    "a session that exists": lambda c: sessions.create_session(c, _session("s")),
+    "sessions of calls": lambda c: sessions.create_sessions(c, [_session(name) for name in ("n", "m", "s", "n")]),
+    "a changed session": lambda c: sessions.change_session(c, _session("s", metadata={"a": 1}), {"metadata"}),
     "a changed group": _regroup,
-    "a turn to append": lambda c: ledger.append_turns(c, [_turn()]),
+    "a turn to append": lambda c: turns.append_turns(c, [_turn()]),
     "a turn that is stored": lambda c: (
-        ledger.append_turns(c, [inferred_turn("t8")]),
-        new_turns.stored_turn(c, rows.TURNS.row(inferred_turn("t8"))),
+        turns.append_turns(c, [inferred_turn("t8")]),
+        turns.find_replayed(c, rows.TURNS.row(inferred_turn("t8"))),
     ),
     "the path of a fork": lambda c: forks.read_path(c, _session("f"), "t-s-t2", before=True),
     "a fork": lambda c: [forks.copy_turns(c, _session("f"), "t-s-t1", ["t-s-t1", "t-s-t2"]) for _ in range(2)],
-    "a chain's role": lambda c: session_changes.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
+    "a chain's role": lambda c: turns.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
     "rewards": _rewards,
     "feedback": lambda c: (_feedback(c, "Rome"), _feedback(c, "Oslo"), feedback.feedback_of(c, "t", "s")),
     "a session with feedback that is deleted": lambda c: (_feedback(c, "Rome"), retention.delete_session(c, "t", "s")),
-    "a label": lambda c: session_changes.set_label(c, "t", "s", Label(label="golden")),
-    "a removed label": lambda c: session_changes.remove_label(c, "t", "over", "golden"),
-    "an end": lambda c: ledger.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),
+    "a label": lambda c: sessions.set_label(c, "t", "s", Label(label="golden")),
+    "a removed label": lambda c: sessions.remove_label(c, "t", "over", "golden"),
+    "an end": lambda c: sessions.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),
     "keys and their usage": _keys,
     "a deleted session": lambda c: retention.delete_session(c, "t", "s"),
     "a deleted tenant": lambda c: retention.delete_tenant(c, "t"),
     "the sessions of an end user": lambda c: (
-        session_changes.change_session(c, _session("over", user_id="kim"), {"user_id"}),
+        sessions.change_session(c, _session("over", user_id="kim"), {"user_id"}),
         retention.delete_all(
             opened(c), lambda conn: retention.delete_sessions(conn, SessionFilter(tenant="t", user_id="kim"))
         ),
@@ -344,23 +333,23 @@ GROWING_WITH_THE_TENANT = frozenset(
 """Of the calls of one tenant, those that read many of its sessions. The others read one session, turn or group."""
 
 OF_ALL: dict[str, Ask] = {
-    "labelled sessions of all tenants": lambda c: queries.sessions(c, SessionFilter(label="golden")),
-    "the newest eval sessions": lambda c: queries.sessions(c, SessionFilter(split=Split.EVAL), limit=10),
-    "the regression set": lambda c: evaluations.regression_set(c, 4, ["golden"], roles=set(Role)),
-    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), trained.summarise_updates(c, "t")),
-    "updates": lambda c: trained.list_updates(c, "t"),
+    "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
+    "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),
+    "the regression set": lambda c: experiences.regression_set(c, 4, ["golden"], roles=set(Role)),
+    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), updates.summarise_updates(c, "t")),
+    "updates": lambda c: updates.list_update_views(c, "t"),
     "later updates": lambda c: (
-        trained.list_updates(c, "t", after=9),
-        trained.updates(c, after=9, tenant="t"),
-        trained.updates_after(c, 9),
+        updates.list_update_views(c, "t", after=9),
+        updates.list_updates(c, after=9, tenant="t"),
+        updates.updates_after(c, 9),
     ),
     "the last update": lambda c: (
-        trained.last_update(c),
-        trained.last_update(c, policy_id=0),
-        trained.last_update_id(c),
+        updates.last_update(c),
+        updates.last_update(c, policy_id=0),
+        updates.last_update_id(c),
     ),
-    "digests of an update": lambda c: trained.trained_digests(c, 1),
-    "groups for the metrics": queries.unfinished_groups,
+    "digests of an update": lambda c: updates.trained_digests(c, 1),
+    "groups for the metrics": overview.unfinished_groups,
     "imported groups": groups.imported_groups,
     "claimable groups": lambda c: (claims.num_claimable(c), claims.num_claimable(c, with_imported=True)),
     "open sessions with a reward": claims.num_open_with_reward,
@@ -370,7 +359,7 @@ OF_ALL: dict[str, Ask] = {
     "a renewed claim": lambda c: claims.renew(opened(c), claim(c), 60),
     "a released claim": lambda c: claims.release(opened(c), claim(c)),
     "a released claim of deleted groups": _release_deleted,
-    "a trainer's lineage": lambda c: trained.check_lineage(c, range(10_000)),
+    "a trainer's lineage": lambda c: updates.check_lineage(c, range(10_000)),
     "a dead trainer's claim": lambda c: claims.take_back(opened(c), "trainer"),
     "an update": lambda c: acknowledge(c, 2, "over"),
     "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
@@ -385,35 +374,35 @@ OF_ALL: dict[str, Ask] = {
     "states of a version": _versions,
     "a hold-out": _holdout,
     "sessions for the sentinels": lambda c: (
-        played.live_sessions(c, 4),
-        played.live_sessions(c, 4, newest=True),
-        played.held_out_sessions(c, 1, 4),
+        experiences.live_sessions(c, 4),
+        experiences.live_sessions(c, 4, newest=True),
+        experiences.held_out_sessions(c, 1, 4),
     ),
     "a lease": _lease,
-    "engine activity": lambda c: [engine_activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
-    "idle shares of engines": lambda c: engine_activity.idle_shares(c, {1: (NOW - WEEK, NOW)}),
+    "engine activity": lambda c: [processes.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
+    "idle shares of engines": lambda c: processes.idle_shares(c, {1: (NOW - WEEK, NOW)}),
     "trainers": lambda c: (
-        trainer_status.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
-        trainer_status.note_sign_of_life(c, "trainer"),
-        trainer_status.trainer_statuses(c, "t"),
-        trainer_status.delete_report(c, "trainer"),
+        processes.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
+        processes.note_sign_of_life(c, "trainer"),
+        processes.trainer_statuses(c, "t"),
+        processes.delete_report(c, "trainer"),
     ),
     "what a trainer keeps": lambda c: (
-        trainer_status.keep_state(c, 0, {"buffer": [{"group": name_digest(("t", "g"))}], "singles": []}),
-        trainer_status.kept_state(c, 0),
-        trainer_status.forget_in_states(c, [("t", "s")], [("t", "g")]),
+        processes.keep_state(c, 0, {"buffer": [{"group": name_digest(("t", "g"))}], "singles": []}),
+        processes.kept_state(c, 0),
+        processes.forget_in_states(c, [("t", "s")], [("t", "g")]),
     ),
     "weights in memory": lambda c: (
-        trainer_status.announce_weights(c, "trainer", "http://trainer", NOW),
-        trainer_status.weight_urls(c),
+        processes.announce_weights(c, "trainer", "http://trainer", NOW),
+        processes.weight_urls(c),
     ),
     "all keys": lambda c: (keys.any_keys(c), keys.tenants_with_keys(c), keys.list_keys(c), keys.server_secret(c)),
-    "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),
-    "idle sessions with a reward": lambda c: ledger.end_rewarded_sessions(c, NOW + WEEK),
+    "idle sessions": lambda c: sessions.expire_idle_sessions(c, NOW + WEEK),
+    "idle sessions with a reward": lambda c: sessions.end_rewarded_sessions(c, NOW + WEEK),
     "stalled groups": lambda c: changed(c, groups.stalled(NOW + WEEK, "train")),
     "stalled groups to drop": lambda c: changed(c, groups.stalled(NOW + WEEK, "drop")),
     "groups without rewards": lambda c: changed(c, groups.unrewarded(NOW + WEEK)),
-    "old answers": lambda c: idempotency.forget_answers(c, NOW - WEEK),
+    "old answers": lambda c: rewards.forget_answers(c, NOW - WEEK),
     "old sessions": lambda c: retention.prune(c, NOW + WEEK),
     "no more sessions to archive": lambda c: retention.over_since(c, LONG_AGO),
     "later sessions to archive": lambda c: retention.over_since(
@@ -425,13 +414,13 @@ OF_ALL: dict[str, Ask] = {
 """Calls of the trainer and of maintenance, which are of all tenants."""
 
 OF_THE_WHOLE_STORE: dict[str, Ask] = {
-    "an export of everything": lambda c: list(session_records.session_records(c, SessionFilter())),
-    "the number of all sessions": lambda c: session_records.count_sessions(c, SessionFilter()),
-    "counts of the store": queries.counts,
-    "all updates": trained.all_updates,
-    "summaries of policies": policy_summaries.summarise_policies,
+    "an export of everything": lambda c: list(search.session_records(c, SessionFilter())),
+    "the number of all sessions": lambda c: search.count_sessions(c, SessionFilter()),
+    "counts of the store": overview.count_rows,
+    "all updates": updates.all_updates,
+    "summaries of policies": policies.summarise_policies,
     "versions on disk": lambda c: versions.measured_versions(c, 0),
-    "evaluated versions": evaluations.evaluated_versions,
+    "evaluated versions": versions.evaluated_versions,
 }
 """Calls of commands that read everything, by their purpose."""
 
@@ -439,7 +428,7 @@ CALLS = {**OF_TENANT, **OF_ALL, **OF_THE_WHOLE_STORE}
 
 
 def _pk(conn: sa.Connection, session_id: str) -> int:
-    return int(queries.session_row(conn, "t", session_id).session_pk)
+    return int(selection.session_row(conn, "t", session_id).session_pk)
 
 
 def _turn() -> Turn:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, update_record
 
-from turnwise.store import claims, keys, ledger, rows, session_changes, tables
+from turnwise.store import claims, keys, rows, schema, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.statements import insert_rows
 from turnwise.types import (
@@ -78,9 +78,9 @@ def fill(database: Database) -> None:
     add_session(database, "held-out", tenant="t", split=Split.EVAL)
     finish(database, "held-out", tenant="t")
     with database.write() as conn:
-        ledger.append_turns(conn, [inferred_turn("t8")])
-        ledger.end_session(conn, "t", "unrewarded")
-        session_changes.set_label(conn, "t", "over", Label(label="golden"))
+        turns.append_turns(conn, [inferred_turn("t8")])
+        sessions.end_session(conn, "t", "unrewarded")
+        sessions.set_label(conn, "t", "over", Label(label="golden"))
         keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key")
 
 
@@ -103,14 +103,14 @@ def fill_more(database: Database, num_groups: int, tenants: Sequence[str] = OTHE
     packed: dict[sa.Table, list[dict[str, Any]]] = {
         table: []
         for table in (
-            tables.groups,
-            tables.sessions,
-            tables.turns,
-            tables.rewards,
-            tables.feedback,
-            tables.trained_sessions,
-            tables.session_labels,
-            tables.idempotency,
+            schema.groups,
+            schema.sessions,
+            schema.turns,
+            schema.rewards,
+            schema.feedback,
+            schema.trained_sessions,
+            schema.session_labels,
+            schema.idempotency,
         )
     }
     for number in range(num_groups):
@@ -128,7 +128,7 @@ def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dic
     is_open = status is GroupStatus.OPEN
     group_id = f"g-{place}"
     yield (
-        tables.groups,
+        schema.groups,
         {
             "group_pk": pk,
             "tenant": tenant,
@@ -146,19 +146,19 @@ def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dic
     session = Session(session_id=f"s-{group_id}", tenant=tenant, task_id="x", group_id=group_id)
     ended = {} if is_open else {"status": SessionStatus.ENDED.value}
     yield (
-        tables.sessions,
+        schema.sessions,
         {**rows.session_row(session, pk), "session_pk": pk, "num_turns": 2, "num_rewards": 1, **ended},
     )
     for seq in range(2):
         turn = make_turn(f"t{seq}", seq=seq, step=seq, inferred_by=f"key-of-{tenant}", history_digest=b"d")
         turn = dataclasses.replace(turn, turn_id=f"{tenant}-{group_id}-{seq}", dialogue_digest=b"d")
-        yield tables.turns, rows.turn_row(turn, pk)
-    yield tables.rewards, rows.reward_row(Reward(session_id="", value=1.0), pk)
+        yield schema.turns, rows.turn_row(turn, pk)
+    yield schema.rewards, rows.reward_row(Reward(session_id="", value=1.0), pk)
     content = {"turn_id": "", "kind": "boolean", "name": "feedback", "content": "{}", "created_at": 0}
-    yield tables.feedback, {"session_pk": pk, "group_id": None, "source": None, "written_by": None, **content}
+    yield schema.feedback, {"session_pk": pk, "group_id": None, "source": None, "written_by": None, **content}
     trained_in = {"session_pk": pk, "update_id": 1, "policy_version": 1, "advantages": "{}"}
-    yield tables.trained_sessions, trained_in
-    yield tables.session_labels, rows.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)
+    yield schema.trained_sessions, trained_in
+    yield schema.session_labels, rows.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)
     request = {"tenant": tenant, "session_id": group_id, "key": group_id}
     answer = {**request, "body_digest": b"", "answer": "[]", "created_at": 0}
-    yield tables.idempotency, answer
+    yield schema.idempotency, answer

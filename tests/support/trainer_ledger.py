@@ -17,9 +17,11 @@ from trainer.policies import Policies
 from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.chains import IMPORTED
-from turnwise.store import ledger
+from turnwise.store import sessions
 from turnwise.store.database import Database
 from turnwise.store.policies import create_policy
+from turnwise.store.rewards import add_rewards
+from turnwise.store.turns import append_turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn
 
 GOOD = 24
@@ -88,10 +90,10 @@ class Rollouts:
             fresh = [1 + number, 2 + run % 2]
             tokens += sampled + fresh
         with self.db.write() as conn:
-            ledger.create_session(conn, session)
-            ledger.append_turns(conn, turns)
-            ledger.add_rewards(conn, rewards)
-            ledger.end_session(conn, "default", session_id)
+            sessions.create_session(conn, session)
+            append_turns(conn, turns)
+            add_rewards(conn, rewards)
+            sessions.end_session(conn, "default", session_id)
 
     def _sample(self, tokens: list[int], rng: torch.Generator) -> tuple[list[int], list[float]]:
         temperature = self.sampling.get("temperature", 1.0)
@@ -112,7 +114,7 @@ def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict
         for number, (reward, reply) in enumerate(replies.items()):
             session_id = f"{group_id}-{number}"
             of_group = {"group_id": group_id, "group_size": len(replies), "opened_by": IMPORT}
-            ledger.create_session(conn, Session(session_id=session_id, task_id=group_id, run=number, **of_group))
+            sessions.create_session(conn, Session(session_id=session_id, task_id=group_id, run=number, **of_group))
             turn = Turn(
                 turn_id=f"{session_id}-t0",
                 session_id=session_id,
@@ -125,9 +127,9 @@ def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict
                 policy_version_first=-1,
                 policy_version_last=-1,
             )
-            ledger.append_turns(conn, [turn])
-            ledger.add_rewards(conn, [Reward(session_id=session_id, value=reward, source=IMPORT)])
-            ledger.end_session(conn, "default", session_id)
+            append_turns(conn, [turn])
+            add_rewards(conn, [Reward(session_id=session_id, value=reward, source=IMPORT)])
+            sessions.end_session(conn, "default", session_id)
 
 
 def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSettings:

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from trainer.publish.weight_server import WeightRule, WeightServer
-from turnwise.store import trainer_status
+from turnwise.store import processes
 from turnwise.store.database import Database
 
 
@@ -34,7 +34,7 @@ def weights_in_memory(database_url: str) -> Iterator[WeightsInMemory]:
     try:
         for url in (server.url, None):
             with database.write() as connection:
-                trainer_status.announce_weights(connection, "trainer", url, datetime.now(UTC))
+                processes.announce_weights(connection, "trainer", url, datetime.now(UTC))
             if url is not None:
                 yield WeightsInMemory(server)
     finally:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from turnwise.chains import Experience
     from turnwise.client import Client
     from turnwise.store.database import Connection, Database
-    from turnwise.store.session_filter import SessionFilter
+    from turnwise.store.selection import SessionFilter
 
 EXPERIENCE_FORMATS = ("jsonl", "axolotl", "parquet", "hf")
 CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai", "trl", "trl-pairs", "verl")
@@ -152,7 +152,7 @@ def _is_at_least(reward: float | None, bound: float | None) -> bool:
 
 def _sessions(conn: Connection, wanted: SessionFilter) -> Iterator[Json]:
     from turnwise.exchange import session_document as documents
-    from turnwise.store.session_records import session_records
+    from turnwise.store.search import session_records
 
     return map(documents.session_document, session_records(conn, wanted))
 
@@ -169,8 +169,7 @@ def _write_experiences(
     reward_bonus_coeff: float,
     min_reward: float | None,
 ) -> int:
-    from turnwise.store.expected_advantages import with_advantages
-    from turnwise.store.experiences import Shape
+    from turnwise.store.experiences import Shape, with_advantages
 
     policy = None if credit is None else Credit(credit)
     shape = Shape(credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge)

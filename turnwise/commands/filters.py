@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from turnwise.store.session_filter import SessionFilter
+    from turnwise.store.selection import SessionFilter
 
 NAMES = ("tenant", "task_id", "group_id", "session_id", "split", "status", "user_id", "label", "policy", "metadata")
 """The options, by the name of the filter."""
@@ -34,7 +34,7 @@ def filter_options(command: Any) -> Any:
 
 def filter_of(given: dict[str, Any]) -> SessionFilter:
     """Return the filter of a command's options, and remove them from `given`."""
-    from turnwise.store.session_filter import SessionFilter
+    from turnwise.store.selection import SessionFilter
     from turnwise.types import SessionStatus, Split
 
     kinds: dict[str, Callable[[str], Any]] = {"split": Split, "status": SessionStatus}

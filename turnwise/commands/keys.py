@@ -60,14 +60,14 @@ def keys_create(
             print_records({field: created[field] for field in CREATED}, as_json=as_json)
             return
     from turnwise.commands.store import opened
-    from turnwise.store import keys as stored
+    from turnwise.store.keys import KeyRole, create_key
 
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
     with opened(database_url(database)) as store, store.write() as conn:
-        key_id, key = stored.create_key(
+        key_id, key = create_key(
             conn,
             tenant or "default",
-            stored.KeyRole(role),
+            KeyRole(role),
             name,
             expires_at=expires_at,
             token_budget=token_budget,
@@ -91,13 +91,12 @@ def keys_list(tenant: str | None, database: str | None, url: str | None, api_key
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import keys as stored
-    from turnwise.store import usage
+    from turnwise.store.keys import list_keys, used_by_key
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        used = usage.used_by_key(conn, tenant)
-        found = [{**values_of(key), "tokens_used": used.get(key.key_id, 0)} for key in stored.list_keys(conn, tenant)]
+        used = used_by_key(conn, tenant)
+        found = [{**values_of(key), "tokens_used": used.get(key.key_id, 0)} for key in list_keys(conn, tenant)]
     print_stored(found, "keys", place, as_json=as_json, columns=KEY_COLUMNS)
 
 
@@ -116,8 +115,8 @@ def keys_revoke(key_id: str, database: str | None, url: str | None, api_key: str
 def _revoke(database: str | None, key_id: str) -> Json:
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import keys as stored
+    from turnwise.store.keys import revoke_key
 
     with opened(database_url(database)) as store, store.write() as conn:
-        revoked: Json = values_of(stored.revoke_key(conn, key_id))
+        revoked: Json = values_of(revoke_key(conn, key_id))
     return revoked

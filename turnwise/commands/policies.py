@@ -54,12 +54,12 @@ def policies(
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import policies as stored
     from turnwise.store import serving, versions
+    from turnwise.store.policies import list_policies
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        named = {policy.policy_id: policy for policy in stored.list_policies(conn)}
+        named = {policy.policy_id: policy for policy in list_policies(conn)}
         pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [
             _with_lift(_with_metrics(values_of(policy), "reward_mean"))
@@ -89,13 +89,13 @@ def list_named(database: str | None, url: str | None, api_key: str | None, *, as
 def _summaries(database: str | None) -> list[Json]:
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import policies as stored
-    from turnwise.store import policy_summaries, versions
+    from turnwise.store import versions
+    from turnwise.store.policies import list_policies, summarise_policies
 
     with opened(database_url(database)) as store:
         with store.read() as conn:
-            named = stored.list_policies(conn)
-            held = policy_summaries.summarise_policies(conn)
+            named = list_policies(conn)
+            held = summarise_policies(conn)
             measured = {number: versions.measured_versions(conn, number) for number in held}
         sizes = {number: num_bytes_on_disk(found) for number, found in measured.items()}
     return [
@@ -113,10 +113,10 @@ def _summaries(database: str | None) -> list[Json]:
 def export(policy: str, directory: Path, tenant: str | None, database: str | None, *, is_merged: bool) -> None:
     """Copy the served or the named version of a policy to a new directory: an adapter that PEFT and vLLM load."""
     from turnwise.commands.store import opened
-    from turnwise.store import policies as stored
+    from turnwise.store.policies import find_version
 
     with opened(database_url(database)) as store, store.read() as conn:
-        version = stored.find_version(conn, tenant or "default", policy)
+        version = find_version(conn, tenant or "default", policy)
     if directory.exists() and any(directory.iterdir()):
         raise SettingsError(f"{str(directory)!r} is not empty: name a new directory")
     if is_merged:
@@ -184,14 +184,14 @@ def _create(database: str | None, tenant: str, name: str, base: str, adapter: Pa
     """Create a policy in a database; return it, and whether it is new."""
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import policies as stored
+    from turnwise.store.policies import create_policy
 
     with opened(database_url(database)) as store:
         if adapter is not None:
             _check_adapter(store, adapter)
         with store.write() as conn:
             directory = None if adapter is None else str(adapter.resolve())
-            policy, is_new = stored.create_policy(conn, tenant, name, base, adapter=directory)
+            policy, is_new = create_policy(conn, tenant, name, base, adapter=directory)
     return values_of(policy), is_new
 
 
@@ -241,10 +241,10 @@ def _archive(
             client.archive_policy(name, archived=is_archived)
             return
     from turnwise.commands.store import opened
-    from turnwise.store import policies as stored
+    from turnwise.store.policies import archive_policy
 
     with opened(database_url(database)) as store, store.write() as conn:
-        stored.archive_policy(conn, tenant or "default", name, is_archived=is_archived)
+        archive_policy(conn, tenant or "default", name, is_archived=is_archived)
 
 
 @policies.command("activate")
@@ -303,11 +303,11 @@ def follow(
 def _unpin(database: str | None, tenant: str, policy: str) -> int | None:
     """Serve a policy's newest version; return it, None before the first."""
     from turnwise.commands.store import opened
-    from turnwise.store import policies as stored
     from turnwise.store import serving
+    from turnwise.store.policies import find_policy
 
     with opened(database_url(database)) as store, store.write() as conn:
-        policy_id = stored.find_policy(conn, tenant, policy).policy_id
+        policy_id = find_policy(conn, tenant, policy).policy_id
         serving.pin_policy(conn, None, policy_id=policy_id)
         newest = serving.serving_state(conn, policy_id).newest
     return None if newest is None else newest.version
@@ -351,11 +351,11 @@ def updates(limit: int, database: str | None, url: str | None, api_key: str | No
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import trained
+    from turnwise.store.updates import list_updates
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
-        listed = [_with_metrics(values_of(each), *_SHOWN) for each in trained.updates(conn, limit=limit)[0]]
+        listed = [_with_metrics(values_of(each), *_SHOWN) for each in list_updates(conn, limit=limit)[0]]
     print_stored(listed, "updates", place, as_json=as_json, columns=_UPDATE_COLUMNS)
 
 

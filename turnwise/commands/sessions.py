@@ -54,12 +54,13 @@ def sessions(
             return
     from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import policies, queries
+    from turnwise.store import policies
+    from turnwise.store.sessions import list_sessions
 
     place = database_url(database)
     with opened(place) as store, store.read() as conn:
         names = policies.names_of_policies(conn)
-        listed = queries.sessions(conn, filter_of(chosen), limit=limit)[0]
+        listed = list_sessions(conn, filter_of(chosen), limit=limit)[0]
         found = [values_of(session) | {"policy": names[session.policy_id]} for session in listed]
     _print_sessions(found, limit, place, as_json=as_json)
 
@@ -105,7 +106,7 @@ def forget(
         raise click.UsageError("give either --session-id or --user-id")
     from turnwise.commands.store import opened
     from turnwise.store import retention
-    from turnwise.store.session_filter import SessionFilter
+    from turnwise.store.selection import SessionFilter
 
     with opened(database_url(database)) as store:
         found = _contents(store, tenant, session_id, user_id)
@@ -128,8 +129,8 @@ def _contents(store: Database, tenant: str, session_id: str | None, user_id: str
         NotFound: nothing.
     """
     from turnwise.store import keys
-    from turnwise.store.session_filter import SessionFilter
-    from turnwise.store.session_records import count_sessions
+    from turnwise.store.search import count_sessions
+    from turnwise.store.selection import SessionFilter
 
     with store.read() as conn:
         num_sessions = count_sessions(conn, SessionFilter(tenant=tenant, session_id=session_id, user_id=user_id))

@@ -15,7 +15,7 @@ from turnwise.types import Json
 
 if TYPE_CHECKING:
     from turnwise.client import Client
-    from turnwise.store.session_filter import SessionFilter
+    from turnwise.store.selection import SessionFilter
     from turnwise.verify.report import Report
 
 BAR_CHARACTERS = 30

@@ -19,8 +19,8 @@ from pathlib import Path
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange.parquet import write_rows
 from turnwise.files import lock, synchronise
-from turnwise.store import archived_rows, retention, versions
-from turnwise.store.archived_rows import TABLES, ArchivedSession, Row
+from turnwise.store import retention, versions
+from turnwise.store.archive import TABLES, ArchivedSession, Row, columns_of, grouped, insert_session, select_rows
 from turnwise.store.database import Database
 from turnwise.store.retention import Deleted
 from turnwise.types import utc_now
@@ -79,7 +79,7 @@ def _move(database: Database, directory: Path, before: datetime.datetime) -> Del
             found = retention.over_since(conn, before, after=last, limit=SESSIONS_AT_ONCE)
             if not found:
                 return total
-            _write_batch(directory, {name: archived_rows.select_rows(conn, name, found) for name in TABLES})
+            _write_batch(directory, {name: select_rows(conn, name, found) for name in TABLES})
         last = found[-1]
         total += retention.delete_all(database, functools.partial(retention.delete_unchanged, read=found))
 
@@ -104,7 +104,7 @@ def restore(database: Database, directory: Path) -> int:
         with database.write() as conn:
             for archived in _read_batch(batch):
                 name = archived.session["tenant"], archived.session["session_id"]
-                if last_batch[name] == batch and archived_rows.insert_session(conn, archived):
+                if last_batch[name] == batch and insert_session(conn, archived):
                     count, highest = count + 1, max(highest, _highest_version(archived))
             versions.reserve_numbers(conn, highest)
     return count
@@ -129,9 +129,7 @@ def _read_batch(batch: Path) -> Iterator[ArchivedSession]:
     """Yield the sessions of a batch."""
     import pyarrow.parquet
 
-    return archived_rows.grouped(
-        {name: pyarrow.parquet.read_table(batch / f"{name}.parquet").to_pylist() for name in TABLES}
-    )
+    return grouped({name: pyarrow.parquet.read_table(batch / f"{name}.parquet").to_pylist() for name in TABLES})
 
 
 def _write_batch(directory: Path, rows_of: dict[str, Iterator[Row]]) -> None:
@@ -169,6 +167,6 @@ def _write_table(path: Path, table_name: str, rows: Iterable[Row]) -> None:
     import pyarrow
 
     kinds = {bytes: pyarrow.binary(), int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
-    columns = {name: kinds[kind] for name, kind in archived_rows.columns_of(table_name).items()}
+    columns = {name: kinds[kind] for name, kind in columns_of(table_name).items()}
     write_rows(path, columns, rows)
     synchronise(path)

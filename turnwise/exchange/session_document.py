@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit import latest_lines
-from turnwise.store.lineage import TurnView
-from turnwise.store.session_records import SessionRecord
+from turnwise.store.search import SessionRecord
+from turnwise.store.turns import TurnView
 from turnwise.types import Json, Reward, Turn
 
 OF_THE_STORE = frozenset(

@@ -118,7 +118,7 @@ def _gpu() -> Finding:
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         from turnwise.store.database import Database
-        from turnwise.store.trainer_status import trainer_statuses
+        from turnwise.store.processes import trainer_statuses
 
         database = Database(url)
     except ImportError as error:

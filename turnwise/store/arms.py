@@ -19,10 +19,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.store import lineage
+from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow, to_micros
+from turnwise.store.schema import DELETED, policy_versions, sessions, turns
 from turnwise.store.statements import execute
-from turnwise.store.tables import DELETED, policy_versions, sessions, turns
 from turnwise.types import (
     DEFAULT_POLICY,
     FORKED,
@@ -167,7 +167,7 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
         .where(is_sampled)
         .group_by(*finished.c)
     ).all()
-    lines = lineage.rewards_of(conn, [row.session_pk for row in found])
+    lines = rewards_of(conn, [row.session_pk for row in found])
     return [(row, lines.get(row.session_pk, [])) for row in found]
 
 

@@ -19,13 +19,14 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, LeaseLost
-from turnwise.store import rows, trainer_status
+from turnwise.store import rows
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
+from turnwise.store.processes import keep_state
 from turnwise.store.rows import to_micros
+from turnwise.store.schema import groups, sessions, turns, updates
 from turnwise.store.statements import is_among, unindexed
-from turnwise.store.tables import groups, sessions, turns, updates
-from turnwise.store.trained import Advantages, record_trained
+from turnwise.store.updates import Advantages, record_trained
 from turnwise.store.versions import publish_version
 from turnwise.types import (
     DEFAULT_POLICY,
@@ -298,7 +299,7 @@ def ack(
     digest = record_trained(conn, update, trained or {})
     stored = dataclasses.replace(update, batch_digest=digest, metrics=gauges(update.metrics))
     conn.execute(sa.insert(updates).values(**rows.UPDATES.row(stored)))
-    trainer_status.keep_state(conn, update.policy_id, state or {})
+    keep_state(conn, update.policy_id, state or {})
     if policy is not None:
         publish_version(conn, policy)
     return True

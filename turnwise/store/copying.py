@@ -14,8 +14,8 @@ import sqlalchemy as sa
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
 from turnwise.store.rows import StoredRow
+from turnwise.store.schema import metadata, policies, policy_versions
 from turnwise.store.statements import continue_numbers, insert_new_rows
-from turnwise.store.tables import metadata, policies, policy_versions
 from turnwise.types import DEFAULT_POLICY
 
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})

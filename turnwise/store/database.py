@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVa
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable, TurnwiseError
+from turnwise.store.postgres import DeadlineConnection
 from turnwise.store.rows import to_micros
+from turnwise.store.schema import metadata, policies
 from turnwise.store.statements import execute
-from turnwise.store.tables import metadata, policies
 from turnwise.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most processes never migrate
@@ -429,7 +430,6 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
 
     @sa.event.listens_for(engine, "do_connect")
     def _connect(_dialect: Any, _record: Any, args: Any, options: Any) -> Any:
-        from turnwise.store.postgres_deadline import DeadlineConnection
 
         connection = DeadlineConnection.connect(*args, **options)
         # The server's own limit is shorter: if the server works, its error leaves the connection usable.

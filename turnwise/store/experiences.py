@@ -2,18 +2,23 @@
 
 Only finished sessions count (over, with a reward): a session without a reward is different from one with reward 0.
 Sessions are read in batches, so a long history streams in bounded memory.
+
+Advantages that turns would get in training are those of `grpo` with its default settings. Single sessions have none:
+their baseline is the trainer's window of recent sessions. For an evaluation the version is read from the turns, because
+engines may serve another version than the one that was to be evaluated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +26,19 @@ import sqlalchemy as sa
 
 from turnwise import chains
 from turnwise.chains import EID, HINTS, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
-from turnwise.credit import SessionCredit, assign_credit, latest_lines
-from turnwise.store import lineage, rows, trained
-from turnwise.store.lineage import Updates
-from turnwise.store.session_filter import SessionFilter, rows_in_batches
+from turnwise.credit import Floats, SessionCredit, assign_credit, is_uniform, latest_lines, normalised
+from turnwise.store import rows
+from turnwise.store.rewards import rewards_of
+from turnwise.store.rows import StoredRow
+from turnwise.store.schema import feedback, session_labels, sessions, turns
+from turnwise.store.selection import SessionFilter, rows_in_batches
+from turnwise.store.sessions import labels_of
 from turnwise.store.statements import is_among
-from turnwise.store.tables import feedback, sessions
+from turnwise.store.turns import turns_of
+from turnwise.store.updates import Updates, trained_in
 from turnwise.types import (
+    DEFAULT_POLICY,
+    FORKED,
     IMPORT,
     TRAINED_ROLES,
     Credit,
@@ -36,9 +47,19 @@ from turnwise.types import (
     Reward,
     Role,
     Session,
+    SessionKey,
     SessionStatus,
+    Split,
     Turn,
 )
+
+NUM_GROUPS = 64
+"""Groups whose advantages are kept while experiences are read: sessions of a group are mostly stored together."""
+GroupValues = Mapping[int | None, Mapping[str, float]]
+"""The advantages of a group: by step and turn, or, under None, by session."""
+SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
+"""The labels of each session."""
+_OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +118,11 @@ def experiences_of_sessions(
 
 def session_credit(conn: sa.Connection, session_pk: int) -> SessionCredit | None:
     """Return the rewards and returns of a session's turns under its own credit policy; None without a reward."""
-    lines = lineage.rewards_of(conn, [session_pk]).get(session_pk)
+    lines = rewards_of(conn, [session_pk]).get(session_pk)
     if not lines:
         return None
     row = conn.execute(sa.select(sessions.c.credit, sessions.c.gamma).where(sessions.c.session_pk == session_pk)).one()
-    turns = lineage.turns_of(conn, [session_pk])[session_pk]
+    turns = turns_of(conn, [session_pk])[session_pk]
     return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
 
 
@@ -109,8 +130,8 @@ def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shap
     is_rewarded = [] if shape.with_unrewarded else [sessions.c.num_rewards > 0]
     for found in rows_in_batches(conn, *clauses, *is_rewarded):
         pks = [row.session_pk for row in found]
-        turns, lines = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks)
-        updates_of, hints = trained.trained_in(conn, pks), _hints(conn, pks)
+        turns, lines = turns_of(conn, pks), rewards_of(conn, pks)
+        updates_of, hints = trained_in(conn, pks), _hints(conn, pks)
         for row in found:
             pk = row.session_pk
             in_session = [_trained(turn, shape) for turn in turns.get(pk, [])]
@@ -233,3 +254,148 @@ def _advantages(turn_ids: Sequence[str], updates: Updates) -> npt.NDArray[np.flo
         if advantages.keys() >= set(turn_ids):
             return np.array([advantages[turn_id] for turn_id in turn_ids], np.float64)
     return None
+
+
+def with_advantages(conn: sa.Connection, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
+    """Yield experiences as `experiences` does, with the advantages that their turns got last, or would get."""
+
+    @functools.lru_cache(NUM_GROUPS)
+    def of_group(tenant: str, group_id: str) -> GroupValues:
+        of_turns = dataclasses.replace(shape, merge="turn")
+        return _group_values(experiences(conn, SessionFilter(tenant=tenant, group_id=group_id), of_turns))
+
+    for experience in experiences(conn, wanted, shape):
+        if experience.turn_advantages is not None or experience.info["single"] or _is_open(experience):
+            yield experience
+            continue
+        values = of_group(*experience.group_key)
+        if _is_by_step(experience):
+            found = [values[step][turn] for turn, step in zip(experience.turn_ids, experience.turn_steps, strict=True)]
+        else:
+            found = [values[None][experience.session_id]] * len(experience.turn_ids)
+        yield dataclasses.replace(experience, turn_advantages=np.array(found, np.float64))
+
+
+def _group_values(turns: Iterable[Experience]) -> GroupValues:
+    """Return the advantages of a group's turns."""
+    values: dict[int | None, dict[str, float]] = defaultdict(dict)
+    for turn in turns:
+        if _is_by_step(turn):
+            values[turn.turn_steps[0]][turn.turn_ids[0]] = float(turn.turn_returns[0])
+        else:
+            values[None][turn.session_id] = turn.reward
+    return {part: dict(zip(of, _centred(np.array([*of.values()])), strict=True)) for part, of in values.items()}
+
+
+def _centred(values: Floats) -> Floats:
+    return np.zeros_like(values) if len(values) == 1 or is_uniform(values) else normalised(values)
+
+
+def _is_by_step(experience: Experience) -> bool:
+    return bool(experience.info["credit"] == Credit.STEP_WISE)
+
+
+def _is_open(experience: Experience) -> bool:
+    return bool(experience.info["status"] == SessionStatus.OPEN.value)
+
+
+def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple[int | None, int | None]:
+    """Return the oldest and the newest version that sampled these eval sessions; None without turns."""
+    row = conn.execute(
+        sa.select(sa.func.min(turns.c.policy_version_first), sa.func.max(turns.c.policy_version_last))
+        .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
+        .where(
+            sessions.c.split == Split.EVAL.value,
+            sa.tuple_(sessions.c.tenant, sessions.c.session_id).in_(list(keys)),
+        )
+    ).one()
+    return row[0], row[1]
+
+
+def regression_set(
+    conn: sa.Connection,
+    num_sessions: int,
+    labels: Collection[str],
+    *,
+    roles: Collection[Role],
+    policy_id: int = DEFAULT_POLICY,
+) -> tuple[list[Experience], SessionLabels]:
+    """Return one experience per chain of the newest held-out sessions with a reward, and of those with a label.
+
+    Args:
+        conn: The store.
+        num_sessions: Maximum number of held-out sessions, and of sessions of each label.
+        labels: The labels; sessions with one of them may be of any split, and need no reward.
+        roles: Roles of the turns that count.
+        policy_id: The policy whose sessions count.
+    """
+    is_over = sessions.c.status != SessionStatus.OPEN.value
+    held_out = sa.select(sessions.c.session_pk).where(
+        sessions.c.split == Split.EVAL.value, is_over, sessions.c.num_rewards > 0, sessions.c.policy_id == policy_id
+    )
+    pks = set(conn.execute(held_out.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).scalars())
+    for label in labels:
+        marked = sa.select(session_labels.c.session_pk).where(session_labels.c.label == label)
+        pks.update(conn.execute(marked.order_by(session_labels.c.session_pk.desc()).limit(num_sessions)).scalars())
+    found = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
+            sessions.c.session_pk.in_(pks), is_over, sessions.c.policy_id == policy_id
+        )
+    ).all()
+    marks = labels_of(conn, [row.session_pk for row in found])
+    named = {
+        (row.tenant, row.session_id): frozenset(mark.label for mark in marks.get(row.session_pk, ())) for row in found
+    }
+    return list(experiences_of_sessions(conn, sorted(row.session_pk for row in found), roles=roles)), named
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A session that is over, with its sampled turns."""
+
+    session_id: str
+    status: SessionStatus
+    turns: Sequence[Turn]
+    """In the order of their commits, without copies."""
+
+    @property
+    def version(self) -> int:
+        """The newest version that it sampled with."""
+        return max(turn.policy_version_last for turn in self.turns)
+
+
+def live_sessions(
+    conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY, *, newest: bool = False
+) -> list[Played]:
+    """Return a policy's live sessions that ended and that expired: the first or the newest `num_sessions` of each."""
+    found: list[StoredRow] = []
+    at = sessions.c.last_active_at
+    for status in _OVER:
+        # The index `ix_sessions_live` has the rows with the first two conditions.
+        is_live = (
+            sessions.c.group_id.is_(None),
+            sessions.c.ended_at.is_not(None),
+            sessions.c.split == Split.TRAIN.value,
+            sessions.c.policy_id == policy_id,
+        )
+        over = sa.select(sessions).where(sessions.c.status == status, *is_live).order_by(at.desc() if newest else at)
+        found += conn.execute(over.limit(num_sessions)).all()
+    return _with_turns(conn, found)
+
+
+def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
+    """Return the newest sessions that are over and sampled with this version as the hold-out."""
+    is_over = sessions.c.status.in_(_OVER)
+    found = sa.select(sessions).where(sessions.c.split == Split.EVAL.value, sessions.c.arm == version, is_over)
+    return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
+
+
+def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:
+    rows = [row for row in found if row.opened_by != IMPORT]
+    stored = turns_of(conn, [row.session_pk for row in rows])
+    sampled = {pk: [turn for turn in turns if turn.reason != FORKED] for pk, turns in stored.items()}
+    return [
+        Played(session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk])
+        for row in rows
+        if sampled.get(row.session_pk)
+    ]

@@ -15,10 +15,13 @@ import sqlalchemy as sa
 
 from turnwise.chains import IMPORTED
 from turnwise.errors import InvalidRequest
-from turnwise.store import forks, idempotency, ledger, lineage, queries, retention, rows
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store import forks, retention, rows
+from turnwise.store.rewards import add_rewards, claim_key
+from turnwise.store.schema import feedback, sessions
+from turnwise.store.selection import SessionFilter, session_row
+from turnwise.store.sessions import end_session
 from turnwise.store.statements import insert_rows
-from turnwise.store.tables import feedback, sessions
+from turnwise.store.turns import append_turns, turn_by_id
 from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Outcome, Reward, Session, TokenIds, Turn
 
 MAX_FEEDBACK = 1000
@@ -93,9 +96,9 @@ def add(
         InvalidRequest: the session has `MAX_FEEDBACK` others.
         Conflict: the key was used with another body.
     """
-    session_pk = queries.session_row(conn, given.tenant, given.session_id, lock=True).session_pk
+    session_pk = session_row(conn, given.tenant, given.session_id, lock=True).session_pk
     if idempotency_key is not None:
-        known = idempotency.claim_key(conn, given.tenant, given.session_id, idempotency_key, body_digest)
+        known = claim_key(conn, given.tenant, given.session_id, idempotency_key, body_digest)
         if known is not None:
             return
     earlier = _replaced(conn, given, session_pk)
@@ -110,7 +113,7 @@ def add(
             source=given.source or FEEDBACK,
             written_by=given.written_by,
         )
-        ledger.add_rewards(conn, [line], retrain=retrain)
+        add_rewards(conn, [line], retrain=retrain)
     if earlier is not None and earlier != given.group_id:
         retention.delete_sessions(conn, SessionFilter(tenant=given.tenant, group_id=earlier))
     if earlier != given.group_id:
@@ -124,7 +127,7 @@ def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedb
     Raises:
         NotFound: no such session.
     """
-    session_pk = queries.session_row(conn, tenant, session_id).session_pk
+    session_pk = session_row(conn, tenant, session_id).session_pk
     found = sa.select(feedback, sessions.c.session_id, sessions.c.tenant).join_from(feedback, sessions)
     own = found.where(feedback.c.session_pk == session_pk).order_by(feedback.c.created_at)
     return [rows.FEEDBACK.record(row) for row in conn.execute(own)]
@@ -151,15 +154,15 @@ def _replaced(conn: sa.Connection, given: Feedback, session_pk: int) -> str | No
 def _finish(conn: sa.Connection, one: Member) -> None:
     """Complete a session of a demonstration's group and end it with its reward."""
     if one.written is not None and one.token_ids is not None:
-        ledger.append_turns(conn, [_written_turn(conn, one, one.written, one.token_ids)])
+        append_turns(conn, [_written_turn(conn, one, one.written, one.token_ids)])
     session = one.session
     reward = Reward(session_id=session.session_id, tenant=session.tenant, value=one.reward, source=FEEDBACK)
-    ledger.end_session(conn, session.tenant, session.session_id, FEEDBACK, reward=reward)
+    end_session(conn, session.tenant, session.session_id, FEEDBACK, reward=reward)
 
 
 def _written_turn(conn: sa.Connection, one: Member, text: str, token_ids: TokenIds) -> Turn:
     """Return the turn of a written reply: the sampled one's prompt, another reply, no policy."""
-    sampled = lineage.turn_by_id(conn, one.turn_id)
+    sampled = turn_by_id(conn, one.turn_id)
     turn_id = f"{one.session.session_id}-t0"
     parent = None if sampled.parent_turn_id is None else forks.copy_id(one.session, sampled.parent_turn_id)
     return Turn(

@@ -17,8 +17,10 @@ from hashlib import blake2b
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import ledger, lineage, queries
-from turnwise.store.tables import turns
+from turnwise.store.schema import turns
+from turnwise.store.selection import sessions_of_turns
+from turnwise.store.sessions import create_session, read_session
+from turnwise.store.turns import append_turns, fitting, path_to, turn_by_id
 from turnwise.types import FORKED, Outcome, Session, Turn
 
 SLICE_TURNS = 20
@@ -38,10 +40,10 @@ def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bo
     Raises:
         NotFound: no such turn.
     """
-    path = [row.turn_id for row in lineage.path_to(conn, turn_id, turns.c.turn_id, tenant=session.tenant)]
+    path = [row.turn_id for row in path_to(conn, turn_id, turns.c.turn_id, tenant=session.tenant)]
     if before:
         path.pop()
-    copied = queries.sessions_of_turns(conn, session.tenant, [copy_id(session, each) for each in path])
+    copied = sessions_of_turns(conn, session.tenant, [copy_id(session, each) for each in path])
     return path, len(copied)
 
 
@@ -65,25 +67,21 @@ def copy_turns(
         NotFound: a turn was deleted.
         Conflict: the session's group takes no more sessions, or the session exists and is no fork of the path.
     """
-    stored, is_new = ledger.create_session(conn, session)
-    if (
-        root_id is not None
-        and not is_new
-        and not queries.sessions_of_turns(conn, session.tenant, [copy_id(session, root_id)])
-    ):
+    stored, is_new = create_session(conn, session)
+    if root_id is not None and not is_new and not sessions_of_turns(conn, session.tenant, [copy_id(session, root_id)]):
         raise Conflict(
             f"session {session.session_id!r} exists and does not begin with a copy of turn {root_id!r}; choose "
             "another session_id",
             param="session_id",
         )
-    some = lineage.fitting(conn, turn_ids, SLICE_BYTES)
+    some = fitting(conn, turn_ids, SLICE_BYTES)
     if some:
-        present = queries.sessions_of_turns(conn, session.tenant, some)
+        present = sessions_of_turns(conn, session.tenant, some)
         if missing := [each for each in some if each not in present]:
             raise NotFound(f"there is no turn {missing[0]!r} any more; its session was deleted", param="turn_id")
-        copies = [_copy(lineage.turn_by_id(conn, each), session, sampled_here) for each in some]
-        ledger.append_turns(conn, copies)
-        stored = queries.session(conn, session.tenant, session.session_id)
+        copies = [_copy(turn_by_id(conn, each), session, sampled_here) for each in some]
+        append_turns(conn, copies)
+        stored = read_session(conn, session.tenant, session.session_id)
     return stored, len(some)
 
 

@@ -17,10 +17,10 @@ import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
-from turnwise.store.queries import LockedSession
 from turnwise.store.rows import StoredRow, to_micros
+from turnwise.store.schema import groups, sessions, turns
+from turnwise.store.selection import LockedSession
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
-from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import (
     DEFAULT_POLICY,
     IMPORT,

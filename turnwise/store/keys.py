@@ -1,7 +1,8 @@
-"""API keys, and the secrets that all proxy processes share.
+"""API keys with the tokens that they used, and the secrets that all proxy processes share.
 
 A key is `tw-ID-SECRET`. Only a hash of the secret is stored; the secret is at least 32 random characters, so a plain
-SHA-256 is enough. The id finds the row, so one hash is compared, in constant time.
+SHA-256 is enough. The id finds the row, so one hash is compared, in constant time. Token budgets are counted from one
+row for each key and UTC day, so restarts and pruning keep them; usage is recorded only while budgets are set.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,9 +22,9 @@ import sqlalchemy as sa
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store.policies import find_policy
 from turnwise.store.rows import RowFormat, StoredRow, to_micros
+from turnwise.store.schema import NO_TENANT, api_keys, policies, token_usage
+from turnwise.store.schema import secrets as secrets_table
 from turnwise.store.statements import insert_ignoring, insert_rows
-from turnwise.store.tables import NO_TENANT, api_keys, policies
-from turnwise.store.tables import secrets as secrets_table
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
 
 _PREFIX = "tw"
@@ -34,6 +36,7 @@ _KEYS_EXIST = "keys_exist"
 """Name of the row that the first key adds to the secrets; it is never deleted, also not with the key's tenant."""
 USE_INTERVAL = datetime.timedelta(minutes=1)
 """Minimum time between two updates of a key's last use."""
+EPOCH = datetime.date(1970, 1, 1)
 
 
 class KeyRole(enum.StrEnum):
@@ -222,3 +225,32 @@ def _select_keys() -> sa.Select[*tuple[Any, ...]]:
 
 def _row(conn: sa.Connection, key_id: str) -> StoredRow | None:
     return conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one_or_none()
+
+
+def day_of(instant: datetime.datetime) -> int:
+    """Return the UTC day of an instant, in days since 1970."""
+    return (instant.astimezone(datetime.UTC).date() - EPOCH).days
+
+
+def add_usage(conn: sa.Connection, amounts: Mapping[tuple[str, str, int], int]) -> None:
+    """Add tokens to the rows of tenant, key and day."""
+    for (tenant, key_id, day), num_tokens in sorted(amounts.items()):
+        insert_ignoring(conn, token_usage, {"tenant": tenant, "key_id": key_id, "day": day, "num_tokens": 0})
+        conn.execute(
+            sa.update(token_usage)
+            .where(token_usage.c.tenant == tenant, token_usage.c.key_id == key_id, token_usage.c.day == day)
+            .values(num_tokens=token_usage.c.num_tokens + num_tokens)
+        )
+
+
+def used_by_key(
+    conn: sa.Connection, tenant: str | None = None, key_id: str | None = None, *, since_day: int | None = None
+) -> dict[str, int]:
+    """Return the tokens that each key used from a day on, of one key, of one tenant or of all."""
+    c = token_usage.c
+    found = sa.select(c.key_id, sa.func.sum(c.num_tokens)).group_by(c.key_id)
+    for column, value in ((c.tenant, tenant), (c.key_id, key_id)):
+        found = found if value is None else found.where(column == value)
+    if since_day is not None:
+        found = found.where(c.day >= since_day)
+    return {key_id: int(num_tokens) for key_id, num_tokens in conn.execute(found)}

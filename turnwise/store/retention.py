@@ -15,15 +15,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import lineage, policies, queries, trainer_status
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
-from turnwise.store.idempotency import forget_sessions
-from turnwise.store.pages import num_within
+from turnwise.store.policies import bases_since, delete_policies
+from turnwise.store.processes import forget_in_states
+from turnwise.store.rewards import forget_sessions
 from turnwise.store.rows import StoredRow, to_micros
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among
-from turnwise.store.tables import (
+from turnwise.store.schema import (
     DELETED,
     NO_TENANT,
     api_keys,
@@ -38,6 +36,9 @@ from turnwise.store.tables import (
     trained_sessions,
     turns,
 )
+from turnwise.store.selection import SessionFilter, session_row
+from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within
+from turnwise.store.turns import fitting
 from turnwise.types import GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
 from turnwise.version_directory import remove_files
 
@@ -86,7 +87,7 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
     Raises:
         NotFound: no such session.
     """
-    row = queries.session_row(conn, tenant, session_id, lock=True)
+    row = session_row(conn, tenant, session_id, lock=True)
     own = sa.select(feedback.c.group_id).where(feedback.c.session_pk == row.session_pk)
     is_copy = sessions.c.group_id.in_(own.where(feedback.c.group_id.is_not(None)))
     copies = _delete_first(conn, sa.select(sessions).where(sessions.c.tenant == tenant, is_copy))
@@ -111,7 +112,7 @@ def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
     for table in (groups, token_usage, idempotency, api_keys):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
-    num_policies, deleted_versions = policies.delete_policies(conn, tenant)
+    num_policies, deleted_versions = delete_policies(conn, tenant)
     return Deleted(num_policies=num_policies, deleted_versions=tuple(deleted_versions))
 
 
@@ -159,7 +160,7 @@ class Deletion:
 def finish(database: Database, deleted: Deleted) -> Deletion:
     """Remove the files of deleted policies; return what a deletion removed and what of it is left."""
     with database.read() as conn:
-        cloned = policies.bases_since(conn, deleted.policy_versions)
+        cloned = bases_since(conn, deleted.policy_versions)
         path = policy_versions.c.path
         is_deleted = path.in_({policy.path for policy in deleted.deleted_versions})
         in_use = set(conn.execute(sa.select(path).where(is_deleted)).scalars())
@@ -268,7 +269,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     )
     finished = (row for row in found if row.status != SessionStatus.OPEN and row.num_rewards > 0)
     gone = leave(conn, (row.group_pk for row in found), (row.group_pk for row in finished))
-    trainer_status.forget_in_states(conn, names, gone)
+    forget_in_states(conn, names, gone)
     return Deleted(sessions=names, num_turns=sum(row.num_turns for row in found), policy_versions=trained_on)
 
 
@@ -284,7 +285,7 @@ def sweep(conn: sa.Connection) -> bool:
     first = sa.select(turns.c.turn_id).where(turns.c.session_pk == session_pk).order_by(turns.c.seq)
     turn_ids = list(conn.execute(first.limit(TURNS_AT_ONCE)).scalars())
     if turn_ids:
-        some = lineage.fitting(conn, turn_ids, BYTES_AT_ONCE)
+        some = fitting(conn, turn_ids, BYTES_AT_ONCE)
         conn.execute(sa.delete(turns).where(turns.c.turn_id.in_(some)))
     elif delete_some(conn, rewards, rewards.c.session_pk == session_pk) < ROWS_AT_ONCE:
         conn.execute(sa.delete(sessions).where(sessions.c.session_pk == session_pk))

@@ -1,7 +1,12 @@
-"""Conversion between records and rows: how arrays, documents, enums and instants are stored.
+"""Conversion between records and rows: how arrays, documents, enums and instants are stored, and their digests.
 
 A record's fields are its columns, so each conversion follows from the field's type. JSON is written as pure ASCII, so
 that any text of a client, including lone surrogates and NULs, can be stored in both databases.
+
+A digest of a turn or a reward line is computed from the columns when a row is written, and again by `turnwise verify`.
+So a value that was changed later, by mistake or by a damaged file, is found. Somebody who may write to the database can
+change a digest too. The HTTP API returns the digests of updates and weights; comparing them with an earlier copy
+reveals such a change.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import dataclasses
 import datetime
 import enum
 import functools
+import hashlib
 import json
 import operator
 import types
@@ -22,7 +28,7 @@ import numpy as np
 import orjson
 import sqlalchemy as sa
 
-from turnwise.store import digests, tables
+from turnwise.store.schema import feedback, policies, policy_versions, rewards, session_labels, sessions, turns, updates
 from turnwise.types import (
     Feedback,
     Label,
@@ -44,16 +50,24 @@ StoredRow: TypeAlias = sa.Row[*tuple[Any, ...]]
 Convert: TypeAlias = Callable[[Any], Any]
 R = TypeVar("R")
 T = TypeVar("T")
-
-
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 _DELETE = b"\x7f"
 _ONLY_JSON = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
-
-
 dump = json.JSONEncoder(separators=(",", ":")).encode
 """Returns a document as the stored text: JSON in ASCII. Digests depend on the text."""
+DIGEST_BYTES = 16
+"""Bytes of a digest: BLAKE2b with 128 bits."""
+TURN_COLUMNS = (
+    *("turn_id", "parent_turn_id", "chain_id", "seq", "step", "dialect", "model"),
+    *("messages", "tools", "sampling", "response"),
+    *("prompt_delta", "prompt_length", "token_ids", "logprobs", "finish_reason", "outcome", "reason"),
+    *("policy_version_first", "policy_version_last", "created_at"),
+)
+"""Columns of a turn that never change; its role can be corrected."""
+_turn_values = operator.itemgetter(*TURN_COLUMNS)
+REWARD_COLUMNS = ("turn_id", "step", "name", "source", "written_by", "created_at")
+"""Columns of a reward line beside its value, which is stored as a float."""
 
 
 def text_if_ascii(document: Any) -> Any:
@@ -177,23 +191,23 @@ class RowFormat(Generic[R]):
         return self._record(**fields, **extra)
 
 
-SESSIONS = RowFormat(Session, tables.sessions)
+SESSIONS = RowFormat(Session, sessions)
 TURNS = RowFormat(
     Turn,
-    tables.turns,
+    turns,
     joined=("session_id", "tenant"),
     free_text=("model", "reason"),
     encode_document=text_if_ascii,
 )
 """A row also has its session's `session_id` and `tenant`, besides the columns of `turns`; `finish_turn` ends it."""
-LABELS = RowFormat(Label, tables.session_labels, free_text=("note",))
-REWARDS = RowFormat(Reward, tables.rewards, joined=("session_id", "tenant"))
+LABELS = RowFormat(Label, session_labels, free_text=("note",))
+REWARDS = RowFormat(Reward, rewards, joined=("session_id", "tenant"))
 """A row also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
-FEEDBACK = RowFormat(Feedback, tables.feedback, joined=("session_id", "tenant"), free_text=("source",))
+FEEDBACK = RowFormat(Feedback, feedback, joined=("session_id", "tenant"), free_text=("source",))
 """A row also has its session's `session_id` and `tenant`, besides the columns of `feedback`."""
-POLICIES = RowFormat(Policy, tables.policies)
-VERSIONS = RowFormat(PolicyVersion, tables.policy_versions)
-UPDATES = RowFormat(UpdateRecord, tables.updates)
+POLICIES = RowFormat(Policy, policies)
+VERSIONS = RowFormat(PolicyVersion, policy_versions)
+UPDATES = RowFormat(UpdateRecord, updates)
 
 
 def by_key(found: Iterable[StoredRow], key: str, make: Callable[[StoredRow], T]) -> Mapping[int, list[T]]:
@@ -229,12 +243,53 @@ def finish_turn(row: dict[str, Any]) -> None:
     for name in TURNS.documents:
         if row[name] is not None and type(row[name]) is not str:
             row[name] = dump(row[name])
-    row["digest"] = digests.turn_digest(row)
+    row["digest"] = turn_digest(row)
 
 
 def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
     """Return the row of a new reward line, with its digest; the database assigns its number."""
     row = REWARDS.row(reward, session_pk=session_pk)
-    row["digest"] = digests.reward_digest(row)
+    row["digest"] = reward_digest(row)
     del row["reward_id"]
     return row
+
+
+def turn_digest(row: Mapping[str, Any]) -> bytes:
+    return _digest(b"turn", _turn_values(row))
+
+
+def reward_digest(row: Mapping[str, Any]) -> bytes:
+    return _digest(b"reward", [float(row["value"]), *(row[column] for column in REWARD_COLUMNS)])
+
+
+def session_digest(advantages: Mapping[str, float], turn_digests: Mapping[str, bytes | None]) -> bytes | None:
+    """Return the digest of a session's trained turns and their advantages; None if one of the turns has no digest."""
+    values: list[Any] = []
+    for turn_id in sorted(advantages):
+        digest = turn_digests.get(turn_id)
+        if digest is None:
+            return None
+        values += [turn_id, digest, float(advantages[turn_id])]
+    return _digest(b"session", values)
+
+
+def batch_digest(sessions: Mapping[tuple[str, str], bytes | None]) -> str | None:
+    """Return the digest of an update's sessions, by tenant and id, in hexadecimal; None if one has no digest."""
+    if not sessions or None in sessions.values():
+        return None
+    return _digest(b"batch", (value for key in sorted(sessions) for value in (*key, sessions[key]))).hex()
+
+
+def _digest(kind: bytes, values: Iterable[Any]) -> bytes:
+    """Return the digest of values, each with its type and length, so that neighbours cannot exchange bytes."""
+    pieces: list[bytes] = []
+    for value in values:
+        if isinstance(value, str):
+            encoded = value.encode("utf-8", "surrogatepass")
+            pieces += (b"s%d:" % len(encoded), encoded)
+        elif isinstance(value, bytes):
+            pieces += (b"b%d:" % len(value), value)
+        else:
+            encoded = repr(value).encode()
+            pieces += (b"n%d:" % len(encoded), encoded)
+    return hashlib.blake2b(b"".join(pieces), digest_size=DIGEST_BYTES, person=kind).digest()

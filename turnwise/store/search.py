@@ -1,22 +1,31 @@
-"""Search in what sessions hold: rewards, outcomes, versions and text.
+"""Searches in what sessions hold, their summaries for lists, and whole sessions for exports.
 
-No index covers these conditions, because each would cost the writer time for every turn. A search reads sessions from
-the newest on, in windows, and stops after `MAX_SEARCHED` sessions or `MAX_SECONDS`. It returns where it stopped, so a
-caller continues from there.
+No index covers rewards, outcomes, versions and text, because each would cost the writer time for every turn. A search
+reads sessions from the newest on, in windows, and stops after `MAX_SEARCHED` sessions or `MAX_SECONDS`. It returns
+where it stopped, so a caller continues from there. An export reads sessions in batches in one transaction, so it uses
+bounded memory and is a consistent snapshot.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
+import orjson
 import sqlalchemy as sa
 
-from turnwise.store import pages, queries, rows
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.statements import has_text, is_among
-from turnwise.store.tables import turns
-from turnwise.types import Outcome, Session
+from turnwise.store import rows
+from turnwise.store.policies import names_of_policies
+from turnwise.store.schema import sessions, turns
+from turnwise.store.selection import SessionFilter, rows_in_batches, session_rows
+from turnwise.store.sessions import list_sessions, sessions_from_rows, sessions_with_lines
+from turnwise.store.statements import PAGE_BYTES, ROW_BYTES, has_text, is_among, size_of
+from turnwise.store.turns import TurnView, turn_views, turns_of
+from turnwise.store.updates import Updates
+from turnwise.types import Json, Outcome, Reward, Session, Turn
 
 WINDOW = 50
 """Sessions that are read at once."""
@@ -24,6 +33,13 @@ MAX_SEARCHED = 2000
 """Sessions after which one search stops."""
 MAX_SECONDS = 2.0
 """Time after which one search starts no further window."""
+MAX_TEXT_BYTES = 256 * 1024
+"""A first prompt or a last reply with more stored bytes is not read."""
+MAX_COUNTED_TURNS = 1_000
+"""The tokens of a session with more turns are not counted."""
+MAX_CHARACTERS = 300
+"""Length at which a text is cut."""
+TOKEN_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +110,7 @@ def search_sessions(
     *,
     limit: int = 100,
     after: str | None = None,
-    max_bytes: int = pages.MAX_BYTES,
+    max_bytes: int = PAGE_BYTES,
 ) -> Found:
     """Return sessions that satisfy both filters and follow the session `after`, newest first.
 
@@ -110,22 +126,22 @@ def search_sessions(
         NotFound: no session `after`.
     """
     if contents.is_empty:
-        listed, has_more = queries.sessions(conn, wanted, limit=limit, after=after, max_bytes=max_bytes)
+        listed, has_more = list_sessions(conn, wanted, limit=limit, after=after, max_bytes=max_bytes)
         return Found(listed, listed[-1].session_id if has_more else None, len(listed))
     matching: list[Session] = []
     num_searched = num_bytes = 0
     deadline = time.monotonic() + MAX_SECONDS
     while True:
-        window, has_more = queries.session_rows(conn, wanted, limit=WINDOW, after=after, max_bytes=max_bytes)
+        window, has_more = session_rows(conn, wanted, limit=WINDOW, after=after, max_bytes=max_bytes)
         pks = _matching_pks(conn, window, contents)
         own = [row for row in window if row.session_pk in pks]
-        found = {each.session_id: each for each in queries.sessions_from_rows(conn, own)} if own else {}
+        found = {each.session_id: each for each in sessions_from_rows(conn, own)} if own else {}
         for row in window:
             num_searched, after = num_searched + 1, row.session_id
             session = found.get(row.session_id)
             if session is not None and contents.has_reward(session):
                 matching.append(session)
-                num_bytes += len(row.metadata) + len(row.sampling) + pages.ROW_BYTES
+                num_bytes += len(row.metadata) + len(row.sampling) + ROW_BYTES
             if len(matching) == limit or num_bytes > max_bytes:
                 return Found(matching, after if has_more or row is not window[-1] else None, num_searched)
         if not has_more or num_searched >= MAX_SEARCHED or time.monotonic() > deadline:
@@ -149,3 +165,136 @@ def _has_text(text: str, dialect: sa.Dialect) -> sa.ColumnElement[bool]:
     return sa.or_(
         *(has_text(dialect, column, needle) for column in (turns.c.messages, turns.c.response) for needle in needles)
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session with all its stored data."""
+
+    session: Session
+    policy: str
+    """The name of its policy."""
+    turns: list[Turn]
+    """The stored turns, in order of `seq`."""
+    rewards: list[Reward]
+    """All reward lines, in order of arrival."""
+    updates: Updates
+
+    def views(self) -> list[TurnView]:
+        """Return the turns with their whole prompts."""
+        return turn_views(self.turns, self.rewards, self.updates)
+
+
+def count_sessions(conn: sa.Connection, wanted: SessionFilter) -> int:
+    """Return the number of sessions that a filter selects."""
+    return int(conn.execute(sa.select(sa.func.count()).select_from(sessions).where(*wanted.clauses())).scalar_one())
+
+
+def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[SessionRecord]:
+    """Yield the sessions that a filter selects, oldest first, including sessions without turns.
+
+    Args:
+        conn: A transaction that stays open while the iterator is read.
+        wanted: Which sessions.
+    """
+    names = names_of_policies(conn)
+    for found in rows_in_batches(conn, *wanted.clauses()):
+        turns = turns_of(conn, [row.session_pk for row in found])
+        for row, (session, lines, updates) in zip(found, sessions_with_lines(conn, found), strict=True):
+            yield SessionRecord(session, names[row.policy_id], turns.get(row.session_pk, []), lines, updates)
+
+
+def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[str]) -> dict[str, str]:
+    """Return the digest of the lines that each of these sessions was imported from; sessions not stored are left out.
+
+    A session that was not imported has an empty digest.
+    """
+    found = conn.execute(
+        sa.select(sessions.c.session_id, sessions.c.metadata).where(
+            sessions.c.tenant == tenant, sessions.c.session_id.in_(session_ids)
+        )
+    )
+    return {session_id: json.loads(text).get("imported", {}).get("digest", "") for session_id, text in found}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What was said in a session, in short; a text is null if there is none, or if it is too long to be read here."""
+
+    first_message: str | None = None
+    """The start of the user's message that the first turn answers; those before it may be examples of the agent's."""
+    last_reply: str | None = None
+    """The start of the last reply; of a reply without text, the names of the tools that it calls."""
+    last_outcome: str | None = None
+    """Outcome of the last turn; null without a turn."""
+    num_sampled_tokens: int | None = None
+    """Sampled tokens of all turns; null for a session with more than 1,000 turns."""
+
+
+def summaries(conn: sa.Connection, found: Sequence[Session]) -> list[Summary]:
+    """Return the summaries of sessions of one tenant, in their order."""
+    if not found:
+        return []
+    dialect, held = conn.dialect, turns.c
+    is_found = is_among(conn.dialect, sessions.c.session_id, [session.session_id for session in found])
+    of_sessions = [sessions.c.tenant == found[0].tenant, is_found]
+    joined = sa.select(sessions.c.session_id, held.seq).join_from(turns, sessions).where(*of_sessions)
+    begins = joined.add_columns(_short(dialect, held.messages)).where(held.seq == 0)
+    ends = joined.add_columns(_short(dialect, held.response), held.outcome).where(held.seq == sessions.c.num_turns - 1)
+    count = (
+        sa.select(sessions.c.session_id, sa.func.sum(size_of(dialect, held.token_ids)))
+        .join_from(turns, sessions)
+        .where(*of_sessions, sessions.c.num_turns <= MAX_COUNTED_TURNS)
+        .group_by(sessions.c.session_id)
+    )
+    first = {row.session_id: row[2] for row in conn.execute(begins)}
+    last = {row.session_id: row for row in conn.execute(ends)}
+    num_bytes = {row[0]: row[1] for row in conn.execute(count)}
+    return [
+        Summary(
+            first_message=_first_message(first.get(session.session_id)),
+            last_reply=_last_reply(last[session.session_id][2]) if session.session_id in last else None,
+            last_outcome=last[session.session_id].outcome if session.session_id in last else None,
+            num_sampled_tokens=(
+                None
+                if session.num_turns > MAX_COUNTED_TURNS
+                else int(num_bytes.get(session.session_id) or 0) // TOKEN_BYTES
+            ),
+        )
+        for session in found
+    ]
+
+
+def _short(dialect: sa.Dialect, column: sa.Column[Any]) -> sa.ColumnElement[str | None]:
+    return sa.case((size_of(dialect, column) <= MAX_TEXT_BYTES, column), else_=None)
+
+
+def _first_message(stored: str | None) -> str | None:
+    messages = orjson.loads(stored) if stored else []
+    said = [text for message in messages if message.get("role") == "user" and (text := _text(message.get("content")))]
+    return _cut(said[-1]) if said else None
+
+
+def _last_reply(stored: str | None) -> str | None:
+    reply: Json = orjson.loads(stored) if stored else {}
+    calls = (call.get("function") or {} for call in reply.get("tool_calls") or () if isinstance(call, dict))
+    named = ", ".join(f"calls {call.get('name')}" for call in calls)
+    return _cut(_text(reply.get("content")) or named) or None
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content, which a client may send in any shape."""
+    return " ".join(" ".join(_texts(content)).split())
+
+
+def _texts(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield part["text"]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"

@@ -22,16 +22,9 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict
 from turnwise.store import rows
 from turnwise.store.database import Database
-from turnwise.store.tables import policies
-from turnwise.store.tables import policy_versions as table
-from turnwise.store.versions import (
-    add_metrics,
-    change_version,
-    get_version,
-    highest_version,
-    list_versions,
-    no_version,
-)
+from turnwise.store.schema import policies
+from turnwise.store.schema import policy_versions as table
+from turnwise.store.versions import add_metrics, change_version, get_version, highest_version, list_versions, no_version
 from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion, utc_now
 from turnwise.version_directory import on_disk
 

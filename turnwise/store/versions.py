@@ -6,17 +6,24 @@ which versions engines serve.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound, SettingsError
-from turnwise.store import pages, rows
-from turnwise.store.statements import insert_ignoring, size_of
-from turnwise.store.tables import NO_TENANT, policies, turns
-from turnwise.store.tables import policy_versions as table
-from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.store import rows
+from turnwise.store.schema import NO_TENANT, policies, policy_versions, turns
+from turnwise.store.schema import policy_versions as table
+from turnwise.store.statements import insert_ignoring, read_page, size_of
+from turnwise.types import (
+    DEFAULT_POLICY,
+    Json,
+    PolicyKind,
+    PolicyStatus,
+    PolicyVersion,
+)
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
@@ -231,7 +238,7 @@ def list_versions(
         wanted = sa.and_(wanted, table.c.policy_id.in_(policy_ids))
     newest = sa.select(table).where(wanted).order_by(table.c.version.desc())
     size = size_of(conn.dialect, table.c.metrics, table.c.error, table.c.arms)
-    found, has_more = pages.read(conn, newest, limit, size=size, max_bytes=max_bytes)
+    found, has_more = read_page(conn, newest, limit, size=size, max_bytes=max_bytes)
     return [rows.VERSIONS.record(row) for row in found], has_more
 
 
@@ -266,3 +273,11 @@ def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_P
         each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
     ]
     return found if len(found) == count and all(is_refused) else []
+
+
+def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> dict[int, float]:
+    """Return the mean reward of each version of a policy that was evaluated."""
+    c = policy_versions.c
+    found = conn.execute(sa.select(c.version, c.metrics).where(c.policy_id == policy_id)).all()
+    gauges = {row.version: json.loads(row.metrics).get("eval", {}) for row in found}
+    return {version: one["reward_mean"] for version, one in gauges.items() if one.get("reward_mean") is not None}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from turnwise.store import digests, rows
+from turnwise.store import rows
 from turnwise.store.database import Connection
-from turnwise.store.session_records import SessionRecord
-from turnwise.store.trained import trained_digests
+from turnwise.store.search import SessionRecord
+from turnwise.store.updates import trained_digests
 from turnwise.types import UpdateRecord
 from turnwise.verify.report import Report
 
@@ -42,6 +42,6 @@ def check_update(conn: Connection, update: UpdateRecord, report: Report) -> None
         if recorded_digest != recomputed:
             place = f"update {update.update_id} session {session_id!r} of tenant {tenant!r}"
             report.add("digest", place, "its trained turns or their advantages were changed")
-    recorded = digests.batch_digest({key: each for key, (each, _) in trained.items()})
+    recorded = rows.batch_digest({key: each for key, (each, _) in trained.items()})
     if recorded != update.batch_digest and report.num_mismatches == before:
         report.add("digest", f"update {update.update_id} batch_digest", "is not that of its sessions")

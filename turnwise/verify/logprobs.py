@@ -9,7 +9,7 @@ import httpx2
 
 from turnwise.errors import BadCheckpoint, EngineUnavailable
 from turnwise.settings import mask_credentials
-from turnwise.store.lineage import TurnView
+from turnwise.store.turns import TurnView
 from turnwise.types import Json
 from turnwise.verify.engine import (
     ADDRESS_HINT,

@@ -9,10 +9,10 @@ from typing import Protocol
 from turnwise.chains import is_trainable
 from turnwise.store import versions
 from turnwise.store.database import Database
-from turnwise.store.lineage import TurnView
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.session_records import SessionRecord, count_sessions, session_records
-from turnwise.store.trained import all_updates
+from turnwise.store.search import SessionRecord, count_sessions, session_records
+from turnwise.store.selection import SessionFilter
+from turnwise.store.turns import TurnView
+from turnwise.store.updates import all_updates
 from turnwise.types import PolicyVersion
 from turnwise.verify.digests import check_record, check_update
 from turnwise.verify.report import Report

@@ -17,8 +17,10 @@ from support.ledger_samples import make_turn
 from support.migrated import migrated
 
 from turnwise.commands.cli import main
-from turnwise.store import ledger
+from turnwise.store import turns
 from turnwise.store.database import Database
+from turnwise.store.rewards import add_rewards
+from turnwise.store.sessions import create_session, end_session
 from turnwise.types import Outcome, Reward, Session
 
 
@@ -35,10 +37,10 @@ def database_url(tmp_path: Path) -> str:
         Reward(session_id="", turn_id="t1", value=1.0, name="style", source="a person"),
     ]
     with database.write() as conn:
-        ledger.create_session(conn, Session(session_id="s", task_id="kim", group_id="g"))
-        ledger.append_turns(conn, [first, second])
-        ledger.add_rewards(conn, rewards)
-        ledger.end_session(conn, "default", "s")
+        create_session(conn, Session(session_id="s", task_id="kim", group_id="g"))
+        turns.append_turns(conn, [first, second])
+        add_rewards(conn, rewards)
+        end_session(conn, "default", "s")
     database.close()
     return url
 

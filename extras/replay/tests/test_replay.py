@@ -15,7 +15,7 @@ from turnwise_fake_engine import running_fake_engine
 from turnwise_replay.replaying import offsets
 
 from turnwise.commands.cli import main
-from turnwise.store import ledger
+from turnwise.store import sessions, turns
 from turnwise.store.database import Database
 from turnwise.types import Session
 
@@ -85,8 +85,8 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
 def test_further_choices_of_a_call_are_not_separate_calls(database: Database, tmp_path: Path) -> None:
     with database.write() as connection:
         first = make_turn("t1", session_id="n")
-        ledger.create_session(connection, Session(session_id="n"))
-        ledger.append_turns(connection, [dataclasses.replace(first, turn_id="x", chain_id="x")])
-        ledger.append_turns(connection, [dataclasses.replace(first, turn_id="x#1", chain_id="x#1")])
+        sessions.create_session(connection, Session(session_id="n"))
+        turns.append_turns(connection, [dataclasses.replace(first, turn_id="x", chain_id="x")])
+        turns.append_turns(connection, [dataclasses.replace(first, turn_id="x#1", chain_id="x#1")])
     found = lines_of(export(tmp_path, "--format", "replay", "--session-id", "n"))
     assert [line["turn_id"] for line in found] == ["x"]

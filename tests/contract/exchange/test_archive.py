@@ -21,9 +21,10 @@ from trainer.pacing import SourceRule
 from trainer.source import LedgerSource
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
-from turnwise.store import ledger, retention, serving, versions
+from turnwise.store import retention, serving, versions
 from turnwise.store.database import Database
-from turnwise.store.tables import groups, rewards, sessions, trained_sessions, turns
+from turnwise.store.rewards import add_rewards
+from turnwise.store.schema import groups, rewards, sessions, trained_sessions, turns
 from turnwise.types import DEFAULT_POLICY, GroupStatus, PolicyVersion, Reward, utc_now
 
 LATER = utc_now() + datetime.timedelta(days=1)
@@ -124,7 +125,7 @@ def test_a_session_that_changes_while_it_is_archived_stays(database: Database) -
     with database.read() as conn:
         found = retention.over_since(conn, LATER)
     with database.write() as conn:
-        ledger.add_rewards(conn, [Reward(session_id="a", tenant="default", value=1.0)])
+        add_rewards(conn, [Reward(session_id="a", tenant="default", value=1.0)])
     with database.write() as conn:
         assert retention.delete_unchanged(conn, found).sessions == (("default", "b"),)
 
@@ -143,7 +144,7 @@ def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
         with pytest.raises(KeyboardInterrupt):
             archive.archive(database, tmp_path, LATER)
     with database.write() as conn:
-        ledger.add_rewards(conn, [Reward(session_id="a", tenant="default", value=1.0)])
+        add_rewards(conn, [Reward(session_id="a", tenant="default", value=1.0)])
     before = stored(database)
     archive.archive(database, tmp_path, LATER)
     assert len(list(tmp_path.glob("batch-*"))) == 2

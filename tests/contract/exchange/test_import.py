@@ -18,7 +18,7 @@ from turnwise.chains import is_imported, is_trainable
 from turnwise.exchange import plugins
 from turnwise.store import claims, experiences, policies
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from proxy.limits import budgets
 from proxy.writer.client import Writer
 from turnwise.client.wire import error_of
 from turnwise.errors import BudgetSpent, StoreUnavailable
-from turnwise.store import keys, usage
+from turnwise.store import keys
 from turnwise.store.database import Database
 from turnwise.types import utc_now
 
@@ -108,12 +108,12 @@ def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_sess
 def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tmp_path: Path) -> None:
     """Two days: yesterday counts, the day before it does not."""
     with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
-        key, today = make_key(database), usage.day_of(utc_now())
+        key, today = make_key(database), keys.day_of(utc_now())
         with database.write() as connection:
-            usage.add_usage(connection, {("acme", "k", today - 2): 1000})
+            keys.add_usage(connection, {("acme", "k", today - 2): 1000})
         used(ask(http, key))
         with database.write() as connection:
-            usage.add_usage(connection, {("acme", "k", today - 1): 100})
+            keys.add_usage(connection, {("acme", "k", today - 1): 100})
     with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
         refused = ask(http, key)
         assert "tokens in the last 2 days (UTC); wait for 00:00 UTC" in refused.json()["error"]["message"]

@@ -18,7 +18,7 @@ from proxy.sessions.forest import Forest, KnownTurn
 from proxy.sessions.roles import Correction, Found
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, StoreUnavailable
-from turnwise.store.session_changes import set_roles
+from turnwise.store.turns import set_roles
 from turnwise.types import Role
 
 AGENT = Principal(tenant="a", role="agent", key_id="key")

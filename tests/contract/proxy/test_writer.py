@@ -27,7 +27,7 @@ from proxy.writer.client import Writer, row_of
 from proxy.writer.frames import Frames, frame
 from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
-from turnwise.store import ledger, queries
+from turnwise.store import sessions, turns
 from turnwise.store.database import Connection, Database
 from turnwise.types import Outcome, Session
 
@@ -62,7 +62,7 @@ def pid_of_writer(connection: Connection) -> int:
 
 def stored(database: Database) -> list[str]:
     with database.read() as connection:
-        return [view.turn.turn_id for view in queries.turns(connection, "default", "s")[0]]
+        return [view.turn.turn_id for view in turns.read_turns(connection, "default", "s")[0]]
 
 
 def test_a_refused_job_does_not_fail_the_others_of_its_commit(database, database_url):
@@ -70,12 +70,12 @@ def test_a_refused_job_does_not_fail_the_others_of_its_commit(database, database
 
     async def run() -> list[object]:
         async with writing(database_url) as writer:
-            await writer.do(ledger.create_session, SESSION)
+            await writer.do(sessions.create_session, SESSION)
             return await asyncio.gather(
                 writer.append([turn("a")]),
                 writer.append([turn("b", session_id="nobody's")]),
                 writer.do(stopping),
-                writer.do(ledger.end_session, "default", "none"),
+                writer.do(sessions.end_session, "default", "none"),
                 writer.append([turn("c")]),
                 return_exceptions=True,
             )
@@ -99,7 +99,7 @@ def test_an_id_of_a_prompt_that_is_no_token_id_is_not_stored(database, database_
     _, refused = asyncio.run(run())
     assert isinstance(refused, StoreError)
     with database.read() as connection:
-        [view] = queries.turns(connection, "default", "s")[0]
+        [view] = turns.read_turns(connection, "default", "s")[0]
     assert view.turn.prompt_delta.tolist() == [1, 2**31 - 1]
 
 
@@ -111,7 +111,7 @@ def locked(tmp_path, sqlite_template):
     database = Database(f"sqlite:///{path}", lock_timeout_seconds=0.05)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as holder:
         with database.write() as connection:
-            ledger.create_session(connection, SESSION)
+            sessions.create_session(connection, SESSION)
         holder.execute("BEGIN IMMEDIATE")
         yield database, f"sqlite:///{path}", holder
     database.close()
@@ -177,7 +177,7 @@ def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missi
 
     async def run() -> list[list[Ending]]:
         async with writing(database_url) as writer:
-            await writer.do(ledger.create_session, SESSION)
+            await writer.do(sessions.create_session, SESSION)
             return [
                 await writer.append([turn("whole", token_ids=two, encoded_logprobs=[*pieces, other])]),
                 await writer.append([turn("short", token_ids=two, encoded_logprobs=pieces)]),
@@ -192,7 +192,7 @@ def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missi
         [Ending("none", Outcome.ERROR, "engine_500", "none")],
     ]
     with database.read() as connection:
-        views, _ = queries.turns(connection, "default", "s")
+        views, _ = turns.read_turns(connection, "default", "s")
     assert [view.turn.logprobs.tolist() for view in views] == [[-0.5, -1.25], [-0.5], [], []]
 
 
@@ -202,7 +202,7 @@ def test_a_killed_writing_process_is_replaced_and_its_jobs_fail(database, databa
 
     async def run() -> object:
         async with writing(database_url, metrics=metrics) as writer:
-            await writer.do(ledger.create_session, SESSION)
+            await writer.do(sessions.create_session, SESSION)
             pid = await writer.do(pid_of_writer)
             os.kill(pid, signal.SIGSTOP)
             lost = asyncio.ensure_future(writer.append([turn("lost")]))

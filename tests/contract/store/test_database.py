@@ -19,9 +19,9 @@ from support.ledger_samples import add_session
 from support.private_postgres import PrivatePostgres
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
-from turnwise.store import ledger, queries, tables
+from turnwise.store import overview, schema, sessions
 from turnwise.store.database import Database
-from turnwise.store.leases import acquire_lease, renew_lease
+from turnwise.store.processes import acquire_lease, renew_lease
 from turnwise.types import Session
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
@@ -38,13 +38,13 @@ def test_a_database_that_cannot_work_is_refused_with_its_url(url: str) -> None:
 def test_a_write_that_raises_is_rolled_back(database: Database) -> None:
     def fail_half_way() -> None:
         with database.write() as connection:
-            ledger.create_session(connection, Session(session_id="s"))
+            sessions.create_session(connection, Session(session_id="s"))
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail_half_way()
     with database.read() as connection:
-        assert queries.counts(connection).sessions == {}
+        assert overview.count_rows(connection).sessions == {}
 
 
 def test_commits_are_durable(database: Database) -> None:
@@ -61,11 +61,11 @@ def test_commits_are_durable(database: Database) -> None:
 
 def test_a_reader_sees_one_snapshot_and_does_not_block_the_writer(database: Database) -> None:
     with database.read() as connection:
-        assert queries.counts(connection).sessions == {}
+        assert overview.count_rows(connection).sessions == {}
         add_session(database)
-        assert queries.counts(connection).sessions == {}
+        assert overview.count_rows(connection).sessions == {}
     with database.read() as connection:
-        assert queries.counts(connection).sessions == {"open": 1}
+        assert overview.count_rows(connection).sessions == {"open": 1}
 
 
 def test_a_lock_that_is_held_too_long_is_unavailable(database: Database, database_url: str) -> None:
@@ -74,9 +74,9 @@ def test_a_lock_that_is_held_too_long_is_unavailable(database: Database, databas
     other = Database(database_url, lock_timeout_seconds=0.2)
     try:
         with database.write() as connection:
-            connection.execute(sa.update(tables.sessions).values(run=1))
+            connection.execute(sa.update(schema.sessions).values(run=1))
             with pytest.raises(StoreUnavailable, match="lock"), other.write() as blocked:
-                blocked.execute(sa.update(tables.sessions).values(run=2))
+                blocked.execute(sa.update(schema.sessions).values(run=2))
     finally:
         other.close()
 
@@ -96,9 +96,9 @@ def test_a_full_disk_is_unavailable_and_loses_nothing_that_was_committed(tmp_pat
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StoreUnavailable, match="full"), database.write() as connection:
-        ledger.create_session(connection, Session(session_id="x", metadata={"large": "x" * 100_000}))
+        sessions.create_session(connection, Session(session_id="x", metadata={"large": "x" * 100_000}))
     with database.read() as connection:
-        assert queries.counts(connection).sessions == {"open": 1}
+        assert overview.count_rows(connection).sessions == {"open": 1}
     database.close()
 
 
@@ -135,7 +135,7 @@ def test_the_error_of_a_refused_login_names_the_settings_to_check(postgres_serve
 def test_a_missing_table_is_an_error_that_names_the_command_to_run(empty_database_url: str) -> None:
     database = Database(empty_database_url)
     with pytest.raises(SchemaMismatch, match="turnwise db upgrade"), database.read() as connection:
-        queries.counts(connection)
+        overview.count_rows(connection)
     database.close()
 
 
@@ -159,7 +159,7 @@ def test_a_pool_reconnects_to_a_restarted_server(postgres_server: PrivatePostgre
     postgres_server.start()
     add_session(database, "after")
     with database.read() as connection:
-        assert queries.counts(connection).sessions == {"open": 2}
+        assert overview.count_rows(connection).sessions == {"open": 2}
     database.close()
     postgres_server.drop_database(name)
 
@@ -170,9 +170,9 @@ def test_a_text_that_no_index_has_room_for_is_refused_and_the_next_write_works(d
     too_long = Session(session_id="s", task_id=text)
     if database.dialect == "postgresql":
         with pytest.raises(InvalidRequest, match="the database cannot hold a value"), database.write() as connection:
-            ledger.create_session(connection, too_long)
+            sessions.create_session(connection, too_long)
     with database.write() as connection:
-        ledger.create_session(connection, dataclasses.replace(too_long, task_id=text[:500]))
+        sessions.create_session(connection, dataclasses.replace(too_long, task_id=text[:500]))
 
 
 def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(database: Database) -> None:
@@ -249,7 +249,7 @@ def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other
         first = asyncio.create_task(database.fetch(wait_for_an_answer))
         assert await asyncio.wait_for(asyncio.to_thread(asked.wait, SILENT_SECONDS), SILENT_SECONDS)
         monkeypatch.setattr("turnwise.store.database.QUEUE_SECONDS", 0.0)
-        second = asyncio.create_task(database.fetch(queries.counts))
+        second = asyncio.create_task(database.fetch(overview.count_rows))
         await asyncio.wait_for(asyncio.to_thread(answers.set), SILENT_SECONDS)
         await first
         with pytest.raises(StoreUnavailable, match="busy with other reads"):

@@ -13,7 +13,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from turnwise.errors import SchemaMismatch
-from turnwise.store import tables
+from turnwise.store import schema
 from turnwise.store.database import Database, alembic_config
 
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()][::-1]
@@ -36,7 +36,7 @@ def test_every_revision_goes_up_and_down_twice(empty_database_url: str) -> None:
 def test_the_migrated_tables_are_those_that_the_code_declares(database: Database) -> None:
     """Types, nullability, indexes and constraints; an empty difference."""
     with database.read() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), tables.metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
 
 
 def test_processes_that_upgrade_at_once_take_turns(empty_database_url: str) -> None:

@@ -16,8 +16,7 @@ from support.waiting import WAIT_SECONDS, wait_until
 from trainer.evaluate import LedgerEvaluator
 from trainer.pacing import StopFlag
 from turnwise.errors import StoreUnavailable
-from turnwise.store import evaluations, serving, versions
-from turnwise.store import ledger as ledger_rows
+from turnwise.store import serving, turns, versions
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, Split
 
@@ -55,7 +54,7 @@ def play(database: Database, session_id: str, version: int) -> None:
     add_session(database, session_id, turns=0, split=Split.EVAL)
     turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
     with database.write() as connection:
-        ledger_rows.append_turns(connection, [turn])
+        turns.append_turns(connection, [turn])
     finish(database, session_id)
 
 
@@ -83,7 +82,7 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     else:
         assert [(one["num_sessions"], one["is_partial"]) for one in found] == [(1, True)]
     with ledger.read() as connection:
-        assert evaluations.evaluated_versions(connection) == {}
+        assert versions.evaluated_versions(connection) == {}
 
 
 def test_sessions_of_an_evaluation_that_an_outage_ended_do_not_count_for_the_next_version(ledger, tmp_path):

@@ -11,8 +11,7 @@ import sqlalchemy as sa
 from support.tiny_models import EXPERTS, VOCABULARY, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 
-from turnwise.store import ledger as ledger_of
-from turnwise.store import queries, tables
+from turnwise.store import rewards, schema, sessions, turns
 from turnwise.types import Reward, Session, Split
 
 
@@ -27,7 +26,7 @@ def test_a_group_with_tokens_of_another_model_is_dropped_and_the_others_are_trai
         rollouts.play("own", num_groups=2)
     train(settings_for(tmp_path, model, total_batches=1, algorithm={"name": "sft", "min_reward": -1.0}))
     with ledger.read() as conn:
-        found = conn.execute(sa.select(tables.groups.c.group_id, tables.groups.c.reason)).all()
+        found = conn.execute(sa.select(schema.groups.c.group_id, schema.groups.c.reason)).all()
     reasons = {row.group_id: row.reason for row in found}
     assert reasons["other"].startswith(f"other_model: token {VOCABULARY + 7} is not in the vocabulary of {VOCABULARY}")
     assert (reasons["own-0"], reasons["own-1"]) == (None, None)
@@ -39,15 +38,15 @@ def test_the_publishing_gate_leaves_out_sessions_that_were_routed_in_another_mod
     Rollouts(ledger, load_model(experts)).play("a", num_groups=3)
     Rollouts(ledger, load_model(experts), num_turns=1, split=Split.EVAL).play("held-out", num_groups=1)
     with ledger.write() as conn:
-        (view,), _ = queries.turns(conn, "default", "held-out-0-0")
+        (view,), _ = turns.read_turns(conn, "default", "held-out-0-0")
         routing = io.BytesIO()
         np.save(routing, np.zeros((9, 1, 2), np.int16))
         other = {"turn_id": "other-t0", "chain_id": "other-t0", "session_id": "other"}
         turn = dataclasses.replace(view.turn, **other, routed_experts=routing.getvalue())
-        ledger_of.create_session(conn, Session(session_id="other", split=Split.EVAL))
-        ledger_of.append_turns(conn, [turn])
-        ledger_of.add_rewards(conn, [Reward(session_id="other", value=1.0)])
-        ledger_of.end_session(conn, "default", "other")
+        sessions.create_session(conn, Session(session_id="other", split=Split.EVAL))
+        turns.append_turns(conn, [turn])
+        rewards.add_rewards(conn, [Reward(session_id="other", value=1.0)])
+        sessions.end_session(conn, "default", "other")
     gate = {"gate_sessions": 64, "gate_good_reward": -1.0, "gate_drop": 9.0}
     state = train(settings_for(tmp_path, experts, total_batches=1, learning_rate=1e-4, **gate))
     assert state.progress.policy_version == 1

@@ -23,11 +23,11 @@ from trainer.pacing import Position, SourceRule, StopFlag, outlast
 from trainer.source import LedgerSource, SteadyClock
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
-from turnwise.store import groups as groups_of
-from turnwise.store import ledger as ledger_of
-from turnwise.store import queries, serving, versions
+from turnwise.store import groups, overview, serving, sessions, versions
 from turnwise.store.database import Database
-from turnwise.store.trainer_status import TrainerStatus
+from turnwise.store.processes import TrainerStatus
+from turnwise.store.rewards import add_rewards
+from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, Reward, Role, Split, utc_now
 
 PATIENCE_SECONDS = 60.0
@@ -68,12 +68,12 @@ def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(databas
     source = source_for(database, stalled_seconds=3600.0, **rule)
     assert source._look(Position()).num_ready == 0
     with database.read() as connection:
-        said = groups_of.describe_training(connection, queries.session(connection, "default", "unrewarded"))
+        said = groups.describe_training(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 not ended." in said
     with database.write() as connection:
-        ledger_of.end_session(connection, "default", "unrewarded")
+        sessions.end_session(connection, "default", "unrewarded")
     with database.read() as connection:
-        said = groups_of.describe_training(connection, queries.session(connection, "default", "unrewarded"))
+        said = groups.describe_training(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 ended without a reward (`unrewarded_seconds`)." in said
     if rule.get("unrewarded_seconds") == 0.0:
         wait_until(lambda: source._look(Position()).num_ready == 1, "the group is ready")
@@ -116,7 +116,7 @@ def test_the_batch_holds_the_chains_of_the_trained_roles(database, rule, trained
         for number, role in enumerate((Role.MAIN, Role.SUB_AGENT, Role.SIDE, Role.RETRY), start=1):
             turn = make_turn(f"t{number}", role=role, seq=number - 1)
             name = f"s-t{number}"
-            ledger_of.append_turns(connection, [dataclasses.replace(turn, turn_id=name, chain_id=name)])
+            append_turns(connection, [dataclasses.replace(turn, turn_id=name, chain_id=name)])
     finish(database)
     batch = source_for(database, **rule).next_batch(Position())
     assert sorted(list(experience.turn_ids) for experience in batch.experiences) == trained
@@ -228,7 +228,7 @@ def test_sessions_that_only_have_to_end_are_in_the_reason_of_the_wait(database):
     for session_id, fields in (("a", {}), ("b", {}), ("c", {"split": Split.EVAL})):
         add_session(database, session_id, **fields)
         with database.write() as conn:
-            ledger_of.add_rewards(conn, [Reward(session_id=session_id, value=1)])
+            add_rewards(conn, [Reward(session_id=session_id, value=1)])
     add_session(database, "without a reward")
     source = source_for(database)
     assert source.next_batch(Position(), seconds=0) is None
@@ -272,7 +272,7 @@ def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_o
 
 def statuses(database: Database) -> list[TrainerStatus]:
     with database.read() as connection:
-        return queries.counts(connection).trainers
+        return overview.count_rows(connection).trainers
 
 
 def play_rewarded(ledger, model, name, rewards):
@@ -280,7 +280,7 @@ def play_rewarded(ledger, model, name, rewards):
     Rollouts(ledger, load_model(model), num_turns=1).play(name, num_groups=1, group_size=len(rewards))
     lines = [Reward(session_id=f"{name}-0-{run}", value=value) for run, value in enumerate(rewards)]
     with ledger.write() as conn:
-        ledger_of.add_rewards(conn, lines)
+        add_rewards(conn, lines)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.store import claims
 from turnwise.store.database import Database
-from turnwise.store.tables import policy_versions, rewards, trained_sessions, turns, updates
+from turnwise.store.schema import policy_versions, rewards, trained_sessions, turns, updates
 from turnwise.types import Json, PolicyVersion
 from turnwise.version_directory import weights_digest, write_manifest
 

@@ -16,8 +16,8 @@ from support.migrated import new_database
 from turnwise_fake_engine import running_fake_engine
 
 from turnwise.store.database import Database
+from turnwise.store.schema import sessions, turns
 from turnwise.store.serving import activate_version
-from turnwise.store.tables import sessions, turns
 from turnwise.store.versions import publish_version
 from turnwise.types import PolicyVersion
 

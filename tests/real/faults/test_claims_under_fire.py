@@ -26,8 +26,9 @@ from support.claiming_trainer import LEASE_SECONDS
 from support.database_clock import DatabaseClock
 from support.waiting import wait_until
 
-from turnwise.store import ledger, queries, tables, trained
+from turnwise.store import overview, rewards, schema, sessions, updates
 from turnwise.store.database import Database
+from turnwise.store.turns import append_turns
 from turnwise.types import Reward, Session, Turn
 
 HOUR = 3600.0
@@ -156,7 +157,7 @@ class Crew:
         A trainer that was stopped while it renewed its lease holds SQLite's only lock.
         """
         deadline = time.monotonic() + 3 * LEASE_SECONDS
-        columns = tables.groups.c
+        columns = schema.groups.c
         while time.monotonic() < deadline:
             with self._database.read() as connection:
                 tokens = connection.execute(sa.select(columns.group_pk, columns.fencing_token)).all()
@@ -167,7 +168,7 @@ class Crew:
         return False
 
     def _held_by(self, trainer: Trainer) -> set[tuple[int, int]]:
-        columns = tables.groups.c
+        columns = schema.groups.c
         with self._database.read() as connection:
             held = sa.select(columns.group_pk, columns.fencing_token).where(
                 columns.trainer_id == trainer.name, columns.status == "claimed"
@@ -201,7 +202,7 @@ def fill(database: Database, num_experiences: int) -> list[str]:
             for number in chunk:
                 group_id = f"g{number // GROUP_SIZE}"
                 session = Session(session_id=names[number], group_id=group_id, group_size=GROUP_SIZE)
-                ledger.create_session(connection, session)
+                sessions.create_session(connection, session)
             turns = [
                 Turn(
                     turn_id=f"{names[number]}-turn",
@@ -214,16 +215,16 @@ def fill(database: Database, num_experiences: int) -> list[str]:
                 )
                 for number in chunk
             ]
-            ledger.append_turns(connection, turns)
+            append_turns(connection, turns)
     return [f"{name}-turn" for name in names]
 
 
 def finish(database: Database, numbers: range) -> None:
     """Reward and end sessions, so that their groups can be claimed."""
     with database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id=f"s{number}", value=1.0) for number in numbers])
+        rewards.add_rewards(connection, [Reward(session_id=f"s{number}", value=1.0) for number in numbers])
         for number in numbers:
-            ledger.end_session(connection, "default", f"s{number}")
+            sessions.end_session(connection, "default", f"s{number}")
 
 
 def acked(database: Database) -> Counter[str]:
@@ -233,7 +234,7 @@ def acked(database: Database) -> Counter[str]:
     has_more = True
     while has_more:
         with database.read() as connection:
-            page, has_more = trained.updates(connection, after=after)
+            page, has_more = updates.list_updates(connection, after=after)
         for record in page:
             counts.update(record.metrics["turn_ids"])
         after = page[-1].update_id if page else after
@@ -254,7 +255,7 @@ def under_fire(
 
 def num_trained(database: Database) -> int:
     with database.read() as connection:
-        return queries.counts(connection).groups.get("trained", 0)
+        return overview.count_rows(connection).groups.get("trained", 0)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_every_experience_is_acked_exactly_once_under_kills_stops_and_clock_jump
     counts = acked(database)
     with database.read() as connection:
         claimed_again = connection.execute(
-            sa.select(sa.func.count()).select_from(tables.groups).where(tables.groups.c.fencing_token > 1)
+            sa.select(sa.func.count()).select_from(schema.groups).where(schema.groups.c.fencing_token > 1)
         ).scalar_one()
     print(
         f"\n{database.dialect}: {num_trainers} trainers, {num_experiences} experiences, {num_rounds} kills with "

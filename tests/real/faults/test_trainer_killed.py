@@ -25,7 +25,7 @@ from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, new_policy, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from turnwise.store import queries, serving, trained, versions
+from turnwise.store import overview, serving, updates, versions
 from turnwise.types import DEFAULT_POLICY, PolicyStatus
 
 
@@ -102,7 +102,7 @@ def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
     made = defaultdict(list)
     db = new_database(directory / "ledger.db")
     with db.read() as conn:
-        for record in reversed(trained.updates(conn)[0]):
+        for record in reversed(updates.list_updates(conn)[0]):
             made[record.policy_id].append(Path(versions.get_version(conn, record.policy_version).path))
     db.close()
     return made
@@ -143,8 +143,8 @@ def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
     assert train(trainers, killed, model, **run.settings) == 0
     db = new_database(killed / "ledger.db")
     with db.read() as conn:
-        assert queries.counts(conn).groups == {"trained": 6 * run.num_policies}
-        views, _ = trained.list_updates(conn, "default")
+        assert overview.count_rows(conn).groups == {"trained": 6 * run.num_policies}
+        views, _ = updates.list_update_views(conn, "default")
         published = versions.list_versions(conn)[0]
     db.close()
     assert [view.update.update_id for view in views] == list(range(2 * run.num_policies, 0, -1))
@@ -185,8 +185,8 @@ def test_a_trainer_that_publishes_ahead_of_its_state_trains_each_group_once_unde
     db = new_database(killed / "ledger.db")
     with db.read() as conn:
         newest = Path(serving.serving_state(conn).newest.path)
-        assert queries.counts(conn).groups == {"trained": 12}
-        views, _ = trained.list_updates(conn, "default")
+        assert overview.count_rows(conn).groups == {"trained": 12}
+        views, _ = updates.list_update_views(conn, "default")
     db.close()
     assert [view.update.update_id for view in views] == [4, 3, 2, 1]
     assert len({session.session_id for view in views for session in view.sessions}) == 48

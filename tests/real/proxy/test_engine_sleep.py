@@ -13,7 +13,7 @@ from support.reload_stage import Process, Stage, running_stage
 from turnwise_fake_engine import Script
 
 from trainer.publish.weight_server import WeightRule, WeightServer
-from turnwise.store import trainer_status
+from turnwise.store import processes
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ class Trainer:
     def __init__(self, stage: Stage, level: int) -> None:
         self.server = WeightServer(WeightRule(engine_sleep_level=level))
         with stage.database.write() as connection:
-            trainer_status.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
+            processes.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
         self.computes, self._may_end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._compute, daemon=True)
         self._thread.start()

@@ -10,8 +10,10 @@ from support.ledger_samples import make_turn
 from support.reload_stage import Stage
 
 from proxy.reload.verdict import lift
-from turnwise.store import ledger, queries, versions
+from turnwise.store import turns, versions
 from turnwise.store.arms import Arm
+from turnwise.store.rewards import add_rewards
+from turnwise.store.sessions import create_session, end_session, read_session
 from turnwise.types import PolicyKind, Reward, Session, Split, Turn
 
 SHARE = 0.5
@@ -125,20 +127,20 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
             await process.follow()
         held, others = await process.open_sessions("s")
         with stage.database.write() as conn:
-            grouped = ledger.create_session(conn, Session(session_id="g", group_id="g", group_size=2))[0]
+            grouped = create_session(conn, Session(session_id="g", group_id="g", group_size=2))[0]
             for sessions, values in ((held, (0.0, 1.0)), ([*others, grouped], (gain, gain + 1))):
                 for number, session in enumerate(sessions):
                     version = await process.version_of(session)
                     turn = _turn(session.session_id, version)
-                    ledger.append_turns(conn, [turn])
+                    turns.append_turns(conn, [turn])
                     rewards = [("reward", values[number % 2]), ("stars", 0.0)]
                     lines = [Reward(session_id=session.session_id, name=name, value=value) for name, value in rewards]
-                    ledger.add_rewards(conn, lines)
-                    ledger.end_session(conn, "default", session.session_id)
+                    add_rewards(conn, lines)
+                    end_session(conn, "default", session.session_id)
         await process.follow()
         with stage.database.read() as conn:
             arms = versions.get_version(conn, 2).arms
-            assert queries.session(conn, "default", held[0].session_id).reward is not None
+            assert read_session(conn, "default", held[0].session_id).reward is not None
     assert arms is not None
     assert (arms["canary"]["version"], arms["control"]["version"]) == (2, 1)
     assert (arms["canary"]["num_sessions"], arms["control"]["num_sessions"]) == (len(others), len(held))

@@ -19,7 +19,7 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
-from turnwise.store import leases, serving, trainer_status, versions
+from turnwise.store import processes, serving, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
 from turnwise.version_directory import base_version
@@ -176,8 +176,8 @@ def steal_lease(stage: Stage, token: int | None) -> None:
     """Let another process take over the lease, as it does when this one is stopped for too long."""
     assert token is not None
     with stage.database.write() as connection:
-        leases.renew_lease(connection, LEASE, token, 0)
-        assert leases.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
+        processes.renew_lease(connection, LEASE, token, 0)
+        assert processes.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
 
 
 async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_writes_nothing(stage: Stage):
@@ -264,14 +264,14 @@ async def test_an_engine_whose_last_good_version_cannot_be_restored_while_the_st
         stage.publish(1)
         await process.follow()
         stage.publish(2)
-        first, read = process.pool.engines[0], trainer_status.weight_urls
+        first, read = process.pool.engines[0], processes.weight_urls
 
         def weight_urls(connection: Connection) -> list[str]:
             if first.state is EngineState.RELOADING and first.loaded_version is None:
                 raise StoreUnavailable("the store does not answer")
             return read(connection)
 
-        monkeypatch.setattr(trainer_status, "weight_urls", weight_urls)
+        monkeypatch.setattr(processes, "weight_urls", weight_urls)
         monkeypatch.setattr("turnwise_fake_engine.control.has_weights", lambda directory: directory.name != "v2")
         await process.follow()
         assert (process.versions, stage.statuses()) == ([None, 1], ["active", "published"])

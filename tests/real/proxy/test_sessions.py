@@ -22,10 +22,11 @@ from proxy.sessions.sessions import Placement, Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import history, ledger, queries, retention
+from turnwise.store import conversations, retention
 from turnwise.store.database import Connection, Database
 from turnwise.store.rows import to_micros
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
+from turnwise.store.sessions import end_session, list_sessions
 from turnwise.types import Json, Session
 
 AGENT = Principal(tenant="default", role="agent", key_id="key")
@@ -121,14 +122,14 @@ async def test_a_call_that_names_its_session_belongs_to_it_for_any_conversation(
 def read_turns(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The ids of the turns that each read of the store returns."""
     reads: list[list[str]] = []
-    unknown_turns = history.unknown_turns
+    unknown_turns = conversations.unknown_turns
 
     def counted(*arguments, **options):
         found = unknown_turns(*arguments, **options)
         reads.append([turn.turn_id for turn in found[0]])
         return found
 
-    monkeypatch.setattr(history, "unknown_turns", counted)
+    monkeypatch.setattr(conversations, "unknown_turns", counted)
     return reads
 
 
@@ -157,7 +158,7 @@ async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
 def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:
     """End a session, as a request to another process does."""
     with database.write() as connection:
-        ledger.end_session(connection, "default", session_id)
+        end_session(connection, "default", session_id)
     sessions.cache.drop(("default", session_id))
 
 
@@ -244,7 +245,7 @@ async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sess
     assert (await found(sessions, call_of(HELLO, idempotency_key="k"), other)).live is not keyed[0]
     session_id = keyed[0].session.session_id
     with database.write() as connection:
-        ledger.end_session(connection, "default", session_id)
+        end_session(connection, "default", session_id)
     sessions.cache.drop(("default", session_id))
     assert (await found(sessions, call_of(HELLO, idempotency_key="k"))).live.session.session_id != session_id
 
@@ -266,5 +267,5 @@ async def test_a_session_that_another_proxy_has_deleted_is_created_anew_and_foun
     sessions.cache.drop(placement.live.key)
     assert await sessions.continued_length(call_of(HELLO, REPLY, HELLO), AGENT) is None
     with database.read() as connection:
-        listed, _ = queries.sessions(connection, SessionFilter())
+        listed, _ = list_sessions(connection, SessionFilter())
     assert [session.session_id for session in listed] == ["named"]

@@ -21,7 +21,8 @@ from proxy.engines.state import EngineState
 from proxy.reload import transfer
 from trainer.publish.weight_server import HeldVersions, WeightRule, WeightServer
 from turnwise.engine_plugin import channel
-from turnwise.store import trainer_status, versions
+from turnwise.store import processes
+from turnwise.store.versions import fail_unwritten, publish_version
 from turnwise.types import PolicyVersion
 
 NO_PROBE = {"token_ids": [1], "logprobs": []}
@@ -46,7 +47,7 @@ def trainer(stage: Stage) -> Iterator[WeightServer]:
 
 def announce(stage: Stage, url: str | None) -> None:
     with stage.database.write() as connection:
-        trainer_status.announce_weights(connection, "trainer", url, datetime.now(UTC))
+        processes.announce_weights(connection, "trainer", url, datetime.now(UTC))
 
 
 def publish_unwritten(stage: Stage, version: int, *, digest: str | None = None) -> None:
@@ -55,7 +56,7 @@ def publish_unwritten(stage: Stage, version: int, *, digest: str | None = None) 
         version=version, path=str(stage.directory / f"v{version}"), update_id=version, weights_digest=digest
     )
     with stage.database.write() as connection:
-        versions.publish_version(connection, made)
+        publish_version(connection, made)
 
 
 @contextlib.contextmanager
@@ -142,7 +143,7 @@ async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage
         await process.follow()
         assert process.versions == [2, 2]
         with stage.database.write() as connection:
-            assert versions.fail_unwritten(connection, after=1) == [2]
+            assert fail_unwritten(connection, after=1) == [2]
         await process.follow()
         assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
         assert stage.loads == [["v1", "memory:2", "v1"]] * 2

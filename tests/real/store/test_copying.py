@@ -11,9 +11,9 @@ from support.exchanged import captured
 from support.ledger_samples import add_session, finish
 
 from turnwise.errors import StoreError
-from turnwise.store import copying, keys, queries, versions
+from turnwise.store import copying, keys, overview, turns, versions
 from turnwise.store.database import Database
-from turnwise.store.tables import sessions
+from turnwise.store.schema import sessions
 from turnwise.types import PolicyVersion
 
 
@@ -38,8 +38,8 @@ def test_a_copy_has_every_row_is_resumed_and_numbers_its_next_rows_after_them(
         result = invoke(*command)
         assert result.exit_code == 0, result.output
     with source.read() as conn, target.read() as other:
-        assert queries.counts(other) == queries.counts(conn)
-        views, copied = (queries.turns(each, "default", "s1")[0] for each in (conn, other))
+        assert overview.count_rows(other) == overview.count_rows(conn)
+        views, copied = (turns.read_turns(each, "default", "s1")[0] for each in (conn, other))
         assert [view.turn.digest for view in copied] == [view.turn.digest for view in views]
         assert keys.list_keys(other, "default") == keys.list_keys(conn, "default")
     add_session(target, "later")

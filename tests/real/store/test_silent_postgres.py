@@ -9,7 +9,7 @@ import time
 import pytest
 
 from turnwise.errors import StoreUnavailable
-from turnwise.store import database as store
+from turnwise.store import database as stored_database
 from turnwise.store import serving
 from turnwise.store.database import Database
 
@@ -26,8 +26,8 @@ def postgres_url(postgres_server, postgres_template):
 
 def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recovers(postgres_url, monkeypatch):
     """Without a deadline each such request blocks one more thread of the pool forever."""
-    monkeypatch.setattr(store, "ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr(store, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(stored_database, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(stored_database, "GRACE_SECONDS", 1.0)
     database = Database(postgres_url, pool_size=1)
     stopped = []
 
@@ -59,7 +59,7 @@ def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recove
 
 
 def test_the_server_cancels_a_statement_that_takes_too_long(postgres_url, monkeypatch):
-    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(stored_database, "ANSWER_SECONDS", 0.3)
     database = Database(postgres_url, pool_size=1)
     with pytest.raises(StoreUnavailable, match="statement timeout"), database.read() as connection:
         connection.exec_driver_sql("SELECT pg_sleep(30)")

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, Conflict, NotWritten, SettingsError
-from turnwise.store import trained, versions
-from turnwise.store.tables import groups
+from turnwise.store import versions
+from turnwise.store.schema import groups
+from turnwise.store.updates import list_updates
 from turnwise.version_directory import find_versions
 
 HOLDS_AND_DIES = """
@@ -100,7 +101,7 @@ def test_of_two_trainers_in_two_directories_one_ends_and_each_group_is_in_the_we
     first.close()
     with ledger.read() as connection:
         found, _ = versions.list_versions(connection)
-        updates, _ = trained.updates(connection)
+        updates, _ = list_updates(connection)
         counts = connection.execute(sa.select(groups.c.status, sa.func.count()).group_by(groups.c.status)).all()
     assert [(one.version, one.status.value) for one in found] == [
         (3, "published"),

@@ -22,8 +22,8 @@ from trainer.model.model import Policy, PolicySpec
 from trainer.parallel import leave_world
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
-from turnwise.store import queries
-from turnwise.store.trainer_status import TrainerState, trainer_statuses
+from turnwise.store import overview
+from turnwise.store.processes import TrainerState, trainer_statuses
 
 
 @pytest.mark.parametrize("is_every", [False, True])
@@ -90,7 +90,7 @@ def test_a_trainer_that_would_leave_out_nearly_all_groups_for_memory_ends_with_a
     with pytest.raises(SettingsError, match="10 of the last 10 groups do not fit into the device's memory"):
         run(settings_for(tmp_path, model, total_batches=1, groups_per_batch=10))
     with ledger.read() as connection:
-        assert queries.counts(connection).groups == {"ready": 10}
+        assert overview.count_rows(connection).groups == {"ready": 10}
         (status,) = trainer_statuses(connection)
     assert status.state is TrainerState.DIED
     assert status.state.needs_attention

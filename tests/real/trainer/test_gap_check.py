@@ -14,8 +14,7 @@ from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer import gap_check
 from turnwise.errors import EngineDisagrees
-from turnwise.store import ledger as ledger_of
-from turnwise.store import trained
+from turnwise.store import rewards, updates
 from turnwise.types import Reward
 
 
@@ -95,7 +94,7 @@ def test_each_batch_has_a_gap_also_between_two_comparisons(tmp_path, model):
     ledger = play_stale(tmp_path / "run", model, num_groups=6)
     train_on(tmp_path / "run", model, total_batches=4, groups_per_batch=3)
     with ledger.read() as conn:
-        newest, before, *_ = [record.metrics for record in trained.updates(conn)[0]]
+        newest, before, *_ = [record.metrics for record in updates.list_updates(conn)[0]]
     assert (before["logprob_gap_coverage"], newest["logprob_gap_coverage"]) == (1.0, 0.0)
     assert before["logprob_gap"] < 1e-5 < newest["logprob_gap"] < 1
     ledger.close()
@@ -115,7 +114,7 @@ def test_a_reward_of_1e40_leaves_out_its_group_and_no_optimizer_step(tmp_path, m
     rollouts.play("plain", num_groups=2)
     rollouts.play("huge", num_groups=1, seed=3)
     with ledger.write() as conn:
-        ledger_of.add_rewards(conn, [Reward(session_id="huge-0-1", name="profit", value=1.0)])
+        rewards.add_rewards(conn, [Reward(session_id="huge-0-1", name="profit", value=1.0)])
     state = train_on(tmp_path, model, total_batches=1, algorithm=name, reward_weights={"profit": 1e40})
     assert (state.metrics["num_skipped_updates"], state.metrics["num_sessions"]) == (0, 8)
     assert groups_by_status(ledger) == {"trained": 2, "dropped": 1}

@@ -11,7 +11,7 @@ from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.model.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
-from turnwise.store import trainer_status
+from turnwise.store import processes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -42,7 +42,7 @@ def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_p
 
     def announced() -> list[str]:
         with db.read() as connection:
-            return trainer_status.weight_urls(connection)
+            return processes.weight_urls(connection)
 
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
@@ -69,7 +69,7 @@ def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, cha
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     workflow.setup(0)
     with db.read() as connection:
-        assert trainer_status.weight_urls(connection) == []
+        assert processes.weight_urls(connection) == []
     workflow.close()
     db.close()
 
@@ -84,7 +84,7 @@ def test_a_trainer_computes_even_if_its_engines_do_not_sleep(tmp_path, caplog, m
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.learn(workflow.setup(0))
     with db.read() as connection:
-        assert trainer_status.weight_urls(connection) == [workflow.weights.url]
+        assert processes.weight_urls(connection) == [workflow.weights.url]
     workflow.close()
     db.close()
     assert state.progress.policy_version == 1

@@ -18,7 +18,7 @@ from trainer.settings import TrainerSettings
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 
 
 def settings_for(tmp_path, model, **changes):

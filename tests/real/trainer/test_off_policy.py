@@ -10,9 +10,9 @@ from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer
 from trainer.pacing import Position, SourceRule
 from trainer.source import LedgerSource
 from turnwise.errors import StoreUnavailable
-from turnwise.store import experiences, retention, trained, trainer_status
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.tables import groups
+from turnwise.store import experiences, processes, retention, updates
+from turnwise.store.schema import groups
+from turnwise.store.selection import SessionFilter
 from turnwise.types import name_digest
 
 
@@ -65,10 +65,10 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
     workflow = workflow_for(tmp_path, model)
     _, state = workflow.step(workflow.setup(0))
     with ledger.read() as conn:
-        (shown,), _ = trained.list_updates(conn, "default")
-        (batch,) = trained.summarise_updates(conn, "default")
+        (shown,), _ = updates.list_update_views(conn, "default")
+        (batch,) = updates.summarise_updates(conn, "default")
         claimed = conn.execute(groups.select()).all()
-        kept = trainer_status.kept_state(conn, 0)
+        kept = processes.kept_state(conn, 0)
     assert (
         shown.update.metrics
         == batch.metrics
@@ -80,7 +80,7 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
     first = SessionFilter(tenant="default", group_id=claimed[0].group_id)
     retention.delete_all(ledger, lambda conn: retention.delete_sessions(conn, first))
     with ledger.read() as conn:
-        left = trainer_status.kept_state(conn, 0)["buffer"]
+        left = processes.kept_state(conn, 0)["buffer"]
     assert [entry["group"] for entry in left] == [name_digest(("default", claimed[1].group_id))]
     workflow.close()
 
@@ -106,7 +106,7 @@ def test_a_sample_is_read_again_after_an_outage_of_the_database(tmp_path, model,
 
 def last_update(ledger):
     with ledger.read() as conn:
-        return trained.last_update(conn)
+        return updates.last_update(conn)
 
 
 def buffer_json(priorities):

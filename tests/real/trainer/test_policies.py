@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from trainer import policies as trained_policies
 from trainer.update import Updates
 from turnwise.errors import Conflict, EngineDisagrees
-from turnwise.store import policies, serving, trained, versions
-from turnwise.store.trainer_status import TrainerState, trainer_statuses
+from turnwise.store import policies, serving, versions
+from turnwise.store.processes import TrainerState, trainer_statuses
+from turnwise.store.updates import list_updates
 from turnwise.version_directory import read_manifest
 
 
@@ -38,7 +39,7 @@ def play(db, model, policy_id, *, num_groups=6, **options):
 def updates(db):
     """Return policy and version of each update, oldest first."""
     with db.read() as conn:
-        return [(each.policy_id, each.policy_version) for each in reversed(trained.updates(conn)[0])]
+        return [(each.policy_id, each.policy_version) for each in reversed(list_updates(conn)[0])]
 
 
 def adapter(db, version):

@@ -16,7 +16,7 @@ from trainer.model.agent import AgentRule, PolicyAgent
 from trainer.model.model import Policy, PolicySpec
 from trainer.train import OnPolicyWorkflow
 from turnwise.store import experiences
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 from turnwise.types import PolicyKind
 
 TORCHS_OWN = "ignore:.*torch.jit:DeprecationWarning"

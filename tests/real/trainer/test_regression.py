@@ -15,8 +15,7 @@ from support.trainer_ledger import Rollouts, train
 from trainer.batch.batch import build
 from trainer.gate import GateRule, Shift, judge, shifts_of
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
-from turnwise.store import evaluations, serving, session_changes, versions
-from turnwise.store import ledger as ledger_of
+from turnwise.store import experiences, serving, sessions, versions
 from turnwise.types import Label, PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
 
@@ -160,10 +159,10 @@ def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_rewa
     Rollouts(ledger, load_model(model), split=Split.EVAL).play("held-out", num_groups=1, group_size=3)
     add_session(ledger, "unrewarded")
     with ledger.write() as conn:
-        ledger_of.end_session(conn, "default", "unrewarded")
+        sessions.end_session(conn, "default", "unrewarded")
         for session_id, label in (("a-0-1", "failure"), ("unrewarded", "failure"), ("held-out-0-2", "golden")):
-            session_changes.set_label(conn, "default", session_id, Label(label=label))
-        found, labels = evaluations.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
+            sessions.set_label(conn, "default", session_id, Label(label=label))
+        found, labels = experiences.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
     assert [one.session_id for one in found] == ["a-0-1", "held-out-0-1", "held-out-0-2", "unrewarded"]
     assert labels["default", "a-0-1"] == {"failure"}
     assert labels["default", "held-out-0-1"] == set()

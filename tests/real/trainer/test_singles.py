@@ -19,10 +19,11 @@ from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer.batch.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on
 from trainer.batch.selection import SelectionRule
-from turnwise.store import ledger, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import agent_digest
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.rewards import add_rewards
+from turnwise.store.selection import SessionFilter
+from turnwise.store.sessions import list_sessions
 from turnwise.types import Reward, name_digest
 
 NONE = np.empty(0)
@@ -227,6 +228,6 @@ def test_the_window_of_batches_that_train_nothing_is_resumed_from_the_ledger(pla
 
 def make_rewards_equal(database: Database) -> None:
     with database.write() as connection:
-        sessions, _ = queries.sessions(connection, SessionFilter(), limit=100)
+        sessions, _ = list_sessions(connection, SessionFilter(), limit=100)
         lines = [Reward(session_id=one.session_id, step=step, value=0.5) for one in sessions for step in (0, 1)]
-        ledger.add_rewards(connection, lines)
+        add_rewards(connection, lines)

@@ -25,9 +25,10 @@ from trainer.model import agent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.store import serving, trained, versions
-from turnwise.store.tables import groups, turns
-from turnwise.store.trainer_status import trainer_statuses
+from turnwise.store import serving, updates
+from turnwise.store.processes import trainer_statuses
+from turnwise.store.schema import groups, turns
+from turnwise.store.versions import LOST, add_metrics, list_versions
 from turnwise.version_directory import read_manifest, weights_digest
 
 
@@ -59,9 +60,9 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     assert (state.progress.num_batches, state.progress.num_optimizer_steps, state.progress.policy_version) == (2, 4, 2)
     assert groups_by_status(ledger) == {"trained": 6}
     with ledger.read() as conn:
-        published, _ = versions.list_versions(conn)
-        record = trained.last_update(conn)
-        (newest, _), _ = trained.list_updates(conn, "default")
+        published, _ = list_versions(conn)
+        record = updates.last_update(conn)
+        (newest, _), _ = updates.list_update_views(conn, "default")
     assert [policy.version for policy in published] == [2, 1, 0]
     assert published[-1].path == str(model)
     assert published[0].path == str(tmp_path / "policies" / "v000002")
@@ -80,8 +81,8 @@ def test_a_version_is_published_from_memory_then_written_then_acknowledged(tmp_p
 
     def look():
         with ledger.read() as conn:
-            newest = versions.list_versions(conn)[0][0]
-            seen.append((newest.version, newest.is_written, trained.last_update(conn) is not None))
+            newest = list_versions(conn)[0][0]
+            seen.append((newest.version, newest.is_written, updates.last_update(conn) is not None))
 
     def noted(write):
         def write_noted(*args):
@@ -110,7 +111,7 @@ def test_a_trainer_whose_leases_ran_out_claims_other_groups_and_records_those_th
     workflow.close()
     assert groups_by_status(ledger) == {"trained": 6}
     with ledger.read() as connection:
-        views, _ = trained.list_updates(connection, "default")
+        views, _ = updates.list_update_views(connection, "default")
     assert [{session.group_id for session in view.sessions} for view in views] == [
         {"a-3", "a-4", "a-5"},
         {"a-0", "a-1", "a-2"},
@@ -128,10 +129,10 @@ def test_a_version_that_was_not_written_fails_at_the_restart_and_its_number_is_n
         train(settings_for(tmp_path, model))
     train(settings_for(tmp_path, model))
     with ledger.read() as conn:
-        found = {policy.version: policy for policy in versions.list_versions(conn)[0]}
-        made = [record.policy_version for record in trained.updates(conn)[0]]
+        found = {policy.version: policy for policy in list_versions(conn)[0]}
+        made = [record.policy_version for record in updates.list_updates(conn)[0]]
     assert (list(found), made) == ([3, 2, 1, 0], [3, 1])
-    assert (found[2].status, found[2].error) == ("failed", versions.LOST)
+    assert (found[2].status, found[2].error) == ("failed", LOST)
 
 
 def test_a_batch_is_not_acknowledged_where_its_version_could_not_be_written(tmp_path, model, ledger, monkeypatch):
@@ -141,7 +142,7 @@ def test_a_batch_is_not_acknowledged_where_its_version_could_not_be_written(tmp_
     with pytest.raises(OSError, match="no space left"):
         train(settings_for(tmp_path, model, total_batches=1))
     with ledger.read() as conn:
-        assert trained.last_update(conn) is None
+        assert updates.last_update(conn) is None
 
 
 def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, model, ledger):
@@ -195,7 +196,7 @@ def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not
     counted = {name: value for name, value in state.metrics.items() if name.startswith("num_turns_left_out")}
     assert counted == {"num_turns_left_out": 2, "num_turns_left_out_greedy": 1, "num_turns_left_out_top_p": 1}
     with ledger.read() as connection:
-        views, _ = trained.list_updates(connection, "default")
+        views, _ = updates.list_update_views(connection, "default")
     recorded = {turn_id for session in views[0].sessions for turn_id in session.advantages}
     sampled = {f"a-{group}-{run}-t{n}" for group in range(3) for run in range(4) for n in range(2)}
     assert recorded == sampled - set(changed)
@@ -307,7 +308,7 @@ def test_a_refused_batch_behind_an_unwritten_state_is_acknowledged_with_it(tmp_p
     train(settings_for(tmp_path, model, checkpoint_every=3, kind_pattern=".*"))
     assert groups_by_status(ledger) == {"trained": 3, "dropped": 3}
     with ledger.read() as conn:
-        assert [(one.update_id, one.policy_version) for one in trained.updates(conn)[0]] == [(2, 1), (1, 1)]
+        assert [(one.update_id, one.policy_version) for one in updates.list_updates(conn)[0]] == [(2, 1), (1, 1)]
 
 
 def test_old_versions_are_deleted_but_never_one_in_use(tmp_path, model, ledger):
@@ -324,10 +325,10 @@ def test_every_second_and_the_best_version_stay_on_disk(tmp_path, model, ledger)
     changes = {"groups_per_batch": 1, "keep_versions": 1, "keep_every": 2, "keep_best": 1}
     train(settings_for(tmp_path, model, total_batches=1, **changes))
     with ledger.write() as conn:
-        versions.add_metrics(conn, 1, {"eval": {"reward_mean": 0.75}})
+        add_metrics(conn, 1, {"eval": {"reward_mean": 0.75}})
     train(settings_for(tmp_path, model, total_batches=2, **changes))
     with ledger.write() as conn:
-        versions.add_metrics(conn, 2, {"eval": {"reward_mean": 0.5}})
+        add_metrics(conn, 2, {"eval": {"reward_mean": 0.5}})
     train(settings_for(tmp_path, model, total_batches=6, **changes))
     left = {path.name for path in (tmp_path / "policies").glob("v*[0-9]")}
     assert left == {f"v00000{version}" for version in (1, 2, 4, 5, 6)}
@@ -345,7 +346,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_logged(tmp_path, m
     assert lines[1]["loss"] is None
     assert all(bool(torch.isfinite(value).all()) for value in weights(tmp_path, 1).values())
     with ledger.read() as conn:
-        assert trained.last_update(conn).metrics["loss"] is None
+        assert updates.last_update(conn).metrics["loss"] is None
 
 
 def test_an_evaluation_follows_every_so_many_batches_and_is_recorded(tmp_path, model, ledger):

@@ -12,7 +12,7 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.migrated import new_database
 
 from turnwise.exchange import plugins
-from turnwise.store import ledger
+from turnwise.store import sessions, turns
 from turnwise.store.database import Database
 from turnwise.types import Session
 
@@ -43,8 +43,8 @@ def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens
     with database.write() as connection:
         asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]
         worse = make_turn("t4", session_id="worse", messages=asks, response={"role": "assistant", "content": "tom"})
-        ledger.create_session(connection, Session(session_id="worse", task_id="kim", group_id="g"))
-        ledger.append_turns(connection, [worse])
+        sessions.create_session(connection, Session(session_id="worse", task_id="kim", group_id="g"))
+        turns.append_turns(connection, [worse])
     finish(database, "worse", value=0.25)
     rows = lines_of(export(tmp_path, "--format", "trl"))
     assert [row["reward"] for row in rows] == [0.5, 0.5, 0.25]

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from proxy import auth
 from proxy.auth import Authenticator, Principal, presented_key
 from turnwise.errors import Unauthorized
-from turnwise.store import keys, tables
+from turnwise.store import keys, schema
 from turnwise.store.database import Database
 from turnwise.types import Session, utc_now
 
@@ -151,7 +151,7 @@ def test_a_session_key_is_valid_while_the_key_that_made_it_is(database, gate):
     assert who(gate, of_root).has_budget
     with database.write() as connection:
         keys.revoke_key(connection, root_id)
-        connection.execute(sa.update(tables.api_keys).values(expires_at=0))
+        connection.execute(sa.update(schema.api_keys).values(expires_at=0))
     gate.forget()
     for key in (of_root, of_brief):
         with pytest.raises(Unauthorized, match="expired, revoked or deleted"):

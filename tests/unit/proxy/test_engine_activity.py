@@ -11,7 +11,7 @@ from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
-from turnwise.store.engine_activity import Activity
+from turnwise.store.processes import Activity
 from turnwise.types import Session
 
 MINUTE = 29_000_000

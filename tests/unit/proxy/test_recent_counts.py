@@ -6,7 +6,7 @@ from support.ledger_samples import add_session
 
 from proxy.recent_counts import RecentCounts
 from turnwise.store.database import Database
-from turnwise.store.trainer_status import TrainerStatus, report_status
+from turnwise.store.processes import TrainerStatus, report_status
 from turnwise.types import utc_now
 
 

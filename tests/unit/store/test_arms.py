@@ -9,7 +9,7 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
-from turnwise.store import ledger, serving, versions
+from turnwise.store import serving, sessions, turns, versions
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
 from turnwise.types import FORKED, IMPORT, Outcome, PolicyStatus, PolicyVersion, utc_now
@@ -29,9 +29,9 @@ def play(
     add_session(database, session_id, turns=0, opened_by=opened_by)
     turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
     with database.write() as connection:
-        ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1", **fields)])
+        turns.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1", **fields)])
         if value is None:
-            ledger.end_session(connection, "default", session_id)
+            sessions.end_session(connection, "default", session_id)
     if value is not None:
         finish(database, session_id, value)
 
@@ -57,7 +57,7 @@ def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database: Da
     add_session(database, "open")
     with database.write() as connection:
         turn = make_turn("t9", session_id="open", policy_version_last=8)
-        ledger.append_turns(connection, [dataclasses.replace(turn, turn_id="open-t9")])
+        turns.append_turns(connection, [dataclasses.replace(turn, turn_id="open-t9")])
     assert arms(database)[0] == Arm((), 1, 1, 0)
 
 

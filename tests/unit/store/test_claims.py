@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, ledger, retention, rows, tables, trained, versions
+from turnwise.store import claims, retention, rewards, rows, schema, sessions, turns, updates, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
@@ -46,7 +46,7 @@ def ack(database: Database, claimed: Claim, record: UpdateRecord, **options: Any
 
 def group_rows(database: Database) -> dict[str, Any]:
     with database.read() as connection:
-        return {row.group_id: row for row in connection.execute(sa.select(tables.groups))}
+        return {row.group_id: row for row in connection.execute(sa.select(schema.groups))}
 
 
 def leased_until(database: Database) -> datetime.datetime:
@@ -103,7 +103,7 @@ def test_what_a_trainer_holds_is_not_claimed_counted_or_dropped_for_it_after_its
     add_ready(database, "a", "b")
     held = claim(database, max_groups=1).group_pks
     with database.write() as connection:
-        connection.execute(sa.update(tables.groups).where(tables.groups.c.group_pk.in_(held)).values(leased_until=1))
+        connection.execute(sa.update(schema.groups).where(schema.groups.c.group_pk.in_(held)).values(leased_until=1))
     with database.read() as connection:
         assert claims.num_claimable(connection, held=held) == (0, 1)
         assert claims.num_claimable(connection) == (0, 2)
@@ -152,10 +152,10 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
     assert (groups["a"].status, groups["a"].update_id, groups["a"].reason) == ("trained", 1, None)
     assert (groups["b"].status, groups["b"].update_id, groups["b"].reason) == ("dropped", 1, "gap")
     with database.read() as connection:
-        assert trained.last_update(connection, policy_id=0) == trained.last_update(connection)
-        recorded, has_more = trained.updates(connection)
+        assert updates.last_update(connection, policy_id=0) == updates.last_update(connection)
+        recorded, has_more = updates.list_updates(connection)
         assert versions.get_version(connection, 1).update_id == 1
-        assert trained.updates(connection, after=1) == ([], False)
+        assert updates.list_updates(connection, after=1) == ([], False)
     assert ([one.update_id for one in recorded], has_more) == ([1], False)
     assert recorded[0].num_tokens == 2
 
@@ -166,12 +166,12 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
     add_ready(database, "b")
     claimed = claim(database)
     with database.write() as connection:
-        connection.execute(sa.update(tables.groups).where(tables.groups.c.group_id == "b").values(fencing_token=7))
+        connection.execute(sa.update(schema.groups).where(schema.groups.c.group_id == "b").values(fencing_token=7))
     with pytest.raises(LeaseLost, match="'b'"):
         ack(database, claimed, update(), policy=PolicyVersion(version=1, path="/1"))
     assert group_rows(database)["a"].status == "claimed"
     with database.read() as connection:
-        assert trained.last_update(connection) is None
+        assert updates.last_update(connection) is None
         with pytest.raises(NotFound):
             versions.get_version(connection, 1)
 
@@ -185,11 +185,11 @@ def test_a_deleted_group_stops_neither_the_lease_nor_the_update_of_the_others(da
     with database.write() as connection:
         retention.delete_session(connection, "default", "b")
     add_ready(database, "c")
-    is_c = tables.sessions.c.session_id == "c"
+    is_c = schema.sessions.c.session_id == "c"
     with database.write() as connection:  # what SQLite does by itself
-        connection.execute(sa.update(tables.sessions).where(is_c).values(group_pk=None))
-        connection.execute(sa.update(tables.groups).where(tables.groups.c.group_id == "c").values(group_pk=number))
-        connection.execute(sa.update(tables.sessions).where(is_c).values(group_pk=number))
+        connection.execute(sa.update(schema.sessions).where(is_c).values(group_pk=None))
+        connection.execute(sa.update(schema.groups).where(schema.groups.c.group_id == "c").values(group_pk=number))
+        connection.execute(sa.update(schema.sessions).where(is_c).values(group_pk=number))
     later = claim(database)
     assert [(group.group_pk, group.fencing_token) for group in later.groups] == [(number, 1)]
     claims.renew(database, claimed, 60)
@@ -249,18 +249,18 @@ def test_a_trainer_reclaims_only_the_groups_of_its_own_dead_process(database: Da
 def test_groups_with_a_trainable_turn_that_is_too_old_are_dropped_as_stale(database: Database) -> None:
     for session_id, sampled_by in (("old", (3, 1)), ("new", (2, 3)), ("old_error", (2,)), ("no_turns", ())):
         with database.write() as connection:
-            ledger.create_session(connection, Session(session_id=session_id))
+            sessions.create_session(connection, Session(session_id=session_id))
             for n, version in enumerate(sampled_by, 1):
                 turn = make_turn(f"t{n}", session_id=session_id, policy_version_first=version)
-                ledger.append_turns(connection, [_named(turn, f"{session_id}-{n}")])
+                turns.append_turns(connection, [_named(turn, f"{session_id}-{n}")])
             failed = make_turn("t9", session_id=session_id, policy_version_first=0, outcome=Outcome.ERROR)
-            ledger.append_turns(connection, [_named(failed, f"{session_id}-9")])
+            turns.append_turns(connection, [_named(failed, f"{session_id}-9")])
         finish(database, session_id)
     for session_id, version in (("newer", 3), ("older", 1)):
         add_session(database, session_id, turns=0, group_id="pair", group_size=2)
         with database.write() as connection:
             turn = make_turn("t1", session_id=session_id, policy_version_first=version)
-            ledger.append_turns(connection, [_named(turn, f"{session_id}-1")])
+            turns.append_turns(connection, [_named(turn, f"{session_id}-1")])
         finish(database, session_id)
     claimed = claim(database, min_policy_version=2)
     assert [group.group_id for group in claimed.groups] == ["new", "old_error", "no_turns"]
@@ -306,5 +306,5 @@ def test_a_reward_after_training_changes_the_ledger_and_not_the_group(database: 
     add_ready(database, "a")
     ack(database, claim(database), update())
     with database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id="a", value=5)])
+        rewards.add_rewards(connection, [Reward(session_id="a", value=5)])
     assert group_rows(database)["a"].status == "trained"

@@ -7,8 +7,8 @@ import datetime
 import sqlalchemy as sa
 
 from turnwise.store.database import Database
-from turnwise.store.engine_activity import KEPT_MINUTES, Activity, add_activity, idle_shares
-from turnwise.store.tables import engine_minutes
+from turnwise.store.processes import KEPT_MINUTES, Activity, add_activity, idle_shares
+from turnwise.store.schema import engine_minutes
 
 ALL = (1 << 60) - 1
 MINUTE = 29_000_000

@@ -9,20 +9,19 @@ from support.algorithms import assigned
 from support.ledger_samples import add_session
 
 from turnwise.chains import experience_json
-from turnwise.store import ledger
+from turnwise.store import rewards, sessions
 from turnwise.store.database import Database
-from turnwise.store.expected_advantages import with_advantages
-from turnwise.store.experiences import PER_CHAIN, experiences
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.experiences import PER_CHAIN, experiences, with_advantages
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Credit, Reward
 
 
 def reward_steps(database: Database, session_id: str, *values: float, is_over: bool = True) -> None:
     with database.write() as connection:
         lines = [Reward(session_id=session_id, step=step, value=value) for step, value in enumerate(values)]
-        ledger.add_rewards(connection, lines)
+        rewards.add_rewards(connection, lines)
         if is_over:
-            ledger.end_session(connection, "default", session_id)
+            sessions.end_session(connection, "default", session_id)
 
 
 @pytest.mark.parametrize("credit", Credit)

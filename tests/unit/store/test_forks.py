@@ -6,7 +6,7 @@ import pytest
 from support.ledger_samples import add_session, make_turn
 
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import forks, ledger, queries, retention
+from turnwise.store import forks, retention, sessions, turns
 from turnwise.store.database import Database
 from turnwise.types import Session
 
@@ -33,8 +33,8 @@ def test_a_long_path_is_copied_in_slices_and_each_turn_once(database: Database) 
     assert fork(database, "s-t44") == [44]
     assert fork(database, "s-t45", "again", before=True) == [20, 40, 44]
     with database.read() as connection:
-        original, _ = queries.turns(connection, "default", "s", limit=44)
-        copies, _ = queries.turns(connection, "default", "fork", limit=None)
+        original, _ = turns.read_turns(connection, "default", "s", limit=44)
+        copies, _ = turns.read_turns(connection, "default", "fork", limit=None)
     assert [view.prompt_token_ids.tolist() for view in copies] == [view.prompt_token_ids.tolist() for view in original]
     assert {(view.turn.outcome.value, view.turn.reason) for view in copies} == {("untrainable", "forked")}
     for name in ("other", "s"):
@@ -52,10 +52,10 @@ def test_a_fork_that_was_cut_off_goes_on_where_it_ended(database: Database) -> N
 
 def test_large_turns_are_copied_one_by_one(database: Database) -> None:
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="s"))
+        sessions.create_session(connection, Session(session_id="s"))
         first = make_turn("t1", messages=[{"role": "user", "content": "x" * (forks.SLICE_BYTES + 1)}])
         second = make_turn("t2", first, messages=[{"role": "user", "content": "x" * forks.SLICE_BYTES}])
-        ledger.append_turns(connection, [first, second])
+        turns.append_turns(connection, [first, second])
     assert fork(database, "t2") == [1, 2]
 
 
@@ -73,5 +73,5 @@ def test_a_fork_of_a_session_that_is_deleted_meanwhile_copies_nothing_more(datab
         while retention.sweep(connection):
             pass
     with database.read() as connection:
-        copies, _ = queries.turns(connection, "default", "fork")
+        copies, _ = turns.read_turns(connection, "default", "fork")
     assert [len(view.prompt_token_ids) for view in copies] == [4 * number + 2 for number in range(20)]

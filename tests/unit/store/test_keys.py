@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from turnwise.errors import NotFound
-from turnwise.store import keys, retention, tables
+from turnwise.store import keys, retention, schema
 from turnwise.store.database import Database
 from turnwise.store.keys import KeyRole
 
@@ -65,7 +65,7 @@ def test_only_the_whole_key_is_accepted(database: Database) -> None:
 def test_the_secret_is_not_in_the_database(database: Database) -> None:
     with database.write() as connection:
         key_id, key = keys.create_key(connection, "acme", KeyRole.AGENT, "a")
-        row = connection.execute(sa.select(tables.api_keys)).one()
+        row = connection.execute(sa.select(schema.api_keys)).one()
     secret = key.removeprefix(f"tw-{key_id}-").encode()
     assert not any(secret in str(value).encode() for value in row)
     assert len(secret) == 43  # 32 bytes, six bits a character

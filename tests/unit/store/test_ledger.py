@@ -12,20 +12,20 @@ from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import (
-    digests,
+    conversations,
     experiences,
     groups,
-    history,
-    idempotency,
-    ledger,
-    new_turns,
-    queries,
+    overview,
     retention,
+    rewards,
     rows,
+    selection,
     serving,
+    sessions,
     versions,
 )
 from turnwise.store.database import Connection, Database
+from turnwise.store.turns import append_rows, append_turns, find_replayed, read_turn, read_turns
 from turnwise.types import (
     Credit,
     Outcome,
@@ -44,17 +44,17 @@ HOUR = datetime.timedelta(hours=1)
 
 def group_status(database: Database) -> dict[str, int]:
     with database.read() as connection:
-        return queries.counts(connection).groups
+        return overview.count_rows(connection).groups
 
 
 def stored_session(database: Database, session_id: str = "s") -> Session:
     with database.read() as connection:
-        return queries.session(connection, "default", session_id)
+        return sessions.read_session(connection, "default", session_id)
 
 
 def append_and_read(connection: Connection, batch: list[Turn]) -> list[Turn]:
-    ledger.append_turns(connection, batch)
-    return [new_turns.stored_turn(connection, rows.TURNS.row(turn)) for turn in batch]
+    append_turns(connection, batch)
+    return [find_replayed(connection, rows.TURNS.row(turn)) for turn in batch]
 
 
 def test_a_session_is_read_as_it_was_created(database: Database) -> None:
@@ -71,7 +71,7 @@ def test_a_session_is_read_as_it_was_created(database: Database) -> None:
         metadata={"näme": ["\ud800", "\0"]},
     )
     with database.write() as connection:
-        stored, created = ledger.create_session(connection, session)
+        stored, created = sessions.create_session(connection, session)
     assert created
     assert stored == dataclasses.replace(session, last_active_at=session.created_at)
     assert stored_session(database) == stored
@@ -79,9 +79,9 @@ def test_a_session_is_read_as_it_was_created(database: Database) -> None:
 
 def test_creating_a_session_twice_returns_the_first_one(database: Database) -> None:
     with database.write() as connection:
-        first, _ = ledger.create_session(connection, Session(session_id="s", task_id="a"))
-        again, created = ledger.create_session(connection, Session(session_id="s", task_id="b"))
-        other, is_other_new = ledger.create_session(connection, Session(session_id="s", tenant="other"))
+        first, _ = sessions.create_session(connection, Session(session_id="s", task_id="a"))
+        again, created = sessions.create_session(connection, Session(session_id="s", task_id="b"))
+        other, is_other_new = sessions.create_session(connection, Session(session_id="s", tenant="other"))
     assert (again, created) == (first, False)
     assert (other.tenant, is_other_new) == ("other", True)
 
@@ -119,9 +119,9 @@ def test_a_turn_is_read_bit_for_bit(database: Database) -> None:
         reason="tools_changed",
     )
     with database.write() as connection:
-        ledger.append_turns(connection, [turn])
+        append_turns(connection, [turn])
     with database.read() as connection:
-        stored = queries.turn(connection, "default", "t1").turn
+        stored = read_turn(connection, "default", "t1").turn
     placed = dataclasses.replace(turn, seq=0)
     for field in dataclasses.fields(turn):
         got, expected = getattr(stored, field.name), getattr(placed, field.name)
@@ -129,7 +129,7 @@ def test_a_turn_is_read_bit_for_bit(database: Database) -> None:
             assert got.dtype == expected.dtype
             assert got.tobytes() == expected.tobytes()
         elif field.name == "digest":
-            assert got == digests.turn_digest(rows.turn_row(stored, 0))
+            assert got == rows.turn_digest(rows.turn_row(stored, 0))
         elif field.name == "model":
             assert got == "mödel\N{REPLACEMENT CHARACTER}?"  # characters that PostgreSQL and UTF-8 cannot store
         else:
@@ -170,13 +170,13 @@ def test_a_turn_must_fit_the_session_that_it_names(database: Database) -> None:
     foreign = dataclasses.replace(make_turn("t2", session_id="b"), parent_turn_id="a-t1")
     taken = dataclasses.replace(make_turn("t2", session_id="b"), turn_id="a-t1")
     with pytest.raises(NotFound, match="'nowhere'"), database.write() as connection:
-        ledger.append_turns(connection, [make_turn("t9", session_id="nowhere")])
+        append_turns(connection, [make_turn("t9", session_id="nowhere")])
     with pytest.raises(NotFound, match="'a-t1', which its session does not hold"), database.write() as connection:
-        ledger.append_turns(connection, [foreign])
+        append_turns(connection, [foreign])
     with pytest.raises(Conflict, match="'a-t1' belongs to another session"), database.write() as connection:
-        ledger.append_turns(connection, [taken])
+        append_turns(connection, [taken])
     with database.write() as connection:
-        assert new_turns.append(connection, []) == []
+        assert append_rows(connection, []) == []
 
 
 def test_a_turn_for_an_ended_session_is_stored_but_not_trained(database: Database) -> None:
@@ -204,38 +204,38 @@ def test_concurrent_writers_lose_no_turn_and_number_them_without_gaps(database: 
             order = ("a", "b") if worker % 2 else ("b", "a")
             batch = [dataclasses.replace(make_turn(name, session_id=one), turn_id=f"{one}-{name}") for one in order]
             with database.write() as connection:
-                ledger.append_turns(connection, batch)
+                append_turns(connection, batch)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(append, range(4), timeout=60))
     with database.read() as connection:
         for session_id in ("a", "b"):
-            index, _ = history.unknown_turns(connection, "default", session_id, first=0, known=())
+            index, _ = conversations.unknown_turns(connection, "default", session_id, first=0, known=())
             assert [entry.seq for entry in index] == list(range(40))
 
 
 def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database: Database) -> None:
     add_session(database, "a")
     with database.write() as connection:
-        first = ledger.end_session(connection, "default", "a", "env_done")
-        again = ledger.end_session(connection, "default", "a", "timeout")
+        first = sessions.end_session(connection, "default", "a", "env_done")
+        again = sessions.end_session(connection, "default", "a", "timeout")
     assert (first.status, first.termination_reason) == (SessionStatus.ENDED, "env_done")
     assert again == first
     add_session(database, "b")
     with database.write() as connection:
-        assert ledger.expire_idle_sessions(connection, utc_now() + HOUR) == [("default", "b")]
+        assert sessions.expire_idle_sessions(connection, utc_now() + HOUR) == [("default", "b")]
     with pytest.raises(Conflict, match="'b' has expired"), database.write() as connection:
-        ledger.end_session(connection, "default", "b")
+        sessions.end_session(connection, "default", "b")
     with pytest.raises(NotFound, match="'c'"), database.write() as connection:
-        ledger.end_session(connection, "default", "c")
+        sessions.end_session(connection, "default", "c")
 
 
 def test_only_idle_sessions_expire(database: Database) -> None:
     add_session(database, "old", turns=0, created_at=utc_now() - 2 * HOUR)
     add_session(database, "new", turns=0)
     with database.write() as connection:
-        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == [("default", "old")]
-        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == []
+        assert sessions.expire_idle_sessions(connection, utc_now() - HOUR) == [("default", "old")]
+        assert sessions.expire_idle_sessions(connection, utc_now() - HOUR) == []
     assert stored_session(database, "old").status is SessionStatus.EXPIRED
     assert stored_session(database, "new").status is SessionStatus.OPEN
 
@@ -246,15 +246,15 @@ def test_a_session_is_finished_when_it_has_ended_and_has_a_reward_in_any_order(d
     finish(database, "end_last")
     assert group_status(database) == {"ready": 1, "open": 2}
     with database.write() as connection:
-        ledger.end_session(connection, "default", "reward_last")
+        sessions.end_session(connection, "default", "reward_last")
     assert group_status(database) == {"ready": 1, "open": 2}
     for _ in range(2):  # a revision does not finish it again
         with database.write() as connection:
-            ledger.add_rewards(connection, [Reward(session_id="reward_last", value=1)])
+            rewards.add_rewards(connection, [Reward(session_id="reward_last", value=1)])
     assert group_status(database) == {"ready": 2, "open": 1}
     with database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id="expired", value=1)])
-        ledger.expire_idle_sessions(connection, utc_now() + HOUR)
+        rewards.add_rewards(connection, [Reward(session_id="expired", value=1)])
+        sessions.expire_idle_sessions(connection, utc_now() + HOUR)
     assert group_status(database) == {"ready": 3}
 
 
@@ -278,8 +278,8 @@ def test_eval_sessions_have_no_group(database: Database) -> None:
 def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turns(database: Database) -> None:
     add_session(database, turns=0)
     with database.write() as connection:
-        ledger.append_turns(connection, [make_turn(f"t{n}", step=step) for n, step in ((1, 0), (2, 0), (3, 1))])
-        reached = ledger.add_rewards(
+        append_turns(connection, [make_turn(f"t{n}", step=step) for n, step in ((1, 0), (2, 0), (3, 1))])
+        reached = rewards.add_rewards(
             connection,
             [
                 Reward(session_id="s", turn_id="t1", value=1),
@@ -290,7 +290,7 @@ def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turn
         )
     assert reached == [1, 1, 2, 3]
     with database.read() as connection:
-        views, _ = queries.turns(connection, "default", "s")
+        views, _ = read_turns(connection, "default", "s")
     assert [[line.value for line in view.rewards] for view in views] == [[1, 3], [3], [2]]
     assert views[1].rewards[0].source == "verifier"
 
@@ -315,7 +315,7 @@ def test_an_invalid_reward_refuses_its_whole_list(
     good = Reward(session_id="s", value=1, tenant=line.tenant)
     lines = [good, line] if line.tenant == "default" else [line]
     with pytest.raises(error, match=says), database.write() as connection:
-        ledger.add_rewards(connection, lines)
+        rewards.add_rewards(connection, lines)
     assert stored_session(database).reward is None
 
 
@@ -324,13 +324,13 @@ def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(databas
     for _ in range(2):
         with database.write() as connection:
             lines = [Reward(session_id="s", value=1)]
-            assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [2]
+            assert rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [2]
     with database.read() as connection:
-        assert queries.counts(connection).num_rewards == 1
+        assert overview.count_rows(connection).num_rewards == 1
     with pytest.raises(Conflict, match="'k' was used with another body"), database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id="s", value=2)], idempotency_key="k", body_digest=b"b")
+        rewards.add_rewards(connection, [Reward(session_id="s", value=2)], idempotency_key="k", body_digest=b"b")
     with database.write() as connection:
-        assert ledger.add_rewards(connection, []) == []
+        assert rewards.add_rewards(connection, []) == []
 
 
 def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database: Database) -> None:
@@ -341,14 +341,14 @@ def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database: Da
     for body, session_ids in enumerate(posts):
         with database.write() as connection:
             lines = [Reward(session_id=session_id, value=1) for session_id in session_ids]
-            ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=bytes([body]))
+            rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=bytes([body]))
     with database.write() as connection:
-        assert queries.counts(connection).num_rewards == 4
+        assert overview.count_rows(connection).num_rewards == 4
         retention.delete_session(connection, "default", "t")
     add_session(database, "t", turns=0)
     with database.write() as connection:
         lines = [Reward(session_id="t", value=2)]
-        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"new") == [0]
+        assert rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"new") == [0]
 
 
 def test_tenants_have_answers_of_their_own_to_one_key_for_sessions_of_one_name(database: Database) -> None:
@@ -358,18 +358,18 @@ def test_tenants_have_answers_of_their_own_to_one_key_for_sessions_of_one_name(d
         for _ in range(2):
             for tenant, turns in (("default", 2), ("other", 0)):
                 lines = [Reward(session_id="s", tenant=tenant, value=1)]
-                assert ledger.add_rewards(connection, lines, idempotency_key="k") == [turns]
-        assert queries.counts(connection).num_rewards == 2
+                assert rewards.add_rewards(connection, lines, idempotency_key="k") == [turns]
+        assert overview.count_rows(connection).num_rewards == 2
 
 
 def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> None:
     """Otherwise the corrected post under the same key would be refused forever."""
     add_session(database)
     with pytest.raises(NotFound), database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id="x", value=1)], idempotency_key="k", body_digest=b"a")
+        rewards.add_rewards(connection, [Reward(session_id="x", value=1)], idempotency_key="k", body_digest=b"a")
     with database.write() as connection:
         lines = [Reward(session_id="s", value=1)]
-        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b") == [1]
+        assert rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b") == [1]
 
 
 def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(database: Database) -> None:
@@ -394,7 +394,7 @@ def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> No
     long_ago = utc_now() - 2 * HOUR
     add_session(database, turns=0, group_id="g", created_at=long_ago)
     with database.write() as connection:
-        ledger.append_turns(connection, [make_turn("t1")])
+        append_turns(connection, [make_turn("t1")])
         assert groups.stalled(utc_now() - HOUR, "drop").make(connection) == []
 
 
@@ -464,37 +464,37 @@ def test_old_idempotent_answers_are_deleted(database: Database) -> None:
     add_session(database, turns=1)
     lines = [Reward(session_id="s", value=1)]
     with database.write() as connection:
-        ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a")
-        assert idempotency.forget_answers(connection, utc_now() - HOUR) == 0
-        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [1]
-        assert queries.counts(connection).num_rewards == 1
-        assert idempotency.forget_answers(connection, utc_now() + HOUR) == 1
-        ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b")
-        assert queries.counts(connection).num_rewards == 2
+        rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a")
+        assert rewards.forget_answers(connection, utc_now() - HOUR) == 0
+        assert rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [1]
+        assert overview.count_rows(connection).num_rewards == 1
+        assert rewards.forget_answers(connection, utc_now() + HOUR) == 1
+        rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b")
+        assert overview.count_rows(connection).num_rewards == 2
 
 
 def test_idle_sessions_expire_in_batches(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "CLOSED_AT_ONCE", 3)
+    monkeypatch.setattr(sessions, "CLOSED_AT_ONCE", 3)
     for number in range(5):
         add_session(database, f"s{number}")
     later = utc_now() + HOUR
     with database.write() as connection:
-        assert len(ledger.expire_idle_sessions(connection, later)) == 3
+        assert len(sessions.expire_idle_sessions(connection, later)) == 3
     with database.write() as connection:
-        assert len(ledger.expire_idle_sessions(connection, later)) == 2
+        assert len(sessions.expire_idle_sessions(connection, later)) == 2
 
 
 def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_chain(database: Database) -> None:
     """In one transaction or in several, whatever chain id each of them has."""
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="s"))
+        sessions.create_session(connection, Session(session_id="s"))
         root = make_turn("t1", session_id="s")
         first = [make_turn(name, root, session_id="s") for name in ("t2", "t3")]
         stored = append_and_read(connection, [root, *first])
     with database.write() as connection:
         later = [make_turn("t4", root, session_id="s"), make_turn("t5", first[1], session_id="s")]
         stored += append_and_read(connection, later)
-        session = queries.session(connection, "default", "s")
+        session = sessions.read_session(connection, "default", "s")
     chains = {turn.turn_id: turn.chain_id for turn in stored}
     assert chains == {"t1": "t1", "t2": "t1", "t3": "t3", "t4": "t4", "t5": "t3"}
     assert session.num_chains == 3
@@ -508,8 +508,8 @@ def test_the_versions_of_a_chain_are_the_oldest_and_the_newest_also_after_a_roll
     first = make_turn("t1", policy_version_first=2, policy_version_last=2)
     second = make_turn("t2", first, policy_version_first=3, policy_version_last=2)
     with database.write() as connection:
-        ledger.append_turns(connection, [first, second])
+        append_turns(connection, [first, second])
     finish(database)
     with database.read() as connection:
-        (chain,) = experiences.experiences(connection, experiences.SessionFilter(), experiences.PER_CHAIN)
+        (chain,) = experiences.experiences(connection, selection.SessionFilter(), experiences.PER_CHAIN)
     assert (chain.policy_version_first, chain.policy_version_last) == (2, 3)

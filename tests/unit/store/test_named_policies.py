@@ -15,20 +15,18 @@ from support.ledger_samples import finish, make_turn, update_record
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import (
     arms,
-    changes,
     claims,
-    evaluations,
+    experiences,
     groups,
-    ledger,
-    played,
+    overview,
     policies,
-    policy_summaries,
-    queries,
     retention,
     rows,
+    schema,
     serving,
-    tables,
-    trained,
+    sessions,
+    turns,
+    updates,
     versions,
 )
 from turnwise.store.database import Database
@@ -180,8 +178,8 @@ def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two
         assert versions.fail_unwritten(conn, 0, a) == []
         assert versions.fail_unwritten(conn, 0, b) == [6]
         versions.add_metrics(conn, 3, {"eval": {"reward_mean": 0.5}})
-        assert evaluations.evaluated_versions(conn, a) == {3: 0.5}
-        assert evaluations.evaluated_versions(conn, b) == {}
+        assert versions.evaluated_versions(conn, a) == {3: 0.5}
+        assert versions.evaluated_versions(conn, b) == {}
 
 
 def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tuple[int, int]) -> None:
@@ -191,8 +189,8 @@ def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tup
         serving.try_version(conn, 2, 1.0)
         wanted = [Session(session_id=f"s{number}", tenant="a", policy_id=number) for number in (DEFAULT_POLICY, a, b)]
         assert [each.arm for each in arms.assign(conn, wanted)] == [None, 2, None]
-        opened = ledger.create_sessions(conn, wanted)
-        stored = [queries.session(conn, "a", each.session_id) for each in wanted]
+        opened = sessions.create_sessions(conn, wanted)
+        stored = [sessions.read_session(conn, "a", each.session_id) for each in wanted]
     assert [(each.policy_id, each.arm) for each in stored] == [(DEFAULT_POLICY, None), (a, 2), (b, None)]
     assert [one for one, _ in opened] == stored  # type: ignore[misc]
 
@@ -200,20 +198,20 @@ def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tup
 def test_a_group_has_one_policy(database: Database, two: tuple[int, int]) -> None:
     a, b = two
     with database.write() as conn:
-        ledger.create_session(conn, Session(session_id="one", tenant="a", group_id="g", policy_id=a))
+        sessions.create_session(conn, Session(session_id="one", tenant="a", group_id="g", policy_id=a))
         with pytest.raises(Conflict, match="of another policy"):
-            ledger.create_session(conn, Session(session_id="two", tenant="a", group_id="g", policy_id=b))
-        (refused,) = ledger.create_sessions(conn, [Session(session_id="three", tenant="a", group_id="g")])
+            sessions.create_session(conn, Session(session_id="two", tenant="a", group_id="g", policy_id=b))
+        (refused,) = sessions.create_sessions(conn, [Session(session_id="three", tenant="a", group_id="g")])
         assert isinstance(refused, Conflict)
 
 
 def finished(database: Database, session_id: str, policy_id: int, version: int, **fields: Any) -> None:
     """Store a session of one turn that this version sampled, with a reward."""
     with database.write() as conn:
-        ledger.create_session(conn, Session(session_id=session_id, policy_id=policy_id, **fields))
+        sessions.create_session(conn, Session(session_id=session_id, policy_id=policy_id, **fields))
         sampled = {"policy_version_first": version, "policy_version_last": version}
         turn = make_turn("t1", session_id=session_id, **sampled)
-        ledger.append_turns(conn, [dataclasses.replace(turn, turn_id=session_id, chain_id=session_id)])
+        turns.append_turns(conn, [dataclasses.replace(turn, turn_id=session_id, chain_id=session_id)])
     finish(database, session_id)
 
 
@@ -243,11 +241,11 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
     with database.write() as conn:
         assert claims.ack(conn, held, record, adapter(3, a, update_id=1))
         assert not claims.ack(conn, held, record, adapter(3, a, update_id=1))
-        assert trained.last_update(conn, policy_id=b) is None
+        assert updates.last_update(conn, policy_id=b) is None
         assert (
-            trained.last_update(conn, policy_id=a) == trained.last_update(conn) == trained.updates_after(conn, 0, a)[0]
+            updates.last_update(conn, policy_id=a) == updates.last_update(conn) == updates.updates_after(conn, 0, a)[0]
         )
-        assert trained.updates_after(conn, 0, b) == []
+        assert updates.updates_after(conn, 0, b) == []
         assert versions.get_version(conn, 3).policy_id == a
     assert claimed_groups(database, DEFAULT_POLICY) == ["d"]
 
@@ -259,13 +257,13 @@ def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
     with database.write() as conn:
         for update_id, policy_id in enumerate((DEFAULT_POLICY, *two)):
             update = update_record(update_id, policy_id=policy_id, num_groups=0, num_sessions=0, num_tokens=0)
-            conn.execute(sa.insert(tables.updates).values(**rows.UPDATES.row(update)))
+            conn.execute(sa.insert(schema.updates).values(**rows.UPDATES.row(update)))
     with database.read() as conn:
         for tenant, shown in (("a", [1, 0]), ("b", [2, 0]), ("c", [0])):
-            assert [each.update_id for each in trained.updates(conn, tenant=tenant)[0]] == shown
-            assert [each.update.update_id for each in trained.list_updates(conn, tenant)[0]] == shown
-            assert [each.update_id for each in trained.summarise_updates(conn, tenant)] == shown[::-1]
-            state = changes.read_state(conn, tenant)
+            assert [each.update_id for each in updates.list_updates(conn, tenant=tenant)[0]] == shown
+            assert [each.update.update_id for each in updates.list_update_views(conn, tenant)[0]] == shown
+            assert [each.update_id for each in updates.summarise_updates(conn, tenant)] == shown[::-1]
+            state = overview.read_state(conn, tenant)
             assert [number for kind, number in state if kind == "policy"] == shown[::-1]
             assert [number for kind, number in state if kind == "update"] == shown[:1]
 
@@ -280,10 +278,10 @@ def test_sessions_are_compared_within_their_policy(database: Database, two: tupl
     with database.read() as conn:
         newer, older = arms.arms_since(conn, since, (1, 2), a)
         assert (newer.num_sessions, older.num_sessions) == (1, 0)
-        assert [one.session_id for one in played.live_sessions(conn, 9, a, newest=True)] == ["of-a"]
-        assert [one.session_id for one in played.live_sessions(conn, 9, b)] == ["of-b"]
+        assert [one.session_id for one in experiences.live_sessions(conn, 9, a, newest=True)] == ["of-a"]
+        assert [one.session_id for one in experiences.live_sessions(conn, 9, b)] == ["of-b"]
         named = {
-            policy_id: evaluations.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two
+            policy_id: experiences.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two
         }
         assert [list(named[policy_id]) for policy_id in two] == [[], [("default", "held-out-of-b")]]
         assert groups.imported_groups(conn, a) == []
@@ -356,6 +354,6 @@ def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Data
     with database.write() as conn:
         for update_id, policy_id in enumerate((DEFAULT_POLICY, *two), 1):
             record = update_record(update_id, policy_id=policy_id, num_tokens=10**update_id, created_at=now)
-            conn.execute(tables.updates.insert().values(**rows.UPDATES.row(record)))
-        assert policy_summaries.trained_tokens_since(conn, "a", now) == 100
-        assert policy_summaries.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0
+            conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))
+        assert policies.trained_tokens_since(conn, "a", now) == 100
+        assert policies.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0

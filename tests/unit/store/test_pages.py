@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.ledger_samples import add_session, finish, update_record
 
-from turnwise.store import claims, queries, search, trained, versions
+from turnwise.store import claims, search, sessions, turns, updates, versions
 from turnwise.store.database import Connection, Database
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 from turnwise.types import PolicyVersion
 
 TEXT = "x" * 10_000
@@ -21,7 +21,7 @@ Page = Callable[[Connection, Any, int], tuple[list[Any], Any]]
 
 
 def _sessions(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
-    found, has_more = queries.sessions(conn, WANTED, limit=9, after=after, max_bytes=max_bytes)
+    found, has_more = sessions.list_sessions(conn, WANTED, limit=9, after=after, max_bytes=max_bytes)
     return [each.session_id for each in found], found[-1].session_id if has_more else None
 
 
@@ -34,7 +34,7 @@ def _searched(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], 
 
 def _turns(*, whole: bool) -> Page:
     def read(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
-        found, has_more = queries.turns(
+        found, has_more = turns.read_turns(
             conn, "default", "s1", limit=9, after=after, whole_prompt=whole, max_bytes=max_bytes
         )
         return [each.turn.turn_id for each in found], found[-1].turn.turn_id if has_more else None
@@ -43,7 +43,7 @@ def _turns(*, whole: bool) -> Page:
 
 
 def _updates(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
-    found, has_more = trained.list_updates(conn, "default", limit=9, after=after, max_bytes=max_bytes)
+    found, has_more = updates.list_update_views(conn, "default", limit=9, after=after, max_bytes=max_bytes)
     ids = [each.update.update_id for each in found]
     return ids, ids[-1] if has_more else None
 

@@ -39,9 +39,9 @@ NOT_RECORDED = {
     "copying.py": "reads every table whole, because a person asks for it",
     "database.py": "connects and migrates",
 }
-LOST_RACES = {"ledger.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
+LOST_RACES = {"sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
 """Call sites that run only if another transaction has created the same session meanwhile."""
-ONLY_ON_POSTGRESQL = {"archived_rows.py: last_assigned(conn, groups.c.group_pk)"}
+ONLY_ON_POSTGRESQL = {"archive.py: last_assigned(conn, groups.c.group_pk)"}
 """Call sites that send nothing on SQLite."""
 OTHER_GROUPS = 60
 MOST_GROWTH = 1.05

@@ -13,18 +13,10 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import NotFound
-from turnwise.store import (
-    experiences,
-    history,
-    ledger,
-    lineage,
-    queries,
-    session_changes,
-    trained,
-    versions,
-)
+from turnwise.store import conversations, experiences, overview, rewards, selection, turns, updates, versions
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
+from turnwise.store.sessions import create_session, end_session, list_sessions, read_session, read_session_with_rewards
 from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus, Split, utc_now
 
 
@@ -32,12 +24,12 @@ from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus
 def forest(database: Database) -> Database:
     """Session `s`: t1 → t2 → t4 and the branch t1 → t3."""
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="s", task_id="task"))
+        create_session(connection, Session(session_id="s", task_id="task"))
         t1 = make_turn("t1")
         t2 = make_turn("t2", t1, history_digest=b"h2", messages_digest=b"m2", dialogue_digest=b"d2")
         t3 = make_turn("t3", t1, chain_id="t3")
         t4 = make_turn("t4", t2, request_key="key")
-        ledger.append_turns(connection, [t1, t2, t3, t4])
+        turns.append_turns(connection, [t1, t2, t3, t4])
     return database
 
 
@@ -48,7 +40,7 @@ def connection(forest: Database) -> Iterator[sa.Connection]:
 
 
 def test_a_turn_is_read_with_its_whole_prompt(connection: sa.Connection) -> None:
-    view = queries.turn(connection, "default", "t4")
+    view = turns.read_turn(connection, "default", "t4")
     assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 40, 41]
     assert view.prompt_token_ids.size == view.turn.prompt_length
     assert [message["content"] for message in view.messages] == [
@@ -62,34 +54,34 @@ def test_a_turn_is_read_with_its_whole_prompt(connection: sa.Connection) -> None
 
 
 def test_a_branch_does_not_see_its_sibling(connection: sa.Connection) -> None:
-    view = queries.turn(connection, "default", "t3")
+    view = turns.read_turn(connection, "default", "t3")
     assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 30, 31]
-    assert history.full_tokens(connection, "t3").tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
+    assert conversations.full_tokens(connection, "t3").tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
     assert [message["content"] for message in view.messages] == ["question 1", "answer 1", "question 3"]
     assert view.tools == [{"type": "function"}]
 
 
 def test_turns_are_paged_and_keep_their_ancestors(connection: sa.Connection) -> None:
-    whole, has_more = queries.turns(connection, "default", "s", limit=None)
+    whole, has_more = turns.read_turns(connection, "default", "s", limit=None)
     assert ([view.turn.turn_id for view in whole], has_more) == (["t1", "t2", "t3", "t4"], False)
-    page, has_more = queries.turns(connection, "default", "s", limit=2, after="t1")
+    page, has_more = turns.read_turns(connection, "default", "s", limit=2, after="t1")
     assert ([view.turn.turn_id for view in page], has_more) == (["t2", "t3"], True)
-    rest, has_more = queries.turns(connection, "default", "s", limit=2, after="t3")
+    rest, has_more = turns.read_turns(connection, "default", "s", limit=2, after="t3")
     assert ([view.turn.turn_id for view in rest], has_more) == (["t4"], False)
     assert rest[0].prompt_token_ids.tolist() == whole[3].prompt_token_ids.tolist()
-    assert queries.turns(connection, "default", "s", after="t4") == ([], False)
+    assert turns.read_turns(connection, "default", "s", after="t4") == ([], False)
 
 
 def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
     for ask, says in (
-        (lambda: queries.session(connection, "other", "s"), "no session 's'"),
-        (lambda: queries.turn(connection, "other", "t1"), "no turn 't1'"),
-        (lambda: session_changes.set_chain_role(connection, "other", "t1", Role.SIDE), "no turn 't1'"),
-        (lambda: lineage.turns_to(connection, "t1", "other"), "no turn 't1'"),
-        (lambda: queries.turn(connection, "default", "t9"), "no turn 't9'"),
-        (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
-        (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),
-        (lambda: history.full_tokens(connection, "t9"), "no turn 't9'"),
+        (lambda: read_session(connection, "other", "s"), "no session 's'"),
+        (lambda: turns.read_turn(connection, "other", "t1"), "no turn 't1'"),
+        (lambda: turns.set_chain_role(connection, "other", "t1", Role.SIDE), "no turn 't1'"),
+        (lambda: turns.turns_to(connection, "t1", "other"), "no turn 't1'"),
+        (lambda: turns.read_turn(connection, "default", "t9"), "no turn 't9'"),
+        (lambda: turns.read_turns(connection, "default", "x"), "no session 'x'"),
+        (lambda: turns.read_turns(connection, "default", "s", after="t9"), "no turn 't9'"),
+        (lambda: conversations.full_tokens(connection, "t9"), "no turn 't9'"),
         (lambda: versions.get_version(connection, 7), "policy version 7"),
     ):
         with pytest.raises(NotFound, match=says):
@@ -98,14 +90,14 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
 
 def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection: sa.Connection) -> None:
     """The second read starts after the turns of the first one."""
-    found, num_read = history.unknown_turns(connection, "default", "s", first=0, known={"t1", "t3"})
+    found, num_read = conversations.unknown_turns(connection, "default", "s", first=0, known={"t1", "t3"})
     assert ([turn.turn_id for turn in found], num_read) == (["t2", "t4"], 4)
     assert (found[0].history_digest, found[0].messages_digest, found[0].dialogue_digest) == (b"h2", b"m2", b"d2")
     assert (found[0].messages, found[0].parent_turn_id) == ([{"role": "user", "content": "question 2"}], "t1")
     assert (found[0].prompt_length, found[0].token_ids.tolist(), found[0].prompt_delta.size) == (6, [22, 23], 0)
-    assert history.unknown_turns(connection, "default", "s", first=num_read, known=()) == ([], 4)
-    assert history.unknown_turns(connection, "default", "s", first=0, known={"t1", "t2", "t3", "t4"}) == ([], 4)
-    assert history.unknown_turns(connection, "default", "unknown", first=0, known=()) == ([], 0)
+    assert conversations.unknown_turns(connection, "default", "s", first=num_read, known=()) == ([], 4)
+    assert conversations.unknown_turns(connection, "default", "s", first=0, known={"t1", "t2", "t3", "t4"}) == ([], 4)
+    assert conversations.unknown_turns(connection, "default", "unknown", first=0, known=()) == ([], 0)
 
 
 def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database: Database) -> None:
@@ -113,20 +105,20 @@ def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database: 
     names = ["s", *(f"s~{number}" for number in (*range(2, 13), 14)), "t~2"]
     with database.write() as connection:
         for name in names:
-            ledger.create_session(connection, Session(session_id=name, task_id="task"))
-        ledger.create_session(connection, Session(session_id="s~13", tenant="other", task_id="task"))
+            create_session(connection, Session(session_id=name, task_id="task"))
+        create_session(connection, Session(session_id="s~13", tenant="other", task_id="task"))
     with database.read() as connection:
-        found = [history.newest_generation(connection, "default", prefix) for prefix in ("s~", "t~", "u~")]
+        found = [conversations.newest_generation(connection, "default", prefix) for prefix in ("s~", "t~", "u~")]
     assert found == [12, 2, 1]
 
 
 def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
-    found = queries.stored_turn(connection, "default", "s", request_key="key")
+    found = turns.find_turn(connection, "default", "s", request_key="key")
     assert found is not None
     assert found.turn_id == "t4"
-    assert queries.stored_turn(connection, "default", "s", request_key="other") is None
-    assert queries.sessions_of_turns(connection, "default", ["t4", "t9"]) == {"t4": "s"}
-    assert queries.sessions_of_turns(connection, "other", ["t4"]) == {}
+    assert turns.find_turn(connection, "default", "s", request_key="other") is None
+    assert selection.sessions_of_turns(connection, "default", ["t4", "t9"]) == {"t4": "s"}
+    assert selection.sessions_of_turns(connection, "other", ["t4"]) == {}
 
 
 def test_a_name_finds_the_session_of_its_tenant_alone(database: Database) -> None:
@@ -135,14 +127,14 @@ def test_a_name_finds_the_session_of_its_tenant_alone(database: Database) -> Non
     add_session(database, "s", tenant="t")
     with database.write() as connection:
         turn = make_turn("t9", tenant="t", request_key="key")
-        ledger.append_turns(connection, [turn])
+        turns.append_turns(connection, [turn])
     finish(database, "s", tenant="t")
     with database.write() as connection:
         acknowledge(connection, 1, "s")
         for tenant, is_theirs in (("default", False), ("t", True)):
-            assert bool(queries.stored_turn(connection, tenant, "s", request_key="key")) is is_theirs
-            assert bool(queries.session_with_rewards(connection, tenant, "s")[1]) is is_theirs
-            assert trained.last_updates(connection, tenant, ["s"]) == ({"s": 1} if is_theirs else {})
+            assert bool(turns.find_turn(connection, tenant, "s", request_key="key")) is is_theirs
+            assert bool(read_session_with_rewards(connection, tenant, "s")[1]) is is_theirs
+            assert updates.last_updates(connection, tenant, ["s"]) == ({"s": 1} if is_theirs else {})
 
 
 def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> None:
@@ -153,7 +145,7 @@ def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> Non
 
     def found(wanted: SessionFilter, **page: object) -> tuple[list[str], bool]:
         with database.read() as connection:
-            sessions, has_more = queries.sessions(connection, wanted, **page)
+            sessions, has_more = list_sessions(connection, wanted, **page)
         return [session.session_id for session in sessions], has_more
 
     assert found(SessionFilter()) == (["c", "b", "a"], False)
@@ -180,7 +172,7 @@ def test_a_pair_of_metadata_is_found_in_its_own_case_alone(
     add_session(database, "low", metadata={"shop": "a", "n": 1})
     add_session(database, "high", metadata={"n": 10, "shop": "A"})
     with database.read() as connection:
-        sessions, _ = queries.sessions(connection, SessionFilter(metadata=condition))
+        sessions, _ = list_sessions(connection, SessionFilter(metadata=condition))
     assert [session.session_id for session in sessions] == found
 
 
@@ -191,11 +183,11 @@ def test_experiences_are_those_of_ended_and_rewarded_sessions(forest: Database) 
 
     assert found(SessionFilter()) == []
     with forest.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id="s", value=1)])
+        rewards.add_rewards(connection, [Reward(session_id="s", value=1)])
     assert found(SessionFilter()) == []
     assert found(SessionFilter(status=SessionStatus.OPEN)) == ["t1", "t2", "t3", "t4"]
     with forest.write() as connection:
-        ledger.end_session(connection, "default", "s", "env_done")
+        end_session(connection, "default", "s", "env_done")
     assert found(SessionFilter()) == ["t1", "t2", "t3", "t4"]
     assert found(SessionFilter(task_id="other")) == []
 
@@ -207,8 +199,8 @@ def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> 
     """
     with forest.write() as connection:
         lines = [Reward(session_id="s", step=step, value=value) for step, value in ((0, 1), (3, 4))]
-        ledger.add_rewards(connection, [*lines, Reward(session_id="s", turn_id="t2", value=2)])
-        ledger.end_session(connection, "default", "s", "env_done")
+        rewards.add_rewards(connection, [*lines, Reward(session_id="s", turn_id="t2", value=2)])
+        end_session(connection, "default", "s", "env_done")
     with forest.read() as connection:
         trunk, branch = experiences.experiences(
             connection, SessionFilter(), experiences.Shape(credit=Credit.STEP_WISE, gamma=0.5, merge="chain")
@@ -265,20 +257,20 @@ def test_counts_equal_the_content_of_the_store(forest: Database) -> None:
     finish(forest)
     add_session(forest, "other", turns=0)
     with forest.read() as connection:
-        counts = queries.counts(connection)
+        counts = overview.count_rows(connection)
     assert counts.sessions == {"ended": 1, "open": 1}
     assert counts.groups == {"ready": 1, "open": 1}
     assert (counts.num_turns, counts.num_rewards, counts.num_updates) == (4, 1, 0)
     add_session(forest, "theirs", tenant="b")
     with forest.read() as connection:
-        assert queries.counts(connection, "default") == counts
-        assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0, 0, [])
-        assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0, 0, [])
+        assert overview.count_rows(connection, "default") == counts
+        assert overview.count_rows(connection, "b") == overview.Counts({"open": 1}, {"open": 1}, 1, 0, 0, 0, [])
+        assert overview.count_rows(connection, "nobody") == overview.Counts({}, {}, 0, 0, 0, 0, [])
     long_ago = utc_now() - datetime.timedelta(hours=2)
     others = {"session_id": "other", "outcome": Outcome.ERROR}
     with forest.write() as connection:
-        ledger.append_turns(connection, [make_turn("t8", **others), make_turn("t9", **others, created_at=long_ago)])
-        assert [queries.counts(connection, tenant).num_failed_calls for tenant in ("default", "b")] == [1, 0]
+        turns.append_turns(connection, [make_turn("t8", **others), make_turn("t9", **others, created_at=long_ago)])
+        assert [overview.count_rows(connection, tenant).num_failed_calls for tenant in ("default", "b")] == [1, 0]
 
 
 def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(
@@ -288,9 +280,9 @@ def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(
         add_session(database, session_id)
     finish(database, "c")
     with database.read() as connection:
-        assert queries.unfinished_groups(connection) == {"open": 2, "ready": 1, "claimed": 0}
-        monkeypatch.setattr(queries, "MOST_UNFINISHED", 1)
-        assert queries.unfinished_groups(connection) == {"open": 1, "ready": 1, "claimed": 0}
+        assert overview.unfinished_groups(connection) == {"open": 2, "ready": 1, "claimed": 0}
+        monkeypatch.setattr(overview, "MOST_UNFINISHED", 1)
+        assert overview.unfinished_groups(connection) == {"open": 1, "ready": 1, "claimed": 0}
 
 
 def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -> None:
@@ -300,10 +292,10 @@ def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -
         with database.write() as connection:
             for number, digest in enumerate(digests):
                 turn = make_turn(f"t{number}", session_id=session_id, history_digest=digest, inferred_by="key")
-                ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}{number}")])
+                turns.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}{number}")])
     with database.read() as connection:
         found = [
-            history.sessions_of_conversation(connection, "default", "key", digests, limit=2)
+            conversations.sessions_of_conversation(connection, "default", "key", digests, limit=2)
             for digests in ([b"2", b"1"], [b"9", b"1"], [b"9"], [])
         ]
     assert found == [(b"2", ["a"]), (b"1", ["b", "c"]), (b"", []), (b"", [])]
@@ -318,14 +310,16 @@ def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_ope
         turn = make_turn("t1", session_id=session_id, history_digest=session_id.encode(), inferred_by=by)
         turn = dataclasses.replace(turn, tenant=fields.get("tenant", turn.tenant))
         with database.write() as connection:
-            ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1")])
+            turns.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1")])
     finish(database, "over")
     with database.read() as connection:
         found = {
-            session_id: history.sessions_of_conversation(connection, "default", "key", [session_id.encode()], limit=9)
+            session_id: conversations.sessions_of_conversation(
+                connection, "default", "key", [session_id.encode()], limit=9
+            )
             for session_id in sessions
         }
-        other_key = history.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
+        other_key = conversations.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
     assert found == {
         "mine": (b"mine", ["mine"]),
         "over": (b"", []),

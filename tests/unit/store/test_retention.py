@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError
-from turnwise.store import claims, feedback, keys, ledger, queries, retention, tables
+from turnwise.store import claims, feedback, keys, overview, retention, rewards, schema, selection, sessions, turns
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.session_records import count_sessions
+from turnwise.store.search import count_sessions
+from turnwise.store.selection import SessionFilter
 from turnwise.types import IMPORT, Feedback, FeedbackKind, Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)
@@ -23,7 +23,7 @@ def sizes(database: Database) -> dict[str, int]:
     """Return the number of rows of each table that holds sessions' data, where there are any."""
     with database.read() as connection:
         counted = {
-            name: connection.execute(sa.select(sa.func.count()).select_from(tables.metadata.tables[name])).scalar_one()
+            name: connection.execute(sa.select(sa.func.count()).select_from(schema.metadata.tables[name])).scalar_one()
             for name in ("sessions", "turns", "rewards", "groups", "trained_sessions", "api_keys", "idempotency")
         }
     return {name: count for name, count in counted.items() if count}
@@ -72,12 +72,12 @@ def test_a_deletion_keeps_the_answers_of_sessions_that_share_only_a_tenant_or_an
         add_session(database, session_id, tenant=tenant, split=Split.EVAL)
     reward = Reward(session_id="b", tenant="x", value=1.0)
     with database.write() as connection:
-        ledger.add_rewards(connection, [reward], idempotency_key="k")
-        ledger.end_session(connection, "x", "a")
-        ledger.end_session(connection, "y", "b")
+        rewards.add_rewards(connection, [reward], idempotency_key="k")
+        sessions.end_session(connection, "x", "a")
+        sessions.end_session(connection, "y", "b")
         assert len(retention.prune(connection, utc_now() + HOUR).sessions) == 2
-        ledger.add_rewards(connection, [reward], idempotency_key="k")
-        assert queries.session_row(connection, "x", "b").num_rewards == 1
+        rewards.add_rewards(connection, [reward], idempotency_key="k")
+        assert selection.session_row(connection, "x", "b").num_rewards == 1
 
 
 def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> None:
@@ -101,7 +101,7 @@ def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_m
     ]
     with database.write() as connection:
         feedback.add(connection, better)
-        ledger.create_sessions(connection, members)
+        sessions.create_sessions(connection, members)
     retention.delete_all(database, lambda connection: retention.delete_session(connection, "default", "s"))
     assert sizes(database) == {}
 
@@ -119,7 +119,7 @@ def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database: Data
     add_session(database, "old", group_id="g", group_size=3)
     finish(database, "old")
     with database.write() as connection:
-        connection.execute(sa.update(tables.sessions).values(last_active_at=0))
+        connection.execute(sa.update(schema.sessions).values(last_active_at=0))
     add_session(database, "young", group_id="g", group_size=3)
     with database.write() as connection:
         assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
@@ -132,10 +132,10 @@ def test_a_deleted_session_leaves_its_group(database: Database) -> None:
     with database.write() as connection:
         assert retention.delete_session(connection, "default", "a").policy_versions == ()
         with pytest.raises(NotFound):
-            queries.session(connection, "default", "a")
+            sessions.read_session(connection, "default", "a")
         with pytest.raises(NotFound):
             retention.delete_session(connection, "default", "a")
-        group = connection.execute(sa.select(tables.groups)).one()
+        group = connection.execute(sa.select(schema.groups)).one()
         assert (group.num_sessions, group.num_finished, group.status) == (1, 0, "open")
 
 
@@ -171,7 +171,7 @@ def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(
     assert rounds == [2, 1, 0]
     assert sizes(database) == {"sessions": 3, "turns": 6, "rewards": 3, "groups": 3, "api_keys": 1}
     with database.read() as connection:
-        assert queries.counts(connection, "zeta").num_turns == 6
+        assert overview.count_rows(connection, "zeta").num_turns == 6
 
 
 def test_a_long_session_is_gone_at_once_and_swept_in_slices(
@@ -185,21 +185,21 @@ def test_a_long_session_is_gone_at_once_and_swept_in_slices(
     add_session(database, "long", turns=7, task_id="secret", user_id="kim", metadata={"name": "Kim"})
     with database.write() as connection:
         reward = Reward(session_id="long", value=1.0)
-        assert ledger.add_rewards(connection, [reward], idempotency_key="k") == [7]
+        assert rewards.add_rewards(connection, [reward], idempotency_key="k") == [7]
         deleted = retention.delete_session(connection, "default", "long")
     assert (deleted.num_turns, deleted.has_more) == (7, False)
     with database.read() as connection:
-        assert queries.sessions(connection, SessionFilter()) == ([], False)
-        assert (queries.counts(connection).sessions, queries.counts(connection).num_turns) == ({}, 0)
+        assert sessions.list_sessions(connection, SessionFilter()) == ([], False)
+        assert (overview.count_rows(connection).sessions, overview.count_rows(connection).num_turns) == ({}, 0)
         with pytest.raises(NotFound):
-            queries.turn(connection, "default", "long-t7")
-        (left,) = connection.execute(sa.select(tables.sessions)).all()
+            turns.read_turn(connection, "default", "long-t7")
+        (left,) = connection.execute(sa.select(schema.sessions)).all()
         assert not {"default", "long", "secret", "kim", '{"name":"Kim"}'} & set(map(str, left))
-        assert count_sessions(connection, SessionFilter(tenant=tables.NO_TENANT)) == 0, "it would be deleted again"
+        assert count_sessions(connection, SessionFilter(tenant=schema.NO_TENANT)) == 0, "it would be deleted again"
     assert sizes(database) == {"sessions": 1, "turns": 7, "rewards": 1}
     with database.write() as connection:
-        ledger.create_session(connection, Session(session_id="long"))
-        assert ledger.add_rewards(connection, [reward], idempotency_key="k") == [0]
+        sessions.create_session(connection, Session(session_id="long"))
+        assert rewards.add_rewards(connection, [reward], idempotency_key="k") == [0]
     assert sweeps(database) == 5
     assert sizes(database) == {"sessions": 1, "rewards": 1, "groups": 1, "idempotency": 1}
 
@@ -209,14 +209,14 @@ def test_a_backup_is_a_whole_database_while_another_writes(database: Database, t
     add_session(database, "s", turns=3)
     target = tmp_path / "copy.db"
     with database.write() as connection:
-        connection.execute(sa.update(tables.sessions).values(task_id="uncommitted"))
+        connection.execute(sa.update(schema.sessions).values(task_id="uncommitted"))
         database.backup(target)
     with pytest.raises(SettingsError, match="exists"):
         database.backup(target)
     copy = Database(f"sqlite:///{target}")
     copy.check_schema()
     with copy.read() as connection:
-        stored = queries.session(connection, "default", "s")
+        stored = sessions.read_session(connection, "default", "s")
         assert (stored.num_turns, stored.task_id) == (3, None)
-        assert len(queries.turns(connection, "default", "s")[0]) == 3
+        assert len(turns.read_turns(connection, "default", "s")[0]) == 3
     copy.close()

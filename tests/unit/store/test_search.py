@@ -10,10 +10,10 @@ from support.ledger_samples import make_turn
 from support.migrated import migrated
 from support.private_postgres import PrivatePostgres
 
-from turnwise.store import ledger, search
+from turnwise.store import rewards, search, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.search import Contents, search_sessions
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Outcome, Reward, Session, Turn
 
 HERE = SessionFilter(tenant="default")
@@ -46,13 +46,13 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def fill(database: Database) -> None:
     with database.write() as conn:
         for session_id, turn, reward in SESSIONS:
-            ledger.create_session(conn, Session(session_id=session_id))
-            ledger.append_turns(conn, [dataclasses.replace(turn, session_id=session_id)])
+            sessions.create_session(conn, Session(session_id=session_id))
+            turns.append_turns(conn, [dataclasses.replace(turn, session_id=session_id)])
             if reward is not None:
-                ledger.add_rewards(conn, [Reward(session_id=session_id, value=reward)])
-        ledger.end_session(conn, "default", "a", "solved")
-        ledger.create_session(conn, Session(session_id="x", tenant="other"))
-        ledger.append_turns(conn, [make_turn("t9", session_id="x", tenant="other")])
+                rewards.add_rewards(conn, [Reward(session_id=session_id, value=reward)])
+        sessions.end_session(conn, "default", "a", "solved")
+        sessions.create_session(conn, Session(session_id="x", tenant="other"))
+        turns.append_turns(conn, [make_turn("t9", session_id="x", tenant="other")])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, groups_by_status
 
 from turnwise.errors import Conflict
-from turnwise.store import queries, session_changes, tables
+from turnwise.store import schema, sessions
 from turnwise.store.database import Database
 from turnwise.types import Credit, Session, Split
 
@@ -17,12 +17,12 @@ from turnwise.types import Credit, Session, Split
 def change(database: Database, **fields: Any) -> Session:
     """Create the session `s` a second time with these fields."""
     with database.write() as connection:
-        return session_changes.change_session(connection, Session(session_id="s", **fields), set(fields))
+        return sessions.change_session(connection, Session(session_id="s", **fields), set(fields))
 
 
 def groups_of(database: Database) -> dict[str, tuple[int | None, int]]:
     with database.read() as connection:
-        found = connection.execute(sa.select(tables.groups))
+        found = connection.execute(sa.select(schema.groups))
         return {row.group_id: (row.group_size, row.num_sessions) for row in found}
 
 
@@ -62,6 +62,6 @@ def test_a_change_that_is_no_longer_possible_is_a_conflict_and_changes_nothing(d
     with pytest.raises(Conflict, match=r"`credit`, `sampling` can no longer change: it is ended"):
         change(database, credit=Credit.STEP_WISE, sampling={"top_p": 0.9}, metadata={"a": 1})
     with database.read() as connection:
-        stored = queries.session(connection, "default", "s")
+        stored = sessions.read_session(connection, "default", "s")
     assert (stored.group_id, stored.gamma, stored.credit, stored.metadata) == ("g", 0.0, Credit.PROPAGATE, {})
     assert change(database, metadata={"a": 1}).metadata == {"a": 1}

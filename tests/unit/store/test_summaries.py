@@ -10,8 +10,9 @@ import pytest
 import sqlalchemy as sa
 from support.ledger_samples import make_turn
 
-from turnwise.store import ledger, queries, summaries
+from turnwise.store import search, sessions
 from turnwise.store.database import Database
+from turnwise.store.turns import append_turns
 from turnwise.types import Outcome, Session
 
 
@@ -22,14 +23,14 @@ def connection(database: Database) -> Iterator[sa.Connection]:
 
 
 def play(conn: sa.Connection, session_id: str, *turns: dict[str, Any]) -> None:
-    ledger.create_session(conn, Session(session_id=session_id))
+    sessions.create_session(conn, Session(session_id=session_id))
     for number, fields in enumerate(turns):
         turn = make_turn(f"t{number}", session_id=session_id, **fields)
-        ledger.append_turns(conn, [dataclasses.replace(turn, turn_id=f"{session_id}-{number}")])
+        append_turns(conn, [dataclasses.replace(turn, turn_id=f"{session_id}-{number}")])
 
 
-def summarise(conn: sa.Connection, *session_ids: str) -> list[summaries.Summary]:
-    return summaries.summaries(conn, [queries.session(conn, "default", each) for each in session_ids])
+def summarise(conn: sa.Connection, *session_ids: str) -> list[search.Summary]:
+    return search.summaries(conn, [sessions.read_session(conn, "default", each) for each in session_ids])
 
 
 def test_a_summary_has_the_first_question_the_last_reply_and_the_sampled_tokens(connection: sa.Connection) -> None:
@@ -45,13 +46,13 @@ def test_a_summary_has_the_first_question_the_last_reply_and_the_sampled_tokens(
     first, empty = summarise(connection, "asks", "empty")
     assert (first.first_message, first.last_reply) == ("Hi you", "calls find")
     assert (first.last_outcome, first.num_sampled_tokens) == ("aborted", 4)
-    assert empty == summaries.Summary(num_sampled_tokens=0)
+    assert empty == search.Summary(num_sampled_tokens=0)
 
 
 def test_a_text_of_any_shape_is_summarised_and_a_long_one_is_cut_or_not_read(connection: sa.Connection) -> None:
     odd: list[dict[str, Any]] = [{"role": "user", "content": None}, {"role": "user", "content": [None, 5, {"text": 3}]}]
     play(connection, "odd", {"messages": odd, "response": {"content": "x" * 1_000}})
-    play(connection, "long", {"messages": [{"role": "user", "content": "x" * summaries.MAX_BYTES}], "response": {}})
+    play(connection, "long", {"messages": [{"role": "user", "content": "x" * search.MAX_TEXT_BYTES}], "response": {}})
     odd_one, long_one = summarise(connection, "odd", "long")
     assert odd_one.first_message is None
     assert odd_one.last_reply == "x" * 299 + "…"

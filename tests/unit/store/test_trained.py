@@ -9,11 +9,11 @@ from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import Conflict
 from turnwise.exchange.session_document import session_document
-from turnwise.store import claims, experiences, ledger, policies, queries, serving, trained, versions
+from turnwise.store import claims, experiences, overview, policies, rewards, serving, sessions, turns, versions
 from turnwise.store.database import Database
-from turnwise.store.session_filter import SessionFilter
-from turnwise.store.session_records import session_records
-from turnwise.store.trained import TrainedSession, UpdateGroup
+from turnwise.store.search import session_records
+from turnwise.store.selection import SessionFilter
+from turnwise.store.updates import TrainedSession, UpdateGroup, last_updates, list_update_views
 from turnwise.types import GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
 
 KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-1-t1": -0.5}}
@@ -41,11 +41,11 @@ def ledger_of_two(database: Database) -> Database:
 def test_each_trained_thing_names_its_update_and_version(ledger_of_two: Database) -> None:
     expected = (TrainedIn(update_id=1, policy_version=1),)
     with ledger_of_two.read() as connection:
-        assert queries.session(connection, "acme", "kim-0").trained_in == expected
-        assert queries.session(connection, "zeta", "kim-0").trained_in == ()
-        turn = queries.turn(connection, "acme", "acme-kim-1-t1")
+        assert sessions.read_session(connection, "acme", "kim-0").trained_in == expected
+        assert sessions.read_session(connection, "zeta", "kim-0").trained_in == ()
+        turn = turns.read_turn(connection, "acme", "acme-kim-1-t1")
         assert [(one.update_id, one.policy_version, one.advantage) for one in turn.trained_in] == [(1, 1, -0.5)]
-        assert queries.turns(connection, "zeta", "kim-0")[0][0].trained_in == ()
+        assert turns.read_turns(connection, "zeta", "kim-0")[0][0].trained_in == ()
         found = experiences.experiences(connection, SessionFilter(tenant="acme"))
         assert [one.trained_in for one in found] == [expected, expected]
         document = session_document(next(session_records(connection, SessionFilter(session_id="kim-0"))))
@@ -55,8 +55,8 @@ def test_each_trained_thing_names_its_update_and_version(ledger_of_two: Database
 
 def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_of_two: Database) -> None:
     with ledger_of_two.read() as connection:
-        (acme,), has_more = trained.list_updates(connection, "acme")
-        (zeta,), _ = trained.list_updates(connection, "zeta")
+        (acme,), has_more = list_update_views(connection, "acme")
+        (zeta,), _ = list_update_views(connection, "zeta")
     assert (acme.update.update_id, has_more) == (1, False)
     assert acme.groups == (UpdateGroup(group_id="kim", status=GroupStatus.TRAINED, reason=None),)
     assert acme.sessions[1] == TrainedSession(session_id="kim-1", group_id="kim", advantages={"acme-kim-1-t1": -0.5})
@@ -67,14 +67,14 @@ def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_
 @pytest.mark.parametrize("retrain", [False, True])
 def test_a_late_reward_is_trained_again_only_with_retrain_revised(ledger_of_two: Database, *, retrain: bool) -> None:
     with ledger_of_two.write() as connection:
-        assert trained.last_updates(connection, "acme", ["kim-0", "kim-1"]) == {"kim-0": 1, "kim-1": 1}
+        assert last_updates(connection, "acme", ["kim-0", "kim-1"]) == {"kim-0": 1, "kim-1": 1}
         line = Reward(session_id="kim-0", tenant="acme", value=5.0)
-        ledger.add_rewards(connection, [line], retrain=retrain)
-        assert queries.counts(connection, "acme").groups == {"ready" if retrain else "trained": 1}
+        rewards.add_rewards(connection, [line], retrain=retrain)
+        assert overview.count_rows(connection, "acme").groups == {"ready" if retrain else "trained": 1}
     if retrain:
         train(ledger_of_two, 2, KIM)
         with ledger_of_two.read() as connection:
-            updates = queries.session(connection, "acme", "kim-0").trained_in
+            updates = sessions.read_session(connection, "acme", "kim-0").trained_in
             assert [one.update_id for one in updates] == [1, 2]
 
 
@@ -128,5 +128,5 @@ def test_an_update_is_recorded_although_an_imported_session_in_it_was_deleted_me
     finish(database, "kim-0", 1, "acme")
     train(database, 1, {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "gone"): {"acme-gone-t1": 1.0}})
     with database.read() as connection:
-        (update,), _ = trained.list_updates(connection, "acme")
+        (update,), _ = list_update_views(connection, "acme")
     assert [session.session_id for session in update.sessions] == ["kim-0"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 from turnwise.store.database import Database
-from turnwise.store.trainer_status import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
+from turnwise.store.processes import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
 
 NOON = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from support.ledger_samples import add_session, finish, update_record
 
-from turnwise.store import claims, groups, queries
+from turnwise.store import claims, groups, sessions
 from turnwise.store.database import Database
 from turnwise.types import Split
 
 
 def note(database: Database, session_id: str = "s") -> str:
     with database.read() as connection:
-        return groups.describe_training(connection, queries.session(connection, "default", session_id))
+        return groups.describe_training(connection, sessions.read_session(connection, "default", session_id))
 
 
 @pytest.mark.parametrize("fields", [{}, {"group_id": "g", "group_size": 1}], ids=["no group", "a group of one"])
@@ -37,7 +37,7 @@ def test_the_note_of_a_session_is_about_the_group_of_its_own_tenant(database: Da
     add_session(database, "other", tenant="another", group_id="g", group_size=3)
     assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. Group 'g' has 0 of 2 sessions")
     with database.read() as connection:
-        theirs = queries.session(connection, "another", "other")
+        theirs = sessions.read_session(connection, "another", "other")
         assert "Group 'g' has 0 of 3 sessions" in groups.describe_training(connection, theirs)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from turnwise.store import arms, ledger, queries, serving, versions
+from turnwise.store import arms, serving, versions
 from turnwise.store.database import Database
+from turnwise.store.sessions import create_session, read_session
 from turnwise.types import IMPORT, PolicyVersion, Session, Split
 
 
 def create_one(conn: sa.Connection, session: Session) -> Session:
-    return ledger.create_session(conn, session)[0]
+    return create_session(conn, session)[0]
 
 
 def sessions(count: int) -> list[Session]:
@@ -47,6 +48,6 @@ def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: D
         found["after"] = create_one(connection, Session(session_id="after"))
         found["during again"] = create_one(connection, Session(session_id="during"))
         for session in found.values():
-            assert queries.session(connection, "default", session.session_id).arm == session.arm
+            assert read_session(connection, "default", session.session_id).arm == session.arm
     assert {name for name, session in found.items() if session.arm == 1} == {"during", "during again", "judged"}
     assert all(session.arm in (None, 1) for session in found.values())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from support.ledger_samples import add_session, update_record
 
-from turnwise.store import claims, experiences, ledger, queries
+from turnwise.store import claims, experiences, rewards, selection, sessions
 from turnwise.store.database import Database
-from turnwise.store.trained import Mean, summarise_updates
+from turnwise.store.updates import Mean, summarise_updates
 from turnwise.types import Credit, Reward
 
 
@@ -18,8 +18,8 @@ def add_judged(database: Database, session_id: str, group_id: str, task_id: str,
         for name, value in zip("ab", values, strict=False)
     ]
     with database.write() as connection:
-        ledger.add_rewards(connection, lines)
-        ledger.end_session(connection, tenant, session_id)
+        rewards.add_rewards(connection, lines)
+        sessions.end_session(connection, tenant, session_id)
 
 
 def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(database: Database) -> None:
@@ -62,9 +62,9 @@ def test_the_newest_updates_are_listed_oldest_first(database: Database) -> None:
 def test_a_session_has_the_credit_of_its_own_policy(database: Database) -> None:
     add_session(database, "s", turns=2, credit=Credit.STEP_WISE, gamma=0.5)
     with database.write() as connection:
-        ledger.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])
+        rewards.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])
     with database.read() as connection:
-        credit = experiences.session_credit(connection, queries.session_row(connection, "default", "s").session_pk)
+        credit = experiences.session_credit(connection, selection.session_row(connection, "default", "s").session_pk)
     assert credit is not None
     assert credit.turn_rewards == {"s-t1": 1.0, "s-t2": 1.0}
     # 1 + 0.5 * 1 = 1.5

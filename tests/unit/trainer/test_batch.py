@@ -21,8 +21,9 @@ from trainer.model.agent import AgentRule, PolicyAgent
 from trainer.model.inputs import row_data
 from trainer.model.model import Policy, PolicySpec
 from turnwise.chains import EID, Experience, merge_session, split_session
-from turnwise.store import experiences
-from turnwise.store.session_filter import SessionFilter
+from turnwise.store import experiences as stored_experiences
+from turnwise.store.experiences import PER_CHAIN
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Turn
 
 CPU = torch.device("cpu")
@@ -229,7 +230,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
     model = load_model(policy.spec.model)
     Rollouts(db, model, num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
+        found = list(stored_experiences.experiences(conn, SessionFilter(), PER_CHAIN))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
     agent = PolicyAgent(policy, AgentRule(algorithm={"correction": "tis"}, row_tokens=90))

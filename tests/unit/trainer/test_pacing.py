@@ -13,7 +13,7 @@ from support.waiting import wait_until
 from trainer import pacing
 from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, Wait, describe_wait, why_held
 from trainer.source import LedgerSource
-from turnwise.store import claims, policies, rows, serving, tables, versions
+from turnwise.store import claims, policies, rows, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 
@@ -192,7 +192,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
         versions.publish_next(conn, str(tmp_path / "gone"), PolicyKind.LORA, metrics={}, policy_id=second.policy_id)
         for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
             record = update_record(update_id, policy_version=0, policy_id=policy_id, num_tokens=100)
-            conn.execute(tables.updates.insert().values(**rows.UPDATES.row(record)))
+            conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))
     add_session(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
     finish(database, "s")
     values = {"groups_per_batch": 1, "singles_per_group": 1, "wait_seconds": 0.0}

@@ -16,10 +16,11 @@ from trainer.ledger import ClaimedBatch, UpdateIds
 from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
 from trainer.sentinels import alarms
 from trainer.source import LedgerSource
-from turnwise.store import claims, ledger, played, serving, versions
+from turnwise.store import claims, experiences, serving, sessions, versions
 from turnwise.store.database import Connection, Database
-from turnwise.store.played import Played
-from turnwise.store.trainer_status import trainer_statuses
+from turnwise.store.experiences import Played
+from turnwise.store.processes import trainer_statuses
+from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {}}}]
@@ -96,10 +97,10 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         add_session(database, f"s{number}", turns=0)
         sampled = turn(text, policy_version_first=version, policy_version_last=version)
         with database.write() as conn:
-            ledger.append_turns(
+            append_turns(
                 conn, [dataclasses.replace(sampled, turn_id=f"t{number}", chain_id="", session_id=f"s{number}")]
             )
-            ledger.end_session(conn, "default", f"s{number}")
+            sessions.end_session(conn, "default", f"s{number}")
     for number, other in enumerate(({"group_id": "g", "group_size": 2}, {"split": Split.EVAL})):
         add_session(database, f"other{number}", **other)
         finish(database, f"other{number}")
@@ -109,7 +110,7 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         moved = sentinels.check(conn, {"kl": 0.4})
         assert moved is not None
         assert moved.startswith("sentinel 'kl' of version 1 is 0.5 against 0 of what sampled its batch, beyond its")
-        assert len(played.live_sessions(conn, 99, newest=True)) == 40, (
+        assert len(experiences.live_sessions(conn, 99, newest=True)) == 40, (
             "sessions of groups and of evaluations are not watched"
         )
         alarm = sentinels.check(conn, {"questions": 0.2})
@@ -150,7 +151,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
         sampled = turn(policy_version_first=version, policy_version_last=version)
         with database.write() as conn:
             named = {"turn_id": f"t{version}", "chain_id": f"t{version}", "session_id": f"s{version}"}
-            ledger.append_turns(conn, [dataclasses.replace(sampled, **named)])
+            append_turns(conn, [dataclasses.replace(sampled, **named)])
         finish(database, f"s{version}")
     rule = SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
     alarm = "sentinel 'questions' is beyond its bound"

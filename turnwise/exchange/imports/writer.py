@@ -19,9 +19,11 @@ from turnwise.errors import BadLine, InvalidRequest, SkippedLine
 from turnwise.exchange.imports.drafts import Draft
 from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_files
 from turnwise.exchange.imports.tokenise import Tokeniser
-from turnwise.store import ledger
 from turnwise.store.database import Connection, Database
-from turnwise.store.session_records import imported_digests
+from turnwise.store.rewards import add_rewards
+from turnwise.store.search import imported_digests
+from turnwise.store.sessions import create_session, end_session
+from turnwise.store.turns import append_turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, Json, Reward, Session, Split, Turn
 
 SESSIONS_AT_ONCE = 32
@@ -261,14 +263,14 @@ def _session(unit: _Unit, draft: Draft, rule: ImportRule, *, is_group: bool) -> 
 
 def _store(conn: Connection, unit: _Unit, rule: ImportRule) -> None:
     for session, draft, turns in unit.sessions:
-        _, is_new = ledger.create_session(conn, session)
+        _, is_new = create_session(conn, session)
         if not is_new:
             continue  # another import stored it meanwhile
-        ledger.append_turns(conn, turns)
+        append_turns(conn, turns)
         values = draft.rewards or ({} if rule.reward is None else {"reward": rule.reward})
         lines = [
             Reward(session_id=session.session_id, tenant=rule.tenant, name=name, value=value, source=IMPORT)
             for name, value in values.items()
         ]
-        ledger.add_rewards(conn, lines)
-        ledger.end_session(conn, rule.tenant, session.session_id, "imported")
+        add_rewards(conn, lines)
+        end_session(conn, rule.tenant, session.session_id, "imported")

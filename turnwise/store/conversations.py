@@ -1,4 +1,4 @@
-"""Queries of the continuation: stored conversations that a call is compared with, and the tokens that it extends."""
+"""Stored conversations that a call is compared with, and the tokens that it extends."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Literal
 import numpy as np
 import sqlalchemy as sa
 
-from turnwise.store import lineage, rows, tables
-from turnwise.store.session_filter import is_session
+from turnwise.store import rows
+from turnwise.store.schema import sessions, turns
+from turnwise.store.selection import is_session
+from turnwise.store.turns import path_to
 from turnwise.types import DEFAULT_POLICY, Outcome, SessionStatus, TokenIds, Turn
 
 _ADDED_COLUMNS = [
-    sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column
-    for column in tables.turns.c
+    sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column for column in turns.c
 ]
 """A turn's columns, with nothing for the longest ones."""
 _WHOLE = [outcome.value for outcome in Outcome if outcome not in (Outcome.ABORTED, Outcome.ERROR)]
@@ -39,19 +40,19 @@ def unknown_turns(
     """
     of_session = is_session(tenant, session_id)
     listed = conn.execute(
-        sa.select(tables.turns.c.turn_id, tables.turns.c.seq)
-        .join_from(tables.turns, tables.sessions)
-        .where(*of_session, tables.turns.c.seq >= first, tables.turns.c.outcome != Outcome.ERROR.value)
-        .order_by(tables.turns.c.seq)
+        sa.select(turns.c.turn_id, turns.c.seq)
+        .join_from(turns, sessions)
+        .where(*of_session, turns.c.seq >= first, turns.c.outcome != Outcome.ERROR.value)
+        .order_by(turns.c.seq)
     ).all()
     unknown = [row.seq for row in listed if row.turn_id not in known]
     if not unknown:
         return [], listed[-1].seq + 1 if listed else first
     found = conn.execute(
-        sa.select(*_ADDED_COLUMNS, tables.sessions.c.session_id, tables.sessions.c.tenant)
-        .join_from(tables.turns, tables.sessions)
-        .where(*of_session, tables.turns.c.seq.between(unknown[0], unknown[-1]))
-        .order_by(tables.turns.c.seq)
+        sa.select(*_ADDED_COLUMNS, sessions.c.session_id, sessions.c.tenant)
+        .join_from(turns, sessions)
+        .where(*of_session, turns.c.seq.between(unknown[0], unknown[-1]))
+        .order_by(turns.c.seq)
     )
     wanted = set(unknown)
     return [rows.TURNS.record(row) for row in found if row.seq in wanted], listed[-1].seq + 1
@@ -81,20 +82,20 @@ def sessions_of_conversation(
     Returns:
         The digest that was found, and the ids of the sessions, oldest first.
     """
-    column = tables.turns.c[by]
+    column = turns.c[by]
     found = conn.execute(
-        sa.select(column.label("digest"), tables.sessions.c.session_id)
+        sa.select(column.label("digest"), sessions.c.session_id)
         .distinct()
-        .add_columns(tables.sessions.c.session_pk)
-        .join_from(tables.turns, tables.sessions)
+        .add_columns(sessions.c.session_pk)
+        .join_from(turns, sessions)
         .where(
-            tables.turns.c.inferred_by == key_id,
+            turns.c.inferred_by == key_id,
             column.in_(digests),
-            tables.sessions.c.tenant == tenant,
-            tables.sessions.c.policy_id == policy_id,
-            tables.sessions.c.status == SessionStatus.OPEN.value,
+            sessions.c.tenant == tenant,
+            sessions.c.policy_id == policy_id,
+            sessions.c.status == SessionStatus.OPEN.value,
         )
-        .order_by(tables.sessions.c.session_pk)
+        .order_by(sessions.c.session_pk)
     ).all()
     for digest in digests:
         session_ids = [str(row.session_id) for row in found if row.digest == digest]
@@ -107,7 +108,7 @@ def newest_generation(conn: sa.Connection, tenant: str, prefix: str) -> int:
     """Return the highest number of the sessions `PREFIX2`, `PREFIX3` and so on that continue an id; 1 without any."""
     numbers = sa.select(sa.literal(1).label("number")).cte("numbers", recursive=True)
     following = sa.literal(prefix) + sa.cast(numbers.c.number + 1, sa.Text)
-    is_stored = sa.exists().where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == following)
+    is_stored = sa.exists().where(sessions.c.tenant == tenant, sessions.c.session_id == following)
     numbers = numbers.union_all(sa.select(numbers.c.number + 1).where(is_stored))
     return int(conn.execute(sa.select(sa.func.max(numbers.c.number))).scalar_one())
 
@@ -122,10 +123,10 @@ def newest_in_conversation(conn: sa.Connection, tenant: str, session_id: str, co
         conversation_id: The conversation, which is stored with the sampling parameters of its turns.
     """
     newest_first = conn.execute(
-        sa.select(tables.turns.c.turn_id, tables.turns.c.sampling)
-        .join_from(tables.turns, tables.sessions)
-        .where(*is_session(tenant, session_id), tables.turns.c.outcome.in_(_WHOLE))
-        .order_by(tables.turns.c.seq.desc())
+        sa.select(turns.c.turn_id, turns.c.sampling)
+        .join_from(turns, sessions)
+        .where(*is_session(tenant, session_id), turns.c.outcome.in_(_WHOLE))
+        .order_by(turns.c.seq.desc())
     )
     return next(
         (row.turn_id for row in newest_first if json.loads(row.sampling).get("conversation") == conversation_id), None
@@ -138,5 +139,5 @@ def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
     Raises:
         NotFound: no such turn.
     """
-    path = lineage.path_to(conn, turn_id, tables.turns.c.prompt_delta, tables.turns.c.token_ids)
+    path = path_to(conn, turn_id, turns.c.prompt_delta, turns.c.token_ids)
     return np.concatenate([rows.ids_from_blob(blob) for row in path for blob in row])

@@ -11,18 +11,29 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import Conflict
-from turnwise.store import digests, lineage, pages, policies, rows
-from turnwise.store.engine_activity import Period, idle_shares
-from turnwise.store.statements import insert_rows, is_among, size_of
-from turnwise.store.tables import groups, sessions, trained_sessions, turns
-from turnwise.store.tables import policies as policies_table
-from turnwise.store.tables import updates as table
-from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, Json, SessionKey, TrainedIn, UpdateRecord
+from turnwise.store import rows
+from turnwise.store.policies import is_shown_to
+from turnwise.store.processes import Period, idle_shares
+from turnwise.store.rewards import rewards_of
+from turnwise.store.schema import groups, sessions, trained_sessions, turns
+from turnwise.store.schema import policies as policies_table
+from turnwise.store.schema import updates as table
+from turnwise.store.statements import PAGE_BYTES, insert_rows, is_among, read_page, size_of
+from turnwise.types import (
+    DEFAULT_POLICY,
+    Credit,
+    GroupStatus,
+    Json,
+    SessionKey,
+    TrainedIn,
+    UpdateRecord,
+)
 
 _ITEM_BYTES = 200
 """Bytes of a group or a session in an update, without advantages, roughly."""
@@ -30,6 +41,8 @@ MAX_TASKS = 50
 """Tasks of one answer: those with the most sessions."""
 Advantages = Mapping[str, float]
 """The advantage of each trained turn, by turn id."""
+Updates: TypeAlias = Sequence[tuple[TrainedIn, Mapping[str, float]]]
+"""The updates that trained a session, oldest first, each with the advantages of its turns by turn id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +87,7 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
     )
     pks = {(row.tenant, row.session_id): row.session_pk for row in found}
     of_turns = _turn_digests(conn, {turn_id for advantages in trained.values() for turn_id in advantages})
-    of_sessions = {key: digests.session_digest(advantages, of_turns) for key, advantages in trained.items()}
+    of_sessions = {key: rows.session_digest(advantages, of_turns) for key, advantages in trained.items()}
     insert_rows(
         conn,
         trained_sessions,
@@ -90,10 +103,10 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
             if key in pks  # an imported session, which is not claimed, may have been deleted meanwhile
         ],
     )
-    return digests.batch_digest(of_sessions)
+    return rows.batch_digest(of_sessions)
 
 
-def updates(
+def list_updates(
     conn: sa.Connection,
     *,
     limit: int = 100,
@@ -112,10 +125,10 @@ def updates(
     if after is not None:
         found = found.where(held.update_id < after)
     if tenant is not None:
-        found = found.where(policies.is_shown_to(tenant, held.policy_id))
+        found = found.where(is_shown_to(tenant, held.policy_id))
     if policy_id is not None:
         found = found.where(held.policy_id == policy_id)
-    page, has_more = pages.read(conn, found, limit, size=_size(conn.dialect), max_bytes=max_bytes)
+    page, has_more = read_page(conn, found, limit, size=_size(conn.dialect), max_bytes=max_bytes)
     return [rows.UPDATES.record(row) for row in page], has_more
 
 
@@ -128,7 +141,7 @@ def updates_after(conn: sa.Connection, update_id: int, policy_id: int = DEFAULT_
 
 def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateRecord | None:
     """Return the newest update, of one policy or of all."""
-    newest, _ = updates(conn, limit=1, policy_id=policy_id)
+    newest, _ = list_updates(conn, limit=1, policy_id=policy_id)
     return newest[0] if newest else None
 
 
@@ -179,7 +192,7 @@ def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, tup
     advantages: list[dict[str, float]] = [json.loads(row.advantages) for row in found]
     of_turns = _turn_digests(conn, {turn_id for each in advantages for turn_id in each})
     return {
-        (row.tenant, row.session_id): (row.digest, digests.session_digest(each, of_turns))
+        (row.tenant, row.session_id): (row.digest, rows.session_digest(each, of_turns))
         for row, each in zip(found, advantages, strict=True)
     }
 
@@ -191,7 +204,7 @@ def _turn_digests(conn: sa.Connection, turn_ids: set[str]) -> dict[str, bytes | 
     return {row.turn_id: row.digest for row in found}
 
 
-def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, lineage.Updates]:
+def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, Updates]:
     """Return the updates that trained these sessions, oldest first, with the advantages of their turns."""
     found = conn.execute(
         sa.select(trained_sessions)
@@ -216,17 +229,17 @@ def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -
     return {session_id: update_id for session_id, update_id in found}  # noqa: C416  a Row is a tuple, but not to mypy
 
 
-def list_updates(
-    conn: sa.Connection, tenant: str, *, limit: int = 100, after: int | None = None, max_bytes: int = pages.MAX_BYTES
+def list_update_views(
+    conn: sa.Connection, tenant: str, *, limit: int = 100, after: int | None = None, max_bytes: int = PAGE_BYTES
 ) -> tuple[list[UpdateView], bool]:
     """Return updates below `after` of the policies that a tenant may read, with its groups and sessions, newest first.
 
     Returns:
         The updates, of which the first fit into so many bytes, and whether there are more.
     """
-    records, has_more = updates(conn, limit=limit, after=after, tenant=tenant, max_bytes=max_bytes)
+    records, has_more = list_updates(conn, limit=limit, after=after, tenant=tenant, max_bytes=max_bytes)
     ids = [record.update_id for record in records]
-    in_update, of_update = groups_of(conn, tenant, ids), _sessions(conn, tenant, ids)
+    in_update, of_update = groups_of(conn, tenant, ids), _sessions_in(conn, tenant, ids)
     views = [
         UpdateView(
             update=record, groups=tuple(in_update[record.update_id]), sessions=tuple(of_update[record.update_id])
@@ -260,7 +273,7 @@ def groups_of(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Ma
     )
 
 
-def _sessions(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Mapping[int, list[TrainedSession]]:
+def _sessions_in(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> Mapping[int, list[TrainedSession]]:
     found = conn.execute(
         sa.select(
             trained_sessions.c.update_id, sessions.c.session_id, sessions.c.group_id, trained_sessions.c.advantages
@@ -313,7 +326,7 @@ class UpdateSummary:
 
 def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
     """Return the newest updates, oldest first."""
-    newest, _ = updates(conn, limit=limit, tenant=tenant)
+    newest, _ = list_updates(conn, limit=limit, tenant=tenant)
     judged = {update.update_id: list(_judged_sessions(conn, tenant, update.update_id)) for update in newest}
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
@@ -363,7 +376,7 @@ def _judged_sessions(
         .join_from(groups, sessions, groups.c.group_pk == sessions.c.group_pk)
         .where(groups.c.update_id == update_id, groups.c.tenant == tenant, sessions.c.num_rewards > 0)
     ).all()
-    lines = lineage.rewards_of(conn, [row.session_pk for row in found])
+    lines = rewards_of(conn, [row.session_pk for row in found])
     for row in found:
         yield row.task_id, credit.assign_credit([], lines[row.session_pk], Credit(row.credit))
 

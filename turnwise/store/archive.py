@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
+from turnwise.store.schema import DELETED, feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.store.statements import insert_ignoring, insert_new_rows, is_among, last_assigned
-from turnwise.store.tables import DELETED, feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.types import SessionStatus
 
 Row = Mapping[str, Any]
-
 OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels)
 """Tables with rows of sessions, besides their own."""
 TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}

@@ -1,0 +1,278 @@
+"""What proxies and trainers tell each other: leases, trainers' reports and addresses, and the engines' seconds.
+
+A lease is a named lock with a time limit and a fencing token; its holder may run a reload. A trainer reports in words,
+and a thread of its process renews `seen_at`. One that stops or fails says so; one that was killed says nothing, and
+counts as silent after a while. The trainer `NAME/3` trains the policy with the number 3: of all tenants only the one
+that owns the policy sees its report.
+
+The seconds in which each engine served and ran calls have one row for each engine and minute. A second is one bit, so
+the seconds that several proxy processes observed are combined by OR, and storing the same again changes nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import datetime
+import enum
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import sqlalchemy as sa
+
+from turnwise.errors import LeaseLost
+from turnwise.store.database import clock
+from turnwise.store.rows import RowFormat, StoredRow, dump, to_micros
+from turnwise.store.schema import engine_minutes, leases, policies, trainer_states, trainer_status, weight_servers
+from turnwise.store.statements import insert_ignoring
+from turnwise.types import DEFAULT_POLICY, GroupKey, Json, SessionKey, name_digest
+
+T = TypeVar("T")
+BEAT_SECONDS = 10.0
+"""Time between two signs of life."""
+SILENT_SECONDS = 60.0
+"""A trainer without a sign of life for this long counts as silent."""
+MINUTE_SECONDS = 60
+KEPT_MINUTES = 30 * 24 * 60
+"""Minutes after which rows are deleted: 30 days."""
+Period = tuple[datetime.datetime, datetime.datetime]
+"""Its begin and its end."""
+
+
+def acquire_lease(
+    conn: sa.Connection, name: str, owner: str, seconds: float, now: datetime.datetime | None = None
+) -> int | None:
+    """Acquire a named lock between processes for some seconds; all processes must use the same number.
+
+    A lease with more than twice that time left was granted before the clock was set back; it is ignored.
+
+    Returns:
+        The fencing token, which increases by one with every change of holder; None while another process holds the
+        lease. The current holder gets the same token and a longer lease.
+    """
+    instant = clock(conn, now)
+    expires_at = instant + int(seconds * 1e6)
+    lease = leases
+    first = {"name": name, "owner": owner, "fencing_token": 1, "expires_at": expires_at}
+    if insert_ignoring(conn, lease, first):
+        return 1
+    keeps = sa.and_(lease.c.owner == owner, lease.c.expires_at > instant)
+    void = lease.c.expires_at > instant + int(2 * seconds * 1e6)
+    return conn.execute(
+        sa.update(lease)
+        .where(lease.c.name == name, sa.or_(keeps, lease.c.expires_at <= instant, void))
+        .values(
+            owner=owner,
+            expires_at=expires_at,
+            fencing_token=lease.c.fencing_token + sa.case((keeps, 0), else_=1),
+        )
+        .returning(lease.c.fencing_token)
+    ).scalar_one_or_none()
+
+
+def renew_lease(
+    conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
+) -> bool:
+    """Extend the lease, or with 0 seconds release it; return False if another process has acquired it."""
+    lease = leases
+    held = lease.c.name == name, lease.c.fencing_token == fencing_token
+    expires_at = clock(conn, now) + int(seconds * 1e6)
+    return conn.execute(sa.update(lease).where(*held).values(expires_at=expires_at)).rowcount == 1
+
+
+def under_lease(
+    conn: sa.Connection, name: str, fencing_token: int, seconds: float, change: Callable[..., T], *arguments: Any
+) -> T:
+    """Make a change and extend the lease, in one transaction.
+
+    Raises:
+        LeaseLost: another process has acquired the lease; nothing is changed.
+    """
+    if not renew_lease(conn, name, fencing_token, seconds):
+        raise LeaseLost(f"another process has taken over the lease {name!r}; this one follows it now")
+    return change(conn, *arguments)
+
+
+class TrainerState(enum.StrEnum):
+    """State of a trainer."""
+
+    RUNNING = "running"
+    BLOCKED = "blocked"
+    """It runs, and waits for a person: engines refused its last versions."""
+    STOPPED = "stopped"
+    """It was told to stop, or reached its configured end."""
+    DIED = "died"
+    """It ended with the error in its report."""
+    SILENT = "silent"
+    """Neither ended nor seen for a minute: it was killed, or cannot reach the database."""
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether nothing is trained any more and nobody asked for that."""
+        return self in {TrainerState.BLOCKED, TrainerState.DIED, TrainerState.SILENT}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStatus:
+    """The last report of a trainer."""
+
+    trainer_id: str
+    text: str
+    """One line, such as `4 of 32 groups are ready`; its error if it died."""
+    state: TrainerState = TrainerState.RUNNING
+    """`running` or `stopped`; `blocked` after several versions that engines refused, `died` with an error, or `silent`
+    without a sign of life for a minute."""
+    starts_at: datetime.datetime | None = None
+    """When the next batch starts even if it is not full; None if the trainer waits for more groups or trains."""
+    reported_at: datetime.datetime
+
+
+_STATUSES = RowFormat(TrainerStatus, trainer_status)
+
+
+def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
+    """Replace the trainer's last report."""
+    delete_report(conn, status.trainer_id)
+    conn.execute(sa.insert(trainer_status).values(_STATUSES.row(status, seen_at=to_micros(status.reported_at))))
+
+
+def delete_report(conn: sa.Connection, trainer_id: str) -> None:
+    """Delete the report of a trainer whose policy was deleted."""
+    conn.execute(sa.delete(trainer_status).where(trainer_status.c.trainer_id == trainer_id))
+
+
+def note_sign_of_life(conn: sa.Connection, trainer_id: str) -> None:
+    """Record that the trainer's process lives."""
+    conn.execute(sa.update(trainer_status).where(trainer_status.c.trainer_id == trainer_id).values(seen_at=clock(conn)))
+
+
+def trainer_statuses(
+    conn: sa.Connection, tenant: str | None = None, now: datetime.datetime | None = None
+) -> list[TrainerStatus]:
+    """Return the last report of each trainer, newest first; with a tenant, without those of other tenants' policies."""
+    found = conn.execute(sa.select(trainer_status).order_by(trainer_status.c.reported_at.desc())).all()
+    if not found:
+        return []
+    if tenant is not None:
+        is_other = policies.c.policy_id != DEFAULT_POLICY, policies.c.tenant != tenant
+        hidden = {str(number) for number in conn.execute(sa.select(policies.c.policy_id).where(*is_other)).scalars()}
+        found = [row for row in found if row.trainer_id.rpartition("/")[2] not in hidden or "/" not in row.trainer_id]
+    seen_since = clock(conn, now) - SILENT_SECONDS * 1_000_000
+    return [_status(row, seen_since) for row in found]
+
+
+def _status(row: StoredRow, seen_since: float) -> TrainerStatus:
+    status = _STATUSES.record(row)
+    is_silent = status.state in {TrainerState.RUNNING, TrainerState.BLOCKED} and row.seen_at < seen_since
+    return dataclasses.replace(status, state=TrainerState.SILENT) if is_silent else status
+
+
+def announce_weights(conn: sa.Connection, trainer_id: str, url: str | None, now: datetime.datetime) -> None:
+    """Store the address of a trainer's weights; None removes it."""
+    conn.execute(sa.delete(weight_servers).where(weight_servers.c.trainer_id == trainer_id))
+    if url is not None:
+        conn.execute(sa.insert(weight_servers).values(trainer_id=trainer_id, url=url, announced_at=to_micros(now)))
+
+
+def weight_urls(conn: sa.Connection) -> list[str]:
+    """Return the addresses of all trainers' weights, the latest announcement first."""
+    return list(conn.execute(sa.select(weight_servers.c.url).order_by(weight_servers.c.announced_at.desc())).scalars())
+
+
+def keep_state(conn: sa.Connection, policy_id: int, state: Json) -> None:
+    """Replace what a policy's last batch left that no checkpoint holds; an empty state removes it.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        policy_id: The policy.
+        state: `buffer`, a list of groups that have their digest as `group`, and `singles`, a list of rows whose third
+            value is the digest of a session.
+    """
+    conn.execute(sa.delete(trainer_states).where(trainer_states.c.policy_id == policy_id))
+    if state:
+        conn.execute(sa.insert(trainer_states).values(policy_id=policy_id, state=dump(state)))
+
+
+def kept_state(conn: sa.Connection, policy_id: int) -> Json | None:
+    """Return what a policy's last batch left; None where the checkpoint holds all."""
+    found = conn.execute(sa.select(trainer_states.c.state).where(trainer_states.c.policy_id == policy_id))
+    text = found.scalar_one_or_none()
+    return None if text is None else json.loads(text)
+
+
+def forget_in_states(conn: sa.Connection, sessions: Collection[SessionKey], groups: Collection[GroupKey]) -> None:
+    """Remove deleted sessions and groups from what trainers keep."""
+    gone = {name_digest(key) for key in (*sessions, *groups)}
+    for row in conn.execute(sa.select(trainer_states).with_for_update()).all():
+        state = json.loads(row.state)
+        left = {
+            **state,
+            "buffer": [each for each in state["buffer"] if each["group"] not in gone],
+            "singles": [each for each in state["singles"] if each[2] not in gone],
+        }
+        if left != state:
+            keep_state(conn, row.policy_id, left)
+
+
+class Activity(NamedTuple):
+    """The seconds of one minute, second 0 as the lowest bit."""
+
+    served: int
+    """Seconds in which the engine took calls."""
+    busy: int
+    """Seconds in which a call ran."""
+
+
+def add_activity(conn: sa.Connection, seen: Mapping[tuple[int, str], Activity]) -> None:
+    """Add seconds to the rows of minute (since 1970) and engine, and delete rows that are too old."""
+    for (minute, engine), activity in sorted(seen.items()):
+        if not insert_ignoring(conn, engine_minutes, {"minute": minute, "engine": engine, **activity._asdict()}):
+            conn.execute(
+                sa.update(engine_minutes)
+                .where(engine_minutes.c.minute == minute, engine_minutes.c.engine == engine)
+                .values(
+                    served=engine_minutes.c.served.bitwise_or(activity.served),
+                    busy=engine_minutes.c.busy.bitwise_or(activity.busy),
+                )
+            )
+    if seen:
+        newest, _ = max(seen)
+        conn.execute(sa.delete(engine_minutes).where(engine_minutes.c.minute < newest - KEPT_MINUTES))
+
+
+def idle_shares(conn: sa.Connection, periods: Mapping[int, Period]) -> dict[int, float | None]:
+    """Return for each period the share of the engines' serving seconds in which no call ran.
+
+    None for a period in which no engine served or nothing was observed.
+    """
+    if not periods:
+        return {}
+    bounds = {key: (int(begin.timestamp()), int(end.timestamp())) for key, (begin, end) in periods.items()}
+    first, last = min(begin for begin, _ in bounds.values()), max(end for _, end in bounds.values())
+    found = conn.execute(
+        sa.select(engine_minutes.c.minute, engine_minutes.c.served, engine_minutes.c.busy)
+        .where(engine_minutes.c.minute.between(first // MINUTE_SECONDS, last // MINUTE_SECONDS))
+        .order_by(engine_minutes.c.minute)
+    ).all()
+    minutes = [row.minute for row in found]
+
+    def share(begin: int, end: int) -> float | None:
+        low, high = (
+            bisect.bisect_left(minutes, begin // MINUTE_SECONDS),
+            bisect.bisect_right(minutes, end // MINUTE_SECONDS),
+        )
+        num_served = num_idle = 0
+        for row in found[low:high]:
+            served = row.served & _bits(begin - MINUTE_SECONDS * row.minute, end - MINUTE_SECONDS * row.minute)
+            num_served += served.bit_count()
+            num_idle += (served & ~row.busy).bit_count()
+        return num_idle / num_served if num_served else None
+
+    return {key: share(*each) for key, each in bounds.items()}
+
+
+def _bits(begin: int, end: int) -> int:
+    """Return the bits of the seconds from `begin` to before `end`, both counted from the start of a minute."""
+    low, high = max(begin, 0), min(end, MINUTE_SECONDS)
+    return (1 << high) - (1 << low) if high > low else 0

@@ -1,0 +1,189 @@
+"""Which sessions a reader or a writer wants: by a filter, by their ids, or by a turn of theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from turnwise.errors import InvalidRequest, NotFound
+from turnwise.store import rows
+from turnwise.store.policies import is_named
+from turnwise.store.schema import DELETED, session_labels, sessions, turns
+from turnwise.store.statements import fetch_rows, num_within, read_page, size_of
+from turnwise.types import SessionKey, SessionStatus, Split
+
+_SESSIONS_AT_ONCE = 32
+_TURNS_AT_ONCE = 500
+"""Most sessions, and most turns of several sessions, that are read at once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFilter:
+    """Conditions on a session, all of which must hold; None means no condition."""
+
+    tenant: str | None = None
+    session_id: str | None = None
+    task_id: str | None = None
+    group_id: str | None = None
+    """A group's id. It does not match a session without `group_id`, whose group has the session id."""
+    split: Split | None = None
+    status: SessionStatus | None = None
+    user_id: str | None = None
+    label: str | None = None
+    policy: str | None = None
+    """A policy's name."""
+    policy_id: int | None = None
+    metadata: str | None = None
+    """`KEY=VALUE`: the session's metadata have this value, which is JSON or else a text, at this key."""
+
+    def clauses(self) -> list[sa.ColumnElement[bool]]:
+        """Return the conditions on the table of sessions."""
+        wanted = [
+            sessions.c[field.name] == getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("label", "metadata", "policy") and getattr(self, field.name) is not None
+        ]
+        if not self.tenant and self.status is None:
+            wanted.append(sessions.c.status != DELETED)
+        if self.policy is not None:
+            wanted.append(is_named(sessions.c.policy_id, self.tenant, self.policy))
+        if self.metadata is not None:
+            wanted.append(_has_metadata(self.metadata))
+        if self.label is not None:
+            labelled = sa.select(session_labels.c.session_pk).where(session_labels.c.label == self.label)
+            if self.tenant is not None:
+                labelled = labelled.where(session_labels.c.tenant == self.tenant)
+            wanted.append(sessions.c.session_pk.in_(labelled))
+        return wanted
+
+
+def is_session(tenant: str, session_id: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    return sessions.c.tenant == tenant, sessions.c.session_id == session_id
+
+
+def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
+    """Return the condition on the stored text, in which a pair ends with a comma or a brace."""
+    key, sign, text = condition.partition("=")
+    if not key or not sign:
+        raise InvalidRequest(f"a metadata filter is KEY=VALUE, not {condition!r}", param="metadata")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    pair = rows.dump({key: value})[1:-1]
+    # Not LIKE: SQLite's ignores the case of ASCII letters.
+    return sa.or_(*(sa.func.replace(sessions.c.metadata, pair + end, "") != sessions.c.metadata for end in ",}"))
+
+
+def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Iterator[Sequence[rows.StoredRow]]:
+    """Yield the rows of sessions, oldest first: of some that have so few turns that these are read at once."""
+    behind = 0
+    while True:
+        page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
+        found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
+        if not found:
+            return
+        batch = found[: num_within((row.num_turns for row in found), _TURNS_AT_ONCE)]
+        behind = batch[-1].session_pk
+        yield batch
+
+
+def session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:
+    """Return a session's row, which may be locked until the transaction ends.
+
+    Raises:
+        NotFound: no such session.
+    """
+    found = sa.select(sessions).where(*is_session(tenant, session_id))
+    row = conn.execute(found.with_for_update() if lock else found).one_or_none()
+    if row is None:
+        raise _no_session(session_id)
+    return row
+
+
+class LockedSession(NamedTuple):
+    """The columns of a session's row that a writer needs."""
+
+    session_pk: int
+    tenant: str
+    session_id: str
+    status: str
+    num_turns: int
+    num_rewards: int
+    group_pk: int | None
+    created_at: int
+
+
+def lock_sessions(conn: sa.Connection, wanted: Collection[SessionKey]) -> list[LockedSession]:
+    """Lock these sessions in a fixed order, so that two writers cannot deadlock; this is the hot path.
+
+    Raises:
+        NotFound: one of them is not stored.
+    """
+    names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
+    found = itertools.starmap(LockedSession, fetch_rows(conn, sessions, LockedSession._fields, names, lock=True))
+    locked = [row for row in found if (row.tenant, row.session_id) in wanted]
+    if len(locked) < len(wanted):
+        missing = min(set(wanted) - {(row.tenant, row.session_id) for row in locked})
+        raise _no_session(missing[1])
+    return locked
+
+
+def _no_session(session_id: str) -> NotFound:
+    return NotFound(f"there is no session {session_id!r}", param="session_id")
+
+
+def session_rows(
+    conn: sa.Connection, wanted: SessionFilter, *, limit: int, after: str | None, max_bytes: int | None = None
+) -> tuple[list[rows.StoredRow], bool]:
+    """Return the rows that `sessions` makes its page of, and whether there are more.
+
+    Raises:
+        NotFound: no session `after`.
+    """
+    clauses = wanted.clauses()
+    held = sessions.c
+    if after is not None:
+        if wanted.tenant is None:
+            raise ValueError("paging behind a session needs the filter's tenant")
+        clauses.append(held.session_pk < session_row(conn, wanted.tenant, after).session_pk)
+    newest = sa.select(sessions).where(*clauses).order_by(held.session_pk.desc())
+    size = size_of(conn.dialect, held.metadata, held.sampling)
+    return read_page(conn, newest, limit, size=size, max_bytes=max_bytes)
+
+
+def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str]) -> dict[str, str]:
+    """Return the session id of each of these turns that this tenant has."""
+    if not turn_ids:
+        return {}
+    of_session = "(SELECT {} FROM sessions WHERE sessions.session_pk = turns.session_pk)"
+    columns = "turn_id", of_session.format("session_id"), of_session.format("tenant")
+    found = fetch_rows(conn, turns, columns, {"turn_id": list(turn_ids)})
+    return {turn_id: session_id for turn_id, session_id, holder in found if holder == tenant}
+
+
+def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str, session_id: str | None = None) -> str:
+    """Return the id of the session that a turn is in.
+
+    Raises:
+        NotFound: this tenant has no such turn, or the session that is named has not.
+    """
+    return holder(sessions_of_turns(conn, tenant, [turn_id]), turn_id, session_id)
+
+
+def holder(found: Mapping[str, str], turn_id: str, session_id: str | None = None) -> str:
+    """Return the session of a turn from what `sessions_of_turns` has found.
+
+    Raises:
+        NotFound: it has not found the turn, or found it in another session than the one that is named.
+    """
+    held_by = found.get(turn_id)
+    if held_by is None or (session_id and session_id != held_by):
+        where = f" in session {session_id!r}" if session_id else ""
+        raise NotFound(f"there is no turn {turn_id!r}{where}", param="turn_id")
+    return held_by
