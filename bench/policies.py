@@ -32,13 +32,12 @@ from servers import proxy_of, real_engine
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from trainer.claims import Claims
-from trainer.commit import Commits
+from trainer.claims.claims import Claims
 from trainer.model.agent import PolicyAgent
 from trainer.policies import Policies
 from trainer.settings import TrainerSettings
-from trainer.train import OnPolicyWorkflow
 from trainer.update import Updates
+from trainer.versions.commits import Commits
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.store import keys, turns
 from turnwise.store.database import Database
@@ -61,8 +60,8 @@ def adapted(base: nn.Module, std: float) -> Any:
 
 
 PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "claims": (Claims, ("next", "refilled", "selected", "batch_of")),
-    "step": (Updates, ("with_token_credit", "take")),
+    "claims": (Claims, ("next",)),
+    "step": (Updates, ("refilled", "batch_of", "with_token_credit", "take")),
     "export": (PolicyAgent, ("export",)),
     "publish": (Commits, ("next_version", "_published")),
     "state": (Commits, ("_write_behind", "settle")),
@@ -98,7 +97,7 @@ def train(num_policies: int, scratch: Path) -> dict[str, Any]:
         progress=False,
         max_logprob_gap=10.0,  # all batches were sampled by version 0
     )
-    policies = Policies(settings, OnPolicyWorkflow)
+    policies = Policies(settings)
     began = time.monotonic()
     policies.learn()
     wall = time.monotonic() - began

@@ -31,15 +31,15 @@ from turnwise_fake_engine.script import ToolCall
 sys.path.append(sys.path.pop(0))  # bench/proxy.py would be imported instead of the package
 
 from proxy.reload.verdict import lift
-from trainer import sentinels
-from trainer import source as trainer_source
 from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
 from trainer.batch.advantages import moved_on
 from trainer.batch.selection import SelectionRule
-from trainer.ledger import FinishedBatch
-from trainer.pacing import Position, Rewind, SourceRule
-from trainer.source import LedgerSource
+from trainer.checks import sentinels
+from trainer.claims import claims as trainer_source
+from trainer.claims.claims import Claims
+from trainer.claims.ledger import FinishedBatch
+from trainer.claims.pacing import Rewind, RunProgress, SourceRule
 from turnwise.processes.stack import command, free_port
 from turnwise.store import serving
 from turnwise.store.arms import held_out_arms
@@ -177,7 +177,7 @@ class Learner(threading.Thread):
     def __init__(self, month: Month, url: str, directory: Path) -> None:
         super().__init__(daemon=True)
         self._month, self._directory = month, directory
-        self._source = LedgerSource(Database(url), RULE)
+        self._source = Claims(Database(url), RULE)
         last = self._source.last_update()
         self.version, self._updates = (0, 0) if last is None else (last.policy_version, last.update_id)
         self._source.open(PolicyVersion(version=0, path=str(directory / "v0")), self.version)
@@ -185,7 +185,7 @@ class Learner(threading.Thread):
     def run(self) -> None:
         """Train until it is stopped."""
         algorithm, window = load("grpo"), ()
-        while batch := self._source.next_batch(Position(recent_versions=ANCESTRY[self.version])):
+        while batch := self._source.next(RunProgress(num_batches=1, recent_versions=ANCESTRY[self.version])):
             if isinstance(batch, Rewind):
                 self.version = batch.version
                 continue

@@ -1,34 +1,27 @@
-"""The parts that a workflow is built from, made from its settings."""
+"""The parts of a policy's training, made from its settings."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
-from torch.nn import Parameter
 
 from trainer.batch.optimizer import make_optimizer
-from trainer.evaluate import LedgerEvaluator
-from trainer.ledger import UpdateIds
+from trainer.claims.claims import Claims
+from trainer.claims.ledger import StopFlag, UpdateIds
+from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
-from trainer.pacing import StopFlag
+from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
-from trainer.source import LedgerSource
+from trainer.versions.state import OptimizerLike
 from turnwise.store.database import Database
 from turnwise.types import Policy as NamedPolicy
 from turnwise.types import PolicyKind
 
-OptimizerLike = torch.optim.Optimizer | Callable[[list[Parameter]], torch.optim.Optimizer]
-"""A torch optimizer, whose class and defaults are used, or a function that makes one for given parameters."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the workflows of one process share."""
+    """What the policies of one process share."""
 
     db: Database
     model: Policy
@@ -38,49 +31,40 @@ class Shared:
     """Set once the process is to stop."""
 
 
-def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
-    """Return the settings for a mapping, which may be an omegaconf `DictConfig`."""
-    if isinstance(config, TrainerSettings):
-        return config
-    plain: Mapping[str, Any] = config
-    if type(config).__module__.partition(".")[0] == "omegaconf":
-        from omegaconf import OmegaConf
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a training consists of; nothing is loaded yet."""
 
-        plain = OmegaConf.to_container(config, resolve=True)
-    return TrainerSettings(**{str(key): value for key, value in plain.items()})
+    claims: Claims
+    learner: PolicyAgent
+    optimizer: OptimizerLike
+    evaluator: Evaluator | None
+    buffer: ReplayBuffer | None = None
+    """Claimed groups go into it, and batches are sampled from it; None trains the claimed groups themselves."""
 
 
-def make_source(
-    settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None, *, with_imported: bool = False
-) -> LedgerSource:
-    """Return the source of a policy's experiences; `policy` None is the default one."""
-    if shared is None:
-        db = Database(settings.database.get_secret_value())
-        return LedgerSource(db, settings, with_imported=with_imported, policy=policy)
-    return LedgerSource(
-        shared.db,
+def make_parts(
+    settings: TrainerSettings, policy: NamedPolicy | None = None, shared: Shared | None = None, *, has_buffer: bool
+) -> Parts:
+    """Return the parts for the default policy, or for a named one."""
+    claims = Claims(
+        Database(settings.database.get_secret_value()) if shared is None else shared.db,
         settings,
-        with_imported=with_imported,
+        with_imported=not has_buffer and not settings.algorithm.needs_behaviour,
+        is_paced=not has_buffer,
         policy=policy,
-        update_ids=shared.update_ids,
-        stopped=shared.stopped,
+        update_ids=None if shared is None else shared.update_ids,
+        stopped=None if shared is None else shared.stopped,
     )
-
-
-def make_evaluator(settings: TrainerSettings, source: LedgerSource) -> LedgerEvaluator:
-    """Return what measures the policy of a source."""
-    command, seconds = settings.evaluation_command, settings.evaluation_seconds
-    return LedgerEvaluator(source.db, command, seconds, settings.proxy_url, source.policy, source.stopped)
-
-
-def make_agent(settings: TrainerSettings, shared: Shared | None = None) -> PolicyAgent:
-    """Return the policy with its loss; nothing is loaded yet."""
+    model = Policy(settings) if shared is None else shared.model
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
-    policy = Policy(settings) if shared is None else shared.model
     reference = Policy(settings) if needs_reference else None
-    return PolicyAgent(policy, settings, reference, Critic(policy) if settings.algorithm.needs_values else None)
-
-
-def optimizer_factory(settings: TrainerSettings) -> OptimizerLike:
-    """Return the function that makes the optimizer of given parameters."""
-    return lambda parameters: make_optimizer(parameters, settings)
+    critic = Critic(model) if settings.algorithm.needs_values else None
+    command, seconds = settings.evaluation_command, settings.evaluation_seconds
+    return Parts(
+        claims=claims,
+        learner=PolicyAgent(model, settings, reference, critic),
+        optimizer=lambda parameters: make_optimizer(parameters, settings),
+        evaluator=LedgerEvaluator(claims.db, command, seconds, settings.proxy_url, policy, claims.stopped),
+        buffer=ReplayBuffer.of(claims, settings) if has_buffer else None,
+    )

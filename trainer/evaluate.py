@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from trainer.pacing import StopFlag
+from trainer.claims.ledger import StopFlag
 from turnwise.client.connection import DEFAULT_BASE_URL
 from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard

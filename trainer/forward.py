@@ -1,28 +1,38 @@
 """Stored logprobs against a forward pass of the published files: `turnwise verify --forward`.
 
 `transformers` computes them, with none of the code that trains or serves. So an engine that samples with other weights
-than it was given is seen, which a comparison of the engine with itself cannot show.
+than it was given is seen, which a comparison of the engine with itself cannot show. Where an engine does not compute a
+version, the part of the model that it did not load is named: the proxy keeps what the engine answered to the version's
+probe, and each part in turn gets the weights that the engine had before, until a forward pass gives that answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import cachetools
 import torch
+from torch import Tensor
 
 from turnwise.store.turns import TurnView
 from turnwise.types import Json, PolicyKind, PolicyVersion
 from turnwise.verify.engine import NOT_REPEATABLE
 from turnwise.verify.report import Report
-from turnwise.version_directory import MANIFEST, read_json
+from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
 
 MODELS_KEPT = 2
 """Versions in memory: sessions that were played at the same time have neighbouring ones."""
 MASKS: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Sampling parameters that cut the distribution, with the values that do not."""
+ALL = "all of the model"
+EXPLAINED = 0.1
+"""A part explains an answer if its old weights leave at most this share of the difference."""
+_OF_MODULE = re.compile(r"\.(weight|bias|lora_.*)$")
+_LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
 class ForwardChecker:
@@ -94,3 +104,100 @@ def load_version(version: PolicyVersion) -> Any:
 def _temperature(sampling: Json) -> float:
     value = sampling.get("temperature")
     return float(value) if value else 1.0
+
+
+def name_stale_parts(versions: Mapping[int, PolicyVersion], report: Report) -> None:
+    """Add, for each version that an engine did not compute, the part that explains the engine's answer."""
+    for version, policy in sorted(versions.items()):
+        answer = policy.metrics.get(ENGINE_ANSWER)
+        probe = read_probe(Path(policy.path)) if answer else None
+        if answer is None or probe is None:
+            continue
+        parent = int(read_manifest(Path(policy.path)).get("parent", 0))
+        known = [versions[one] for one in dict.fromkeys((parent, 0)) if one in versions]
+        found = None
+        for older in (one for one in known if Path(one.path).is_dir()):
+            found = found or stale_part(policy, older, probe, answer["positions"], answer["logprobs"])
+        report.add(
+            "weights", f"version {version}", found or "the engine's answer is that of no part with older weights"
+        )
+
+
+def stale_part(
+    policy: PolicyVersion, older: PolicyVersion, probe: Probe, positions: list[int], logprobs: list[float]
+) -> str | None:
+    """Return which part the engine has of an older version; None if no single part explains its answer.
+
+    Args:
+        policy: The version that the engine was to load.
+        older: A version that it may have kept in part.
+        probe: The text of the version's probe.
+        positions: Positions in the text. [N]
+        logprobs: What the engine answered there. [N]
+    """
+    model, old = (_untied(load_version(one)) for one in (policy, older))
+    loaded = set(model.state_dict()) if policy.kind is PolicyKind.FULL else _of_adapter(model)
+    new = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in loaded}
+    answer = torch.tensor(logprobs)
+    gap = _gap(model, probe, positions, answer)
+    nearest = min(
+        (
+            (_gap_with(model, new, old.state_dict(), names, probe, positions, answer), part)
+            for part, names in _parts(new)
+        ),
+        key=lambda found: found[0],
+    )
+    if nearest[0] > EXPLAINED * gap:
+        return None
+    return (
+        f"the engine has {nearest[1]} of version {older.version}: with it the files give the engine's logprobs within "
+        f"{nearest[0]:.2g} nats, with version {policy.version}'s own within {gap:.2g}"
+    )
+
+
+def _untied(model: Any) -> Any:
+    """Give the output head weights of its own where it shares those of the embeddings."""
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+def _of_adapter(model: Any) -> set[str]:
+    return {name for name in model.state_dict() if ".lora_" in name}
+
+
+def _parts(names: Mapping[str, Tensor]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the parts of a model with the names of their tensors: all, each module of the layers, and the others."""
+    yield ALL, list(names)
+    parts: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        layer = _LAYER.search(name)
+        parts[f"{layer[2]} of layer {layer[1]}" if layer else _OF_MODULE.sub("", name).rsplit(".")[-1]].append(name)
+        if layer:
+            parts[f"{layer[2]} of all layers"].append(name)
+    yield from parts.items()
+
+
+def _gap_with(
+    model: Any,
+    new: Mapping[str, Tensor],
+    old: Mapping[str, Tensor],
+    names: list[str],
+    probe: Probe,
+    positions: list[int],
+    answer: Tensor,
+) -> float:
+    """Return the distance from the engine's answer where these tensors are the older ones; an adapter had none."""
+    model.load_state_dict({name: old.get(name, torch.zeros_like(new[name])) for name in names}, strict=False)
+    gap = _gap(model, probe, positions, answer)
+    model.load_state_dict({name: new[name] for name in names}, strict=False)
+    return gap
+
+
+def _gap(model: Any, probe: Probe, positions: list[int], answer: Tensor) -> float:
+    tokens = torch.tensor([probe.token_ids])
+    with torch.inference_mode():
+        log_p_TV = model(tokens).logits[0].float().log_softmax(-1)
+    at = torch.tensor(positions)
+    return float((log_p_TV[at - 1].gather(1, tokens[0, at, None])[:, 0] - answer).abs().mean())

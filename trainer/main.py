@@ -24,7 +24,6 @@ from trainer.parallel import World, leave_world
 from trainer.policies import Policies
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
-from trainer.train import OnPolicyWorkflow, RLWorkflow
 from turnwise.errors import SettingsError
 from turnwise.telemetry.logs import configure_logging
 from turnwise.types import PolicyKind
@@ -43,7 +42,7 @@ def run(settings: TrainerSettings) -> int:
         torch.set_num_threads(settings.num_threads)
     try:
         check_startable(settings)
-        trained = Policies(settings, _workflow_class(settings), _optional_recorders)
+        trained = Policies(settings, _optional_recorders)
         with contextlib.closing(trained), _stopped_by_signals(trained):
             trained.learn()
     finally:
@@ -101,14 +100,6 @@ def check_division(settings: TrainerSettings) -> None:
         raise SettingsError("compile=true does not cover context_parallel: set one of them to its default")
     if settings.context_parallel > 1 and settings.attention == "eager":
         raise SettingsError("context_parallel needs attention='sdpa' or 'flex_attention', not 'eager'")
-
-
-def _workflow_class(settings: TrainerSettings) -> type[RLWorkflow]:
-    if settings.workflow == "off_policy":
-        from trainer.off_policy import OffPolicyWorkflow
-
-        return OffPolicyWorkflow
-    return OnPolicyWorkflow
 
 
 def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:

@@ -11,7 +11,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -53,12 +53,15 @@ class World:
 
     def from_first(self, ask: Callable[[], Item]) -> Item:
         """Return in all processes what the first one gets, which alone asks."""
+        return cast("Item", self.share(ask() if self.is_first else None))
+
+    def share(self, item: Item) -> Item:
+        """Return in all processes what the first one gives."""
         if self.size == 1:
-            return ask()
-        box: list[Any] = [ask() if self.is_first else None]
+            return item
+        box: list[Any] = [item]
         dist.broadcast_object_list(box, src=0, group=self._control)
-        found: Item = box[0]
-        return found
+        return cast("Item", box[0])
 
     def gather(self, item: Item) -> list[Item]:
         """Return what each process gives, in all processes."""

@@ -1,6 +1,6 @@
-"""The policies of one trainer: a workflow for each, over one base model in memory.
+"""The policies of one trainer: a training for each, over one base model in memory.
 
-A policy's adapter, optimizer, counts, directory, gauges and status are its workflow's own, and it trains as in a
+A policy's adapter, optimizer, counts, directory, gauges and status are its training's own, and it trains as in a
 process of its own, bit for bit. Policies take turns, a batch each, so that none waits for more than one batch of every
 other. What fails in one policy sets that policy aside, with the error as its last report, and the others go on; the
 next start of the process tries it again. The error of the last policy ends the process.
@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from trainer.build import Shared
-from trainer.ledger import UpdateIds
+from trainer.build import Shared, make_parts
+from trainer.claims.ledger import StopFlag, UpdateIds, outlast
 from trainer.model.model import Policy
-from trainer.pacing import StopFlag, outlast
 from trainer.recorders import Recorder
 from trainer.settings import TrainerSettings
-from trainer.state import State
-from trainer.train import RLWorkflow
+from trainer.train import Training
+from trainer.versions.state import State
 from turnwise.errors import SettingsError
 from turnwise.store import policies, processes
 from turnwise.store.database import Database
@@ -46,7 +45,7 @@ class Trained:
     """A policy that this process trains."""
 
     number: int
-    workflow: RLWorkflow
+    training: Training
     state: State
 
 
@@ -56,30 +55,27 @@ class Policies:
     def __init__(
         self,
         settings: TrainerSettings,
-        kind: type[RLWorkflow],
         recorders: Callable[[TrainerSettings], list[Recorder]] = lambda _: [],
     ) -> None:
-        """Prepare the default policy's workflow; nothing is loaded yet.
+        """Prepare the default policy's training; nothing is loaded yet.
 
         Args:
             settings: Of the default policy; those of the others differ in names and directories alone.
-            kind: The class of the workflows.
             recorders: Makes a policy's recorders from its settings, besides the file in its directory.
         """
         self._settings = settings
-        self._kind = kind
         self._recorders = recorders
         self._stopped = StopFlag()
         db = Database(settings.database.get_secret_value())
         self._shared = Shared(db=db, model=Policy(settings), update_ids=UpdateIds(), stopped=self._stopped)
-        self.workflows: list[RLWorkflow] = []
-        """The workflows that are not closed."""
+        self.trainings: list[Training] = []
+        """The trainings that are not closed."""
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
         """By the numbers of the policies."""
         self._errors: dict[int, Exception] = {}
         """Of the policies that were set aside, by their numbers."""
-        self._default = self._workflow(None)
+        self._default = self._training(None)
 
     @property
     def states(self) -> dict[int, State]:
@@ -96,21 +92,27 @@ class Policies:
         pause = SHORTEST_PAUSE_SECONDS
         while not self._is_stopped():
             self._look_for_policies()
-            active = [one for one in self._trained.values() if not one.workflow.is_done(one.state)]
+            active = [one for one in self._trained.values() if not one.training.is_done(one.state)]
             if not active:
                 break
             # A policy alone waits inside of its step, until it is time to look for others.
             patience = LOOK_SECONDS if len(active) == 1 else 0.0
-            had_batch = [self._advance(one, patience) for one in active]
-            if any(had_batch):
+            num_batches = 0
+            for one in active:
+                with self._set_aside_on_error(one.number, one.training):
+                    one.training.patience = patience
+                    one.state.enter()
+                    had_batch, one.state = one.training.advance(one.state)
+                    num_batches += had_batch
+            if num_batches:
                 pause = SHORTEST_PAUSE_SECONDS
             elif len(active) > 1:
                 self._stopped.wait(pause)
                 pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
         for one in list(self._trained.values()):
-            with self._set_aside_on_error(one.number, one.workflow):
+            with self._set_aside_on_error(one.number, one.training):
                 one.state.enter()
-                one.workflow.commits.flush(one.state)
+                one.training.commits.flush(one.state)
         if self._errors and not self._stopped.is_set():
             raise next(iter(self._errors.values()))
 
@@ -120,34 +122,33 @@ class Policies:
 
     def close(self) -> None:
         """Release what is held, and flush."""
-        for workflow in self.workflows[::-1]:  # the default policy's last: it holds what the others send
-            self._close(workflow)
+        for training in self.trainings[::-1]:  # the default policy's last: it holds what the others send
+            self._close(training)
         self._shared.db.close()
 
     def _is_stopped(self) -> bool:
-        return self._default.agent.world.from_first(self._stopped.is_set)
+        return self._default.learner.world.from_first(self._stopped.is_set)
 
-    def _workflow(self, policy: NamedPolicy | None) -> RLWorkflow:
+    def _training(self, policy: NamedPolicy | None) -> Training:
         settings = settings_of(self._settings, policy)
-        workflow = self._kind.build_from_config(
-            settings,
-            enable_multi_devices=settings.multi_devices and policy is None,
-            enable_jit=settings.compile,
-            policy=policy,
-            shared=self._shared,
-        )
-        workflow.add_recorders(self._recorders(settings))
-        self.workflows.append(workflow)
-        return workflow
+        parts = make_parts(settings, policy, self._shared, has_buffer=settings.workflow == "off_policy")
+        training = Training(parts, settings)
+        if settings.multi_devices and policy is None:
+            training.divide()
+        if settings.compile:
+            training.compile()
+        training.add_recorders(self._recorders(settings))
+        self.trainings.append(training)
+        return training
 
-    def _begin(self, number: int, workflow: RLWorkflow) -> None:
+    def _begin(self, number: int, training: Training) -> None:
         """Set a policy up, and train it from now on."""
-        with self._set_aside_on_error(number, workflow):
+        with self._set_aside_on_error(number, training):
             if number != DEFAULT_POLICY:
                 self._check_shares_model()
-                workflow.weights = self._default.weights
-            state = workflow.setup(self._settings.seed)
-            self._trained[number] = Trained(number=number, workflow=workflow, state=state)
+                training.weights = self._default.weights
+            state = training.setup(self._settings.seed)
+            self._trained[number] = Trained(number=number, training=training, state=state)
 
     def _check_shares_model(self) -> None:
         """Check that several policies can be trained over the model in memory.
@@ -160,19 +161,10 @@ class Policies:
         if self._settings.multi_devices:
             raise SettingsError("named policies are trained by one process: set multi_devices=false")
 
-    def _advance(self, one: Trained, patience: float) -> bool:
-        """Train a policy on its next batch; return whether it had one."""
-        had_batch = False
-        with self._set_aside_on_error(one.number, one.workflow):
-            one.workflow.claims.patience = patience
-            one.state.enter()
-            had_batch, one.state = one.workflow.advance(one.state)
-        return had_batch
-
     def _look_for_policies(self) -> None:
         """Begin with policies that are new, and end with those that were archived or deleted; in the first process."""
         now = time.monotonic()
-        if not self._default.agent.world.is_first or now - self._looked_at < LOOK_SECONDS:
+        if not self._default.learner.world.is_first or now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now
 
@@ -188,7 +180,7 @@ class Policies:
         for number, policy in found.items():
             if number not in self._trained and number not in self._errors and not self._stopped.is_set():
                 log.info("policy %r has the number %d", policy.name, number)
-                self._begin(number, self._workflow(policy))
+                self._begin(number, self._training(policy))
 
     def _leave(self, number: int, *, is_deleted: bool) -> None:
         """End with a policy that was archived or deleted; of a deleted one nothing stays on disk."""
@@ -196,11 +188,11 @@ class Policies:
         gone = self._trained.get(number)
         if gone is not None:
             if not is_deleted:
-                with self._set_aside_on_error(number, gone.workflow):
+                with self._set_aside_on_error(number, gone.training):
                     gone.state.enter()
-                    gone.workflow.commits.flush(gone.state)
+                    gone.training.commits.flush(gone.state)
             if self._trained.pop(number, None) is not None:
-                self._close(gone.workflow)
+                self._close(gone.training)
         self._errors.pop(number, None)
         if is_deleted:
             shutil.rmtree(self._settings.policies_dir / str(number), ignore_errors=True)
@@ -208,32 +200,32 @@ class Policies:
                 processes.delete_report(conn, f"{self._settings.trainer_id}/{number}")
 
     @contextlib.contextmanager
-    def _set_aside_on_error(self, number: int, workflow: RLWorkflow) -> Iterator[None]:
+    def _set_aside_on_error(self, number: int, training: Training) -> Iterator[None]:
         """Report an error of the block; the policies besides this one go on without it, if there are any."""
         try:
             yield
         except Exception as error:  # anybody's algorithm, data or disk; a trainer without other policies ends
-            if workflow.agent.world.is_first:
-                workflow.env.note_failure(error)
+            if training.learner.world.is_first:
+                training.claims.note_failure(error)
             if not self._trained.keys() - {number}:
                 raise
             log.exception("policy %d is set aside until the trainer starts again; the others go on", number)
             self._errors[number] = error
             self._trained.pop(number, None)
-            self._close(workflow)
+            self._close(training)
             traceback.clear_frames(error.__traceback__)  # they hold the gradients of the failed batch
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _close(self, workflow: RLWorkflow) -> None:
-        if workflow is not self._default:
-            workflow.weights = None  # the default policy's
-        self.workflows.remove(workflow)
-        workflow.close()
+    def _close(self, training: Training) -> None:
+        if training is not self._default:
+            training.weights = None  # the default policy's
+        self.trainings.remove(training)
+        training.close()
 
 
 def settings_of(settings: TrainerSettings, policy: NamedPolicy | None) -> TrainerSettings:
-    """Return the settings of a policy's workflow; None is the default policy."""
+    """Return the settings of a policy's training; None is the default policy."""
     if policy is None:
         return settings
     number = str(policy.policy_id)

@@ -17,10 +17,10 @@ from pydantic import Field, SecretStr, model_validator
 
 from trainer.batch.optimizer import OptimizerRule
 from trainer.batch.selection import SelectionRule
-from trainer.gate import GateRule
+from trainer.checks.gate import GateRule
+from trainer.claims.pacing import SourceRule
 from trainer.model.agent import AgentRule
 from trainer.model.model import PolicySpec
-from trainer.pacing import SourceRule
 from trainer.publish.weight_server import WeightRule
 from turnwise.settings import FromJson
 from turnwise.types import Json, PolicyKind

@@ -1,6 +1,8 @@
-"""The optimizer steps of a batch, and the groups that drop out on the way: too large, not finite, or wrongly sampled.
+"""From a claimed batch to its optimizer steps: what of it is trained, and the groups that drop out on the way.
 
-A group is refused alone, with a reason, and the others of its batch are trained.
+A group is refused alone, with a reason, and the others of its batch are trained. It may have equal rewards, be too
+large, not finite, or wrongly sampled. Imported sessions are drawn by the seed and the count of batches, so a repeated
+batch trains on the same ones. They are not claimed: every batch may draw them again.
 """
 
 from __future__ import annotations
@@ -8,20 +10,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from trainer.batch.batch import Batch, Reals, minibatches, turn_advantages
+from trainer.algorithms.algorithm import Imitation, select
+from trainer.batch.advantages import UNIFORM, is_single
+from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantages
 from trainer.batch.ratios import Gauges, finite
-from trainer.batch.selection import LARGEST_VALUE, Selection, without_groups
-from trainer.gap_check import BatchGap, GapCheck
-from trainer.model.engine import TrainingEngine
+from trainer.batch.selection import LARGEST_VALUE, Selection, joined, num_turns_left_out, without_groups
+from trainer.checks.gap import BatchGap, GapCheck
+from trainer.claims.claims import Claims
+from trainer.claims.ledger import ClaimedBatch
+from trainer.claims.pacing import SMALLEST_PART
+from trainer.model.agent import PolicyAgent
 from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
-from trainer.state import State
+from trainer.versions.state import State
 from turnwise.chains import Experience
 from turnwise.errors import SettingsError
 from turnwise.types import GroupKey, Json
@@ -33,10 +41,13 @@ Refused = dict[GroupKey, str]
 """Groups that are not trained, each with the reason."""
 Record = Callable[[Json, int], None]
 
-
+MAX_REFILL_FACTOR = 4
+"""A batch is refilled to at most this many times its groups."""
 NUM_VERDICTS = 10
 """Groups that are looked at before nearly all of them may be found too large, which stops the training."""
 NEARLY_ALL = 0.9
+_DRAW = 1
+"""Distinguishes the random numbers of imported sessions from those that shuffle the batch."""
 
 
 class FittingGroups:
@@ -89,12 +100,91 @@ class Done:
 
 
 class Updates:
-    """Takes the optimizer steps of a batch; every process calls it in step."""
+    """Selects what is trained of a batch, and takes its optimizer steps; every process calls it in step."""
 
-    def __init__(self, agent: TrainingEngine, gap_check: GapCheck, config: TrainerSettings) -> None:
-        self._agent = agent
+    def __init__(
+        self, claims: Claims, learner: PolicyAgent, gap_check: GapCheck, settings: TrainerSettings, *, is_sample: bool
+    ) -> None:
+        """`is_sample`: the experiences come from a replay buffer, into which the claimed groups are put."""
+        self._claims = claims
+        self._learner = learner
         self._gap_check = gap_check
-        self._config = config
+        self._is_sample = is_sample
+        self.settings = settings
+
+    def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> ClaimedBatch:
+        """Return the batch with further groups in the place of those of equal rewards, as far as there are any.
+
+        With `refill_seconds` all are replaced: Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling. Without it, a
+        quarter of the batch is to have an advantage. Nothing is waited for while other policies could train, which is
+        where `patience` is 0.
+        """
+        settings, singles = self.settings, self.settings.singles_per_group
+        until = time.monotonic() + (0.0 if patience == 0 else settings.refill_limit)
+        most = MAX_REFILL_FACTOR * len(claimed.claim.groups)
+        size = claimed.claim.size(singles)
+        needed = -(-size // SMALLEST_PART) if settings.refill_seconds is None else size
+        while len(claimed.claim.groups) < most:
+            uniform = {key for key, why in self.select(claimed, state).refused.items() if why == UNIFORM}
+            missing = needed - (claimed.claim.size(singles) - claimed.claim.size(singles, uniform))
+            if missing <= 0:
+                break
+            refill = functools.partial(self._claims.refill, claimed, missing, state.progress, until)
+            more = self._learner.world.from_first(refill)
+            if more is None:
+                break
+            claimed = more
+        return claimed
+
+    def select(self, claimed: ClaimedBatch, state: State) -> Selection:
+        """Return what is trained of the claimed groups."""
+        keys = {experience.group_key for experience in claimed.experiences}
+        if not self._is_sample:
+            keys |= claimed.group_keys
+        return select(claimed.experiences, sorted(keys), self._learner.algorithm, self.settings, state.singles)
+
+    def batch_of(self, claimed: ClaimedBatch, state: State) -> tuple[Batch | None, Selection, Json]:
+        """Return a claim's batch with imported experiences at its end, its selection, and gauges; None without any."""
+        chosen, imitation = self.select(claimed, state), self._learner.algorithm.imitation
+        num_groups = len({one.group_key for one in claimed.experiences} if self._is_sample else claimed.claim.groups)
+        mixed: Json = {}
+        num_imported, mu = 0, 0.0
+        if imitation is not None:
+            drawn = self._drawn(state, imitation)
+            chosen, num_imported = joined(chosen, drawn), len(drawn.experiences)
+            share = imitation.share(state.progress.num_batches)
+            mu = share if num_imported else 0.0
+            num_sessions = len({experience.session_key for experience in drawn.experiences})
+            mixed = {"num_imported_sessions": num_sessions, "mix_mu": share}
+        gauges = claim_gauges(claimed, chosen, state, num_groups) | mixed
+        if not chosen.experiences:
+            return None, chosen, gauges
+        batch = build(
+            chosen.experiences,
+            chosen.advantages,
+            policy_version=state.progress.policy_version,
+            pairs=chosen.pairs,
+            chosen=chosen.chosen,
+            num_imported=num_imported,
+            mu=mu,
+            needs_behaviour=self._learner.algorithm.needs_behaviour,
+        )
+        return batch, chosen, gauges
+
+    def _drawn(self, state: State, imitation: Imitation) -> Selection:
+        """Return what is trained of imported sessions that are drawn for this batch."""
+        rng = np.random.default_rng([state.progress.seed, state.progress.num_batches, _DRAW])
+        found = self._learner.world.from_first(lambda: self._claims.imported(imitation.num_groups, rng))
+        keys = sorted({experience.group_key for experience in found})
+        drawn = select(found, keys, imitation.algorithm, self.settings)
+        if not drawn.experiences:
+            log.warning(
+                "no imported session could be mixed in: %d groups were drawn, and left out for these reasons: %s; "
+                "import conversations with `turnwise import`",
+                len(keys),
+                sorted(set(drawn.refused.values())),
+            )
+        return drawn
 
     def with_token_credit(self, batch: Batch, chosen: Selection) -> Credited:
         """Return batch and selection with the advantages that need a model; without the groups that cannot be trained.
@@ -104,11 +194,11 @@ class Updates:
             OutOfMemory: A row does not fit into the memory of one of several processes.
         """
         refused = self._cannot_train(batch) | not_finite(batch)
-        algorithm = self._agent.algorithm
+        algorithm = self._learner.algorithm
         if not algorithm.credits_tokens:
             return Credited(batch, chosen, refused, {})
         members = range(batch.num_sampled)
-        found = self._fitting(batch, members, refused, lambda fit: algorithm.credit(batch, fit, self._agent))
+        found = self._fitting(batch, members, refused, lambda fit: algorithm.credit(batch, fit, self._learner))
         if found is None:
             return Credited(batch, chosen, refused, {})
         batch, gauges = found
@@ -139,17 +229,17 @@ class Updates:
         """Take the steps; return how many, and the gauges. Groups that drop out are added to `refused`."""
         rng = state.rng()
         sampled = range(batch.num_sampled)
-        proximal = self._fitting(batch, sampled, refused, lambda fit: self._agent.proximal_logprobs(batch, fit))
-        gradient = functools.partial(self._agent.gradient, state.optimizer, batch, proximal=proximal)
+        proximal = self._fitting(batch, sampled, refused, lambda fit: self._learner.proximal_logprobs(batch, fit))
+        gradient = functools.partial(self._learner.gradient, state.optimizer, batch, proximal=proximal)
         total, norms = Gauges(), list[float]()
-        for epoch in range(self._config.reuse_epochs):
+        for epoch in range(self.settings.reuse_epochs):
             for members in minibatches(batch, num_minibatches, rng):
                 taken = self._fitting(batch, members, refused, gradient)
                 if taken is not None and epoch == 0 and self._differs(gaps, members, taken[1], refused, norms):
                     taken = self._fitting(batch, members, refused, gradient)
                 if taken is None:
                     continue
-                norms.append(self._agent.step(state.optimizer))
+                norms.append(self._learner.step(state.optimizer))
                 state.scheduler.step()
                 total.add(taken[0])
                 number = state.progress.num_optimizer_steps + len(norms)
@@ -188,7 +278,7 @@ class Updates:
             try:
                 return compute(fit)
             except OutOfMemory as error:
-                if self._agent.world.size > 1:
+                if self._learner.world.size > 1:
                     raise
                 for member in error.units.values():
                     key = batch.experiences[member].group_key
@@ -196,7 +286,7 @@ class Updates:
         return None
 
     def _cannot_train(self, batch: Batch) -> Refused:
-        reasons = [(one.group_key, self._agent.why_untrainable(one)) for one in batch.experiences]
+        reasons = [(one.group_key, self._learner.why_untrainable(one)) for one in batch.experiences]
         return {key: reason for key, reason in reasons if reason is not None}
 
 
@@ -216,3 +306,57 @@ def not_finite(batch: Batch) -> Refused:
 
 def _members_without(batch: Batch, members: Sequence[int], refused: Refused) -> list[int]:
     return [member for member in members if batch.experiences[member].group_key not in refused]
+
+
+def num_minibatches(claimed: ClaimedBatch, batch: Batch, settings: TrainerSettings) -> int:
+    """Return the optimizer steps of a pass: fewer for a batch of fewer groups, and never more than groups are trained.
+
+    So an update sees as many groups in a small batch as in a whole one, as far as there are any. Imported groups that
+    are mixed in do not count: a step with them alone would imitate at the whole learning rate, whatever μ is.
+    """
+    singles = {experience.group_key for experience in claimed.experiences if is_single(experience)}
+    num_read = len({experience.group_key for experience in claimed.experiences} - singles)
+    num_read += -(-len(singles) // settings.singles_per_group)
+    share = -(-num_read * settings.num_minibatches // settings.groups_per_batch)
+    num_trained = len({experience.group_key for experience in batch.experiences[: batch.num_sampled]})
+    return max(1, min(settings.num_minibatches, share, num_trained))
+
+
+def claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State, num_groups: int) -> Json:
+    """Return what is known of a batch of so many groups before it is trained on."""
+    sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
+    rewards = np.array(list(sessions.values()) or [0.0])
+    staleness = [
+        state.progress.staleness_of(one.policy_version_first)
+        for one in claimed.experiences
+        if one.policy_version_first >= 0
+    ] or [0]
+    uniform = sum(reason == UNIFORM for reason in chosen.refused.values())
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "staleness_mean": float(np.mean(staleness)),
+        "staleness_max": int(max(staleness)),
+        "num_groups": num_groups,
+        "num_single_sessions": len({one.session_key for one in claimed.experiences if is_single(one)}),
+        "num_stale_groups": claimed.claim.num_stale,
+        "num_uniform_groups": uniform,
+        "num_refill_groups": claimed.num_refills,
+        "num_refused_groups": len(chosen.refused),
+        "num_sessions": len({experience.session_key for experience in chosen.experiences}),
+        "waited_seconds": claimed.waited_seconds,
+        "held_seconds": claimed.held_seconds,
+    }
+
+
+def left_out_gauges(
+    claimed: ClaimedBatch, chosen: Selection, trained: Collection[str], rule: TrainerSettings
+) -> dict[str, int]:
+    """Return how many turns of the trained groups carry no loss, and how many for each reason.
+
+    `trained` has the ids of the turns that do.
+    """
+    needs = rule.algorithm.needs_behaviour
+    counts = num_turns_left_out(claimed.experiences, chosen.refused, trained, rule, needs_behaviour=needs)
+    by_reason = {f"num_turns_left_out_{reason}": count for reason, count in sorted(counts.items())}
+    return {"num_turns_left_out": sum(counts.values()), **by_reason}

@@ -22,9 +22,8 @@ from transformers import AutoTokenizer
 
 from examples.demos.plain_agent import load_agent
 from proxy.sessions.template_checks import load_chat_template
-from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.default_models import trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.store import rewards, serving

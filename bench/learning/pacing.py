@@ -23,7 +23,7 @@ import torch
 import transformers
 from tiny import ENOUGH, GROUP_SIZE, GROUPS, NUM_EVAL_SESSIONS, TinyRun, between, rewards_of
 
-from trainer.pacing import Look, Position, why_held
+from trainer.claims.pacing import Look, RunProgress, why_held
 from turnwise.store import claims, sessions, turns
 from turnwise.store.rewards import add_rewards
 from turnwise.types import Reward, Session
@@ -155,7 +155,7 @@ class MixedRun(TinyRun):
         since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
         with self.db.read() as conn:
             look = Look(num_ready=GROUPS, oldest_in_flight=claims.oldest_version_in_flight(conn, since))
-        at = Position(recent_versions=self.state.progress.recent_versions)
+        at = RunProgress(num_batches=1, recent_versions=self.state.progress.recent_versions)
         return why_held(look, at, self.workflow.config) is not None
 
 

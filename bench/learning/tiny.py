@@ -21,9 +21,8 @@ from recipes import NUM_CLASSES, VOCABULARY, Recipe, merged
 from teacher import serving_teacher
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
 from turnwise.store import serving, sessions
 from turnwise.store.database import Database

@@ -13,8 +13,8 @@ from support.proxies import RunningProxy, wait_until_gone
 from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
+from trainer.claims.ledger import StopFlag
 from trainer.evaluate import LedgerEvaluator
-from trainer.pacing import StopFlag
 from turnwise.store import keys, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion

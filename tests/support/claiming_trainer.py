@@ -57,10 +57,10 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     """Claim and ack until the test ends the process; the source gives no batch while no group is ready."""
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before the modules that import it from there
-    from trainer import source as trainer_source
-    from trainer.ledger import FinishedBatch
-    from trainer.pacing import Position, SourceRule
-    from trainer.source import LedgerSource
+    from trainer.claims import claims as trainer_source
+    from trainer.claims.claims import Claims
+    from trainer.claims.ledger import FinishedBatch
+    from trainer.claims.pacing import RunProgress, SourceRule
     from turnwise.errors import LeaseLost
     from turnwise.store import updates
     from turnwise.store.database import Database
@@ -81,14 +81,14 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
         stalled_policy="drop",
     )
     trainer_source.LEASE_SECONDS = LEASE_SECONDS
-    source = LedgerSource(database, rule)
+    source = Claims(database, rule)
     source.open(types.PolicyVersion(version=0, path="base"), 0)
     with database.read() as connection:
         last = next(
             (each for each in updates.list_updates(connection, limit=10_000)[0] if each.trainer_id == name), None
         )
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
-    while (batch := source.next_batch(Position())) is not None:
+    while (batch := source.next(RunProgress(num_batches=1))) is not None:
         print(os.getpid(), "holds", flush=True)
         time.sleep(WORK_SECONDS)
         while Path(hold).exists():

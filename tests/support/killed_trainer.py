@@ -30,7 +30,7 @@ IMPORTED = ("transformers.models.qwen3.modeling_qwen3", "trainer.main", "alembic
 """What every trainer needs."""
 
 FUNCTIONS = {
-    "select groups of a batch": "trainer.claims:select",
+    "select groups of a batch": "trainer.update:select",
     "compute the loss of a row": "trainer.model.agent:loss_of",
     "pack a minibatch": "trainer.model.agent:pack",
     "compute the probe of a version": "trainer.train:probe_of",
@@ -38,7 +38,7 @@ FUNCTIONS = {
     "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",
     "acknowledge groups": "turnwise.store.claims:ack",
     "publish in the transaction": "turnwise.store.claims:publish_version",
-    "read the versions in use": "trainer.ledger:Ledger.versions_in_use",
+    "read the versions in use": "trainer.claims.ledger:Ledger.versions_in_use",
 }
 """Steps of the trainer, and the function that does each: the only place in the tests that names these functions."""
 

@@ -11,8 +11,8 @@ import torch
 from support.migrated import new_database
 from support.tiny_models import make_model
 
-from trainer import ledger as trainer_ledger
-from trainer.pacing import Renewal
+from trainer.claims import ledger as trainer_ledger
+from trainer.claims.ledger import Renewal
 from turnwise.store.database import Database
 
 

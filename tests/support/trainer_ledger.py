@@ -12,10 +12,9 @@ import torch
 from support.tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
-from trainer.off_policy import OffPolicyWorkflow
 from trainer.policies import Policies
 from trainer.settings import TrainerSettings
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
 from turnwise.store import sessions
 from turnwise.store.database import Database
@@ -172,14 +171,13 @@ def new_policy(db: Database, name: str, base: str = "default") -> int:
 
 def train_policies(settings: TrainerSettings, **options: Any) -> dict[int, Any]:
     """Train all policies of a ledger in this process until the last batch of each; return their states."""
-    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
-    policies = Policies(settings, kind, **options)
+    policies = Policies(settings, **options)
     try:
         policies.learn()
     except BaseException:
-        for workflow in policies.workflows:  # as the end of a process does
-            workflow.commits.close()
-            workflow.checkpoints.close()
+        for training in policies.trainings:  # as the end of a process does
+            training.commits.close()
+            training.checkpoints.close()
         raise
     policies.close()
     return policies.states

@@ -22,8 +22,8 @@ from trainer.model.model import Policy, PolicySpec
 from trainer.parallel import World
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.state import Progress, State
-from trainer.train import OnPolicyWorkflow
+from trainer.versions.state import Progress, State
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BatchRefused
 
 FAILING_RANK = 1

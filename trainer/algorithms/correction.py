@@ -19,10 +19,10 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Scorer, Weighed
+from trainer.algorithms.teachers import Teacher, Teachers
 from trainer.batch.batch import Batch, build
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import NO_TRAINABLE_TURN, Offer, Selection
-from trainer.teachers import Teacher, Teachers
 from turnwise.chains import HINTS, Experience
 from turnwise.errors import BatchRefused
 from turnwise.settings import FromJson

@@ -17,10 +17,10 @@ from pydantic import Field
 
 from trainer.algorithms.algorithm import Scorer
 from trainer.algorithms.grpo import GRPO
+from trainer.algorithms.teachers import Teacher, Teachers, TeacherScores
 from trainer.batch.advantages import PastValues
 from trainer.batch.batch import Batch
 from trainer.batch.selection import Offer
-from trainer.teachers import Teacher, Teachers, TeacherScores
 from turnwise.credit import Floats
 from turnwise.errors import BatchRefused
 from turnwise.settings import FromJson

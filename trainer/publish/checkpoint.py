@@ -266,6 +266,16 @@ class Checkpoints:
         shutil.rmtree(self.policy_directory(version), ignore_errors=True)
 
 
+def copied(tensors: Any) -> Any:
+    """Return nested dictionaries of tensors, copied to the CPU, for a thread that writes while training continues."""
+    if isinstance(tensors, dict):
+        return {name: copied(value) for name, value in tensors.items()}
+    if isinstance(tensors, torch.Tensor):
+        value = tensors.detach()
+        return value.clone() if value.device.type == "cpu" else value.cpu()
+    return tensors
+
+
 def check_shared(checkpoints: Checkpoints, world: World) -> None:
     """Check that all processes see one directory; every process calls it in step, after the first one has opened it.
 

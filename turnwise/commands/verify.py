@@ -106,7 +106,7 @@ def _verify_database(
             checker = ForwardChecker(versions, tolerance=rule["tolerance"])
         report = checks.verify(store, wanted, checker=checker, **drawn)
         if is_forward:
-            from trainer.stale_parts import name_stale_parts
+            from trainer.forward import name_stale_parts
 
             name_stale_parts(versions, report)
     return report

@@ -19,9 +19,9 @@ from turnwise_fake_engine import running_fake_engine
 from turnwise_fake_engine.sampling import logprobs_of
 
 from trainer.algorithms.distillation import with_teachers
+from trainer.algorithms.teachers import Teacher, Teachers, TeacherScores
 from trainer.batch.batch import build
 from trainer.settings import TrainerSettings
-from trainer.teachers import Teacher, Teachers, TeacherScores
 from turnwise.errors import SettingsError
 from turnwise.settings import describe
 
@@ -157,7 +157,7 @@ def test_a_teacher_that_answers_nothing_holds_up_a_batch_once_and_not_each_chain
     def sleep(seconds):
         clock[0] += seconds
 
-    monkeypatch.setattr("trainer.teachers.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr("trainer.algorithms.teachers.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     client = teachers(Teacher(url=serve(lambda _: (503, {"error": "down"})), model="m"), concurrency=1)
     batch = batch_of(*(experience(session_id=str(number)) for number in range(6)))
     for _ in range(2):

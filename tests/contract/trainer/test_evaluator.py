@@ -13,8 +13,8 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 from support.waiting import WAIT_SECONDS, wait_until
 
+from trainer.claims.ledger import StopFlag
 from trainer.evaluate import LedgerEvaluator
-from trainer.pacing import StopFlag
 from turnwise.errors import StoreUnavailable
 from turnwise.store import serving, turns, versions
 from turnwise.store.database import Database

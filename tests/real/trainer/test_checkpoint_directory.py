@@ -23,7 +23,7 @@ from support.trainer_ledger import Rollouts, settings_for, train
 from torch.distributed.checkpoint import state_dict_saver
 
 from trainer.publish.checkpoint import Checkpoints, check_shared
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, Conflict, NotWritten, SettingsError
 from turnwise.store import versions
 from turnwise.store.schema import groups

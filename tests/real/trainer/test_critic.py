@@ -17,7 +17,7 @@ from torch import tensor
 from trainer.algorithms import gae
 from trainer.batch.batch import build, turn_advantages
 from trainer.main import check_startable
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 
 GAE_FAST = {"name": "gae", "critic_learning_rate": 0.02}
@@ -141,8 +141,8 @@ def test_the_critic_learns_to_predict_the_rewards(tmp_path, model):
     settings = play(tmp_path, model, groups_per_batch=3, total_batches=1, algorithm=GAE_FAST)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
-    claimed, state = workflow._next_batch(state)
-    chosen = workflow.claims.select(claimed, state)
+    claimed = workflow.claims.next(state.progress)
+    chosen = workflow.updates.select(claimed, state)
     batch = build(chosen.experiences, chosen.advantages, policy_version=0)
     members = range(len(batch.experiences))
     losses = []

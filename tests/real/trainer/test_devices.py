@@ -20,7 +20,7 @@ from trainer.model.agent import RECOMPUTED, AgentRule, PolicyAgent
 from trainer.model.memory import MemoryLimits
 from trainer.model.model import Policy, PolicySpec
 from trainer.parallel import leave_world
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import overview
 from turnwise.store.processes import TrainerState, trainer_statuses

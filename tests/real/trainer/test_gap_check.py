@@ -12,7 +12,7 @@ from support.migrated import new_database
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for, train
 
-from trainer import gap_check
+from trainer.checks import gap as gap_check
 from turnwise.errors import EngineDisagrees
 from turnwise.store import rewards, updates
 from turnwise.types import Reward

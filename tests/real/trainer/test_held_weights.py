@@ -10,7 +10,7 @@ from support.tiny_models import FAMILIES, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.model.model import Policy, PolicySpec
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.store import processes
 
 

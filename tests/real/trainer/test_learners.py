@@ -15,7 +15,7 @@ from support.trainer_ledger import Rollouts
 from trainer.batch.optimizer import make_scheduler
 from trainer.main import run
 from trainer.settings import TrainerSettings
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
 from turnwise.store.selection import SessionFilter

@@ -14,7 +14,7 @@ from trainer.model.agent import OutOfMemory
 from trainer.model.memory import MemoryLimits, read_limits
 from trainer.model.model import Policy
 from trainer.parallel import World
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 
 
 def failed(num_tokens, num_units, *, can_checkpoint=False):

@@ -5,10 +5,11 @@ from support.ledger_samples import add_session, finish
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 
-from trainer.ledger import Ledger
-from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer
-from trainer.pacing import Position, SourceRule
-from trainer.source import LedgerSource
+from trainer.claims.claims import Claims
+from trainer.claims.ledger import Ledger
+from trainer.claims.pacing import RunProgress, SourceRule
+from trainer.replay import ReplayBuffer
+from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.store import experiences, processes, retention, updates
 from turnwise.store.schema import groups
@@ -161,9 +162,9 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
         add_session(database, "kim", tenant=tenant)
         finish(database, "kim", 1, tenant)
     rule = SourceRule(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
-    source = LedgerSource(database, rule)
+    source = Claims(database, rule)
     buffer = ReplayBuffer(source, capacity=10, min_groups=1, sampling="uniform")
-    batch = source.next_batch(Position())
+    batch = source.next(RunProgress(num_batches=1))
     of_group = {entry["group"]: entry for entry in buffer.add((), batch)}
     acme, zeta = (of_group[name_digest((tenant, "kim"))] for tenant in ("acme", "zeta"))
     zeta_pk = zeta["group_pk"]

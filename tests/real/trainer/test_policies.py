@@ -186,7 +186,7 @@ def test_a_policy_without_memory_or_with_infinite_rewards_leaves_the_others_trai
     take = Updates.take
 
     def failing(updates, *arguments):
-        if updates._config.trainer_id == f"trainer/{large}":
+        if updates.settings.trainer_id == f"trainer/{large}":
             raise torch.OutOfMemoryError("there is no memory")
         return take(updates, *arguments)
 

@@ -14,7 +14,7 @@ from trainer.batch.batch import Batch, build
 from trainer.batch.optimizer import OptimizerRule, make_optimizer
 from trainer.model.agent import AgentRule, PolicyAgent
 from trainer.model.model import Policy, PolicySpec
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.store import experiences
 from turnwise.store.selection import SessionFilter
 from turnwise.types import PolicyKind

@@ -13,8 +13,8 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train
 
 from trainer.batch.batch import build
-from trainer.gate import GateRule, Shift, judge, shifts_of
-from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
+from trainer.checks.gate import GateRule, Shift, judge, shifts_of
+from trainer.claims.pacing import Look, Rewind, RunProgress, SourceRule, why_held
 from turnwise.store import experiences, serving, sessions, versions
 from turnwise.types import Label, PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
@@ -80,13 +80,13 @@ def test_a_refusal_names_the_sessions_that_fell_most():
 
 def test_training_goes_back_to_the_version_before_the_first_failed_one():
     """5 and 6 come from 4, which was rolled back: all three are left."""
-    at = Position(recent_versions=(2, 3, 4, 5, 6))
+    at = RunProgress(num_batches=1, recent_versions=(2, 3, 4, 5, 6))
     look = Look(num_ready=9, failed=frozenset({4, 6}))
-    assert why_held(look, at, PacingRule()) == Rewind(version=3, reason="version 4 failed")
-    assert why_held(look, at, PacingRule(when_failed="go_on")) is None
-    assert why_held(Look(num_ready=9), at, PacingRule()) is None
-    tried = Position(recent_versions=at.recent_versions, rewound_to=3)
-    assert why_held(look, tried, PacingRule()) is None, "its state is not on disk: it is tried once a batch"
+    assert why_held(look, at, SourceRule()) == Rewind(version=3, reason="version 4 failed")
+    assert why_held(look, at, SourceRule(when_failed="go_on")) is None
+    assert why_held(Look(num_ready=9), at, SourceRule()) is None
+    tried = RunProgress(num_batches=1, recent_versions=at.recent_versions, rewound_to=3)
+    assert why_held(look, tried, SourceRule()) is None, "its state is not on disk: it is tried once a batch"
 
 
 POISON = {"learning_rate": 0.3, "gate_sessions": 64, "gate_good_reward": 1.2, "gate_bad_reward": 0.8}

@@ -23,7 +23,7 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.main import run
 from trainer.model import agent
 from trainer.publish.checkpoint import Checkpoints
-from trainer.train import OnPolicyWorkflow
+from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import serving, updates
 from turnwise.store.processes import trainer_statuses
@@ -242,7 +242,7 @@ def test_groups_that_are_too_old_are_dropped(tmp_path, model, ledger):
         try:
             wait_until(lambda: groups_by_status(ledger).get("dropped"), "the group is dropped")
         finally:
-            workflow.env.stop()
+            workflow.claims.stop()
 
     stopping = threading.Thread(target=stop_once_it_is_dropped)
     stopping.start()

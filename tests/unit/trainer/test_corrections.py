@@ -10,10 +10,10 @@ import pytest
 from support.experience_factory import experience
 
 from trainer.algorithms.correction import Correction, corrected_turn, hinted_prompt, with_reply
+from trainer.algorithms.teachers import Teacher
 from trainer.batch.batch import build
 from trainer.batch.selection import Selection, SelectionRule, offer
 from trainer.parallel import World
-from trainer.teachers import Teacher
 from trainer.update import Updates
 from turnwise.chains import HINTS
 from turnwise.errors import BatchRefused
@@ -61,7 +61,7 @@ def test_a_reply_in_tokens_that_the_model_does_not_have_drops_its_group_alone(mo
         world=World(),
         why_untrainable=lambda each: "other_model" if each.tokens.max() >= 10 else None,
     )
-    updates = Updates(student, None, None)
+    updates = Updates(None, student, None, None, is_sample=False)
     chosen = Selection(experiences=found, advantages=advantages, refused={})
     credited = updates.with_token_credit(build(found, advantages, policy_version=0), chosen)
     assert credited.refused == {("default", "b"): "other_model"}

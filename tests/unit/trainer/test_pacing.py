@@ -10,14 +10,14 @@ import pytest
 from support.ledger_samples import add_session, finish, groups_by_status, update_record
 from support.waiting import wait_until
 
-from trainer import pacing
-from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, Wait, describe_wait, why_held
-from trainer.source import LedgerSource
+from trainer.claims import pacing
+from trainer.claims.claims import Claims
+from trainer.claims.pacing import Look, Rewind, RunProgress, SourceRule, Wait, describe_wait, why_held
 from turnwise.store import claims, policies, rows, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 
-AT_7 = Position(recent_versions=tuple(range(8)))
+AT_7 = RunProgress(num_batches=1, recent_versions=tuple(range(8)))
 
 
 @pytest.mark.parametrize(
@@ -31,36 +31,41 @@ AT_7 = Position(recent_versions=tuple(range(8)))
     ],
 )
 def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(oldest, bound, is_held):
-    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, PacingRule(max_versions_in_flight=bound))
+    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, SourceRule(max_versions_in_flight=bound))
     assert (reason is not None) == is_held
     assert not is_held or reason.endswith("training waits for them (max_versions_in_flight=4)")
 
 
 def test_a_strict_staleness_bound_tightens_the_pace():
     """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 may not."""
-    rule = PacingRule(max_staleness=1)
+    rule = SourceRule(max_staleness=1)
     assert why_held(Look(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
     assert why_held(Look(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
 
 
 def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
     look = Look(num_ready=32, pinned=0)
-    assert why_held(look, AT_7, PacingRule()).startswith("version 0 is pinned and the trainer is at version 7")
-    back = PacingRule(when_pinned="train_pinned")
+    assert why_held(look, AT_7, SourceRule()).startswith("version 0 is pinned and the trainer is at version 7")
+    back = SourceRule(when_pinned="train_pinned")
     assert why_held(look, AT_7, back) == Rewind(version=0, reason="version 0 is pinned")
-    rewound = Position(recent_versions=(0, 8, 9, 10, 11), rewound_to=0)
+    rewound = RunProgress(num_batches=1, recent_versions=(0, 8, 9, 10, 11), rewound_to=0)
     assert isinstance(why_held(look, rewound, back), str)
 
 
 def test_weights_that_come_from_an_undone_version_are_left_for_the_version_before_it():
     """Also those of version 8, which was trained while 4 to 7 were undone; without a state to go back to it waits."""
     look = Look(num_ready=32, undone=range(4, 8), failed=frozenset({8}))
-    at = Position(recent_versions=tuple(range(9)))
+    at = RunProgress(num_batches=1, recent_versions=tuple(range(9)))
     back = Rewind(version=3, reason="version 3 was activated in place of version 7")
-    assert why_held(look, at, PacingRule()) == back
-    tried = Position(recent_versions=at.recent_versions, rewound_to=3)
-    assert why_held(look, tried, PacingRule()).startswith(f"{back.reason}, and it cannot be trained from")
-    assert why_held(Look(num_ready=32, undone=look.undone), Position(recent_versions=(2, 3, 9)), PacingRule()) is None
+    assert why_held(look, at, SourceRule()) == back
+    tried = RunProgress(num_batches=1, recent_versions=at.recent_versions, rewound_to=3)
+    assert why_held(look, tried, SourceRule()).startswith(f"{back.reason}, and it cannot be trained from")
+    assert (
+        why_held(
+            Look(num_ready=32, undone=look.undone), RunProgress(num_batches=1, recent_versions=(2, 3, 9)), SourceRule()
+        )
+        is None
+    )
 
 
 def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served(database):
@@ -84,10 +89,12 @@ def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served
     source.close()
 
 
-def test_versions_are_counted_along_the_ancestry_of_the_weights():
-    """After going back from 7 to 3, version 8 is one version ahead of 3, and so is the next one of 8."""
-    assert Position(recent_versions=(2, 3, 8)).lead_over(3) == 2
-    assert Position(recent_versions=(2, 3, 8)).lead_over(8) == 1
+@pytest.mark.parametrize(("bound", "is_held"), [(1, True), (2, False)])
+def test_versions_are_counted_along_the_ancestry_of_the_weights(bound, is_held):
+    """After going back from 7 to 3, version 8 is one version ahead of 3, and the next one two."""
+    at = RunProgress(num_batches=1, recent_versions=(2, 3, 8))
+    look = Look(num_ready=32, oldest_in_flight=3)
+    assert (why_held(look, at, SourceRule(max_versions_in_flight=bound)) is not None) == is_held
 
 
 RULE = SourceRule(groups_per_batch=32, singles_per_group=8)
@@ -130,16 +137,16 @@ def test_the_number_of_open_sessions_is_reported_and_not_logged_again(caplog, mo
     assert len(caplog.messages) == 2
 
 
-def source_for(database: Database, **changes) -> LedgerSource:
+def source_for(database: Database, **changes) -> Claims:
     values = {"groups_per_batch": 2, "singles_per_group": 1, "wait_seconds": 0.0}
-    return LedgerSource(database, SourceRule(**(values | changes)))
+    return Claims(database, SourceRule(**(values | changes)))
 
 
 def next_batch_within(source, at, seconds=0.5):
     timer = threading.Timer(seconds, source.stop)
     timer.start()
     try:
-        return source.next_batch(at)
+        return source.next(at)
     finally:
         timer.cancel()
 
@@ -157,9 +164,9 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
     add_session(database, "s", group_id="g", group_size=1)
     finish(database, "s")
     pin(database, 0)
-    at, source = Position(recent_versions=tuple(range(8)), min_policy_version=5), source_for(database)
+    at, source = AT_7, source_for(database, max_staleness=2)
     with ThreadPoolExecutor(1) as trainer:
-        batch = trainer.submit(source.next_batch, at)
+        batch = trainer.submit(source.next, at)
         waits = "version 0 is pinned and the trainer is at version 7: training waits"
         wait_until(lambda: waits in caplog.text, "the wait is logged")
         source.stop()
@@ -196,16 +203,16 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
     add_session(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
     finish(database, "s")
     values = {"groups_per_batch": 1, "singles_per_group": 1, "wait_seconds": 0.0}
-    source = LedgerSource(database, SourceRule(**values, **quota), policy=own)
+    source = Claims(database, SourceRule(**values, **quota), policy=own)
     with ThreadPoolExecutor(1) as trainer:
-        batch = trainer.submit(source.next_batch, Position())
+        batch = trainer.submit(source.next, RunProgress(num_batches=1))
         try:
             wait_until(lambda: f"the policies of tenant 'default' {reason}" in caplog.text, "the wait is logged")
         finally:
             source.stop()
         assert batch.result(60) is None
-    source = LedgerSource(database, SourceRule(**values, **dict.fromkeys(quota, 101)), policy=own)
-    assert source.next_batch(Position()) is not None
+    source = Claims(database, SourceRule(**values, **dict.fromkeys(quota, 101)), policy=own)
+    assert source.next(RunProgress(num_batches=1)) is not None
     source.close()
 
 
@@ -214,8 +221,8 @@ def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
     finish(database, "s")
     monkeypatch.setattr(pacing, "FIRST_WAIT_SECONDS", 0.0)
     patient = {"wait_seconds": 3600.0}
-    assert next_batch_within(source_for(database, **patient), Position()) is None
-    assert next_batch_within(source_for(database, **patient), Position(is_first_batch=True), 60.0) is not None
+    assert next_batch_within(source_for(database, **patient), RunProgress(num_batches=1)) is None
+    assert next_batch_within(source_for(database, **patient), RunProgress(), 60.0) is not None
 
 
 def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wait(database):
@@ -227,14 +234,14 @@ def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wai
     for number in range(5):
         add_session(database, f"s{number}")
         finish(database, f"s{number}")
-    assert next_batch_within(source_for(database, **late), Position()) is None
+    assert next_batch_within(source_for(database, **late), RunProgress(num_batches=1)) is None
     for number in (5, 6):
         add_session(database, f"s{number}")
         finish(database, f"s{number}")
-    assert next_batch_within(source_for(database, **patient, groups_per_batch=8), Position()) is None
+    assert next_batch_within(source_for(database, **patient, groups_per_batch=8), RunProgress(num_batches=1)) is None
     for rule, size in ((late, 7), (patient, 6)):
         source = source_for(database, **rule)
-        batch = next_batch_within(source, Position(), 60.0)
+        batch = next_batch_within(source, RunProgress(num_batches=1), 60.0)
         assert [group.group_id for group in batch.claim.groups] == [f"s{number}" for number in range(size)]
         source.close()
 
@@ -246,7 +253,9 @@ def test_single_sessions_that_are_ready_join_a_small_batch_of_groups(database):
         finish(database, name)
     add_session(database, "b", group_id="g", group_size=2)
     finish(database, "b")
-    batch = next_batch_within(source_for(database, groups_per_batch=4, singles_per_group=8), Position(), 60.0)
+    batch = next_batch_within(
+        source_for(database, groups_per_batch=4, singles_per_group=8), RunProgress(num_batches=1), 60.0
+    )
     assert sorted(group.group_id for group in batch.claim.groups) == ["g", "single"]
 
 
@@ -267,13 +276,13 @@ def test_a_slow_session_holds_the_trainer_and_is_trained_when_it_ends(database, 
     for name in ("slow", "quick"):
         add_session(database, name, group_id=name, group_size=1)
     finish(database, "quick")
-    at = Position(recent_versions=(0, 1, 2))
+    at = RunProgress(num_batches=1, recent_versions=(0, 1, 2))
     source = source_for(database, groups_per_batch=1, max_versions_in_flight=bound)
     if bound is None:
-        assert [group.group_id for group in source.next_batch(at).claim.groups] == ["quick"]
+        assert [group.group_id for group in source.next(at).claim.groups] == ["quick"]
         source.close()
         return
     threading.Timer(0.3, finish, (database, "slow")).start()
-    batch = source_for(database, max_versions_in_flight=bound).next_batch(at)
+    batch = source_for(database, max_versions_in_flight=bound).next(at)
     assert {group.group_id for group in batch.claim.groups} == {"quick", "slow"}
     assert batch.held_seconds > 0.1

@@ -11,11 +11,11 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 from support.waiting import wait_until
 
-from trainer import sentinels
-from trainer.ledger import ClaimedBatch, UpdateIds
-from trainer.pacing import Look, PacingRule, Position, SourceRule, why_held
-from trainer.sentinels import alarms
-from trainer.source import LedgerSource
+from trainer.checks import sentinels
+from trainer.checks.sentinels import alarms
+from trainer.claims.claims import Claims
+from trainer.claims.ledger import ClaimedBatch, UpdateIds
+from trainer.claims.pacing import Look, RunProgress, SourceRule, why_held
 from turnwise.store import claims, experiences, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import Played
@@ -116,7 +116,9 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm is not None
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
-    held = why_held(Look(num_ready=32, alarm=alarm), Position(), PacingRule(sentinels={"questions": 0.2}))
+    held = why_held(
+        Look(num_ready=32, alarm=alarm), RunProgress(num_batches=1), SourceRule(sentinels={"questions": 0.2})
+    )
     assert held == alarm
 
 
@@ -129,9 +131,9 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)
     monkeypatch.setattr(sentinels, "check", lambda *_: "sentinel 'questions' is beyond its bound")
-    source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
+    source = Claims(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
     with ThreadPoolExecutor(1) as threads:
-        taken = threads.submit(source.next_batch, Position())
+        taken = threads.submit(source.next, RunProgress(num_batches=1))
         wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
         source.close()
         assert taken.result() is None
@@ -156,20 +158,20 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     rule = SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
     alarm = "sentinel 'questions' is beyond its bound"
     monkeypatch.setattr(sentinels, "check", lambda conn, *_: alarm if active_in(conn) == 1 else None)
-    stopped = LedgerSource(database, rule, update_ids=UpdateIds())
-    assert stopped.next_batch(Position(), seconds=0) is None
+    stopped = Claims(database, rule, update_ids=UpdateIds())
+    assert stopped.next(RunProgress(num_batches=1), seconds=0) is None
     stopped.close()
     with database.write() as conn:
         serving.choose_version(conn, 0, pin=pin)
         serving.activate_version(conn, 0)
         assert versions.get_version(conn, 1).alarm == alarm
-    source = LedgerSource(database, rule)
-    batch = source.next_batch(Position())
+    source = Claims(database, rule)
+    batch = source.next(RunProgress(num_batches=1))
     assert isinstance(batch, ClaimedBatch)
     assert [one.session_id for one in batch.experiences] == ["s0"]
     with monkeypatch.context() as patched:
         patched.setattr(database, "write", None)
-        assert source._look(Position()).num_singles == 0, "a poll without anything to drop only reads"
+        assert source._look(RunProgress(num_batches=1)).num_singles == 0, "a poll without anything to drop only reads"
     with database.write() as conn:
         assert sum(claims.num_claimable(conn)) == 0
         serving.activate_version(conn, 1)
@@ -184,8 +186,8 @@ def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)
         versions.change_version(conn, 0, alarm="sentinel 'questions' is beyond its bound")
-    source = LedgerSource(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={}))
-    assert isinstance(source.next_batch(Position()), ClaimedBatch)
+    source = Claims(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={}))
+    assert isinstance(source.next(RunProgress(num_batches=1)), ClaimedBatch)
     with database.read() as conn:
         assert versions.get_version(conn, 0).alarm is None
     source.close()

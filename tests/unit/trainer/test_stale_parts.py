@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from support.tiny_models import logprobs_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.forward import load_version
-from trainer.stale_parts import name_stale_parts
+from trainer.forward import load_version, name_stale_parts
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
 from turnwise.verify.report import Report
 

@@ -20,8 +20,7 @@ from trainer.batch.batch import Batch, Reals, with_ratio
 from trainer.batch.ratios import finite
 from trainer.model.agent import AgentRule, PolicyAgent
 from trainer.model.memory import OutOfMemory
-from trainer.publish.checkpoint import Checkpoints
-from trainer.state import copied
+from trainer.publish.checkpoint import Checkpoints, copied
 from turnwise.errors import BadCheckpoint, EngineDisagrees
 from turnwise.types import GroupKey, Json
 
@@ -90,8 +89,8 @@ class BatchGap:
 class GapCheck:
     """Compares every batch; every process calls it in step."""
 
-    def __init__(self, agent: PolicyAgent, checkpoints: Checkpoints, rule: AgentRule) -> None:
-        self._agent = agent
+    def __init__(self, learner: PolicyAgent, checkpoints: Checkpoints, rule: AgentRule) -> None:
+        self._learner = learner
         self._checkpoints = checkpoints
         self._rule = rule
         self._num_without_own = 0
@@ -178,7 +177,7 @@ class GapCheck:
 
     def _with_weights(self, versions: Iterable[int]) -> set[int]:
         """Return the versions whose weights can be loaded."""
-        return self._agent.world.from_first(
+        return self._learner.world.from_first(
             lambda: {one for one in versions if one >= 0 and self._checkpoints.has_state(one)}
         )
 
@@ -190,9 +189,9 @@ class GapCheck:
         for version in sorted(self._with_weights(by_version)):
             try:
                 with self._weights_of(version):
-                    logprobs = self._agent.logprobs_of(found.batch, by_version[version])
+                    logprobs = self._learner.logprobs_of(found.batch, by_version[version])
             except (BadCheckpoint, OutOfMemory) as error:
-                if self._agent.world.size > 1:
+                if self._learner.world.size > 1:
                     raise
                 log.warning("tokens of version %d could not be compared with the engine's: %s", version, error)
                 continue
@@ -206,14 +205,14 @@ class GapCheck:
         Raises:
             BadCheckpoint: They cannot be read.
         """
-        policy = self._agent.policy
+        policy = self._learner.policy
         present = copied(policy.shards())
         try:
             if version == 0:
                 policy.load_base()
             else:
                 other = policy.shards()
-                self._checkpoints.read_tensors(version, {"model": other}, self._agent.world.control_group)
+                self._checkpoints.read_tensors(version, {"model": other}, self._learner.world.control_group)
                 policy.load_shards(other)
             yield
         finally:

@@ -1,26 +1,27 @@
-"""When a batch is taken: what the ledger holds at a moment, what stops a batch, and the claim of finished groups."""
+"""The claim of finished, rewarded groups: what the store holds at a moment, what stops a batch, and the lease."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from trainer import sentinels
-from trainer.ledger import ClaimedBatch, Ledger, UpdateIds
-from trainer.pacing import (
+from trainer.checks import sentinels
+from trainer.claims.ledger import ClaimedBatch, Ledger, StopFlag, UpdateIds, outlast
+from trainer.claims.pacing import (
     MOST_REFUSED,
     Look,
-    Position,
     Rewind,
+    RunProgress,
     SourceRule,
-    StopFlag,
+    SteadyClock,
     Wait,
     describe_claim,
     describe_refill,
-    outlast,
     why_held,
 )
 from turnwise.chains import Experience
@@ -40,14 +41,12 @@ POLL_SECONDS = 0.5
 """Longest pause between two queries for ready groups."""
 IN_FLIGHT_SECONDS = 120.0
 """Open sessions without activity for this long no longer hold the trainer back."""
-JUMP_SECONDS = 30.0
-"""Difference to this process's own clock from which on the database's clock counts as having jumped."""
 SENTINEL_SECONDS = 30.0
 """How often the sentinels are read while the trainer waits for a batch."""
 
 
-class LedgerSource(Ledger):
-    """The ledger as the trainer's environment: it hands out finished, rewarded groups and takes acks."""
+class Claims(Ledger):
+    """The batches of one policy: each is claimed, held, and acknowledged."""
 
     def __init__(
         self,
@@ -55,6 +54,7 @@ class LedgerSource(Ledger):
         rule: SourceRule,
         *,
         with_imported: bool = False,
+        is_paced: bool = True,
         policy: Policy | None = None,
         update_ids: UpdateIds | None = None,
         stopped: StopFlag | None = None,
@@ -65,23 +65,25 @@ class LedgerSource(Ledger):
             db: The store.
             rule: When a batch is claimed.
             with_imported: Claim groups of imported sessions too: the loss must read no behaviour logprobs.
+            is_paced: Wait for older versions, and drop stale groups; a replay buffer trains on old turns anyway.
             policy: A named policy; None for the default one.
             update_ids: As in `Ledger`.
             stopped: As in `Ledger`.
         """
         super().__init__(db, rule, policy=policy, update_ids=update_ids, stopped=stopped)
         self._with_imported = with_imported
+        self._is_paced = is_paced
         self._wait: Wait | None = None
-        """The wait for a batch, over as many calls of `next_batch` as it takes."""
+        """The wait for a batch, over as many calls of `next` as it takes."""
         self._clock = SteadyClock()
         self._checked_at = -math.inf
         """When the sentinels were read last, on the monotonic clock."""
 
-    def next_batch(self, at: Position, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
+    def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `stop`, or after so many seconds.
 
         Args:
-            at: The trainer's version, and the oldest version that it still trains.
+            at: Where the run is.
             seconds: None waits without an end, 0 looks once. The next call goes on with the same wait.
 
         Raises:
@@ -90,46 +92,44 @@ class LedgerSource(Ledger):
         until = math.inf if seconds is None else time.monotonic() + seconds
         pause = min(0.02, POLL_SECONDS)
         while not self.stopped.is_set():
-            wait = self._wait = self._wait or Wait(self.rule, self.report_status, is_first=at.is_first_batch)
+            is_first = at.num_batches == 0
+            wait = self._wait = self._wait or Wait(self.rule, self.report_status, is_first=is_first)
             look = self._look(at)
             held = why_held(look, at, self.rule)
             if isinstance(held, Rewind):
                 self._wait = None
                 return held
             self._is_blocked = bool(look.refused) or look.alarm is not None
-            claim = self._claim(self.rule.groups_per_batch, at) if wait.is_over(look, held) else None
+            claim = None
+            if wait.is_over(look, held):
+                claim = outlast(self._claiming(self.rule.groups_per_batch, at), self.stopped)
             if claim is not None:
                 self._wait = None
-                return self._claimed(claim, wait)
+                return self._held(claim, wait)
             if time.monotonic() >= until:
                 break
             self.stopped.wait(pause)
             pause = min(pause * 1.5, POLL_SECONDS)
         return None
 
-    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position, until: float) -> ClaimedBatch | None:
+    def refill(self, batch: ClaimedBatch, num_groups: int, at: RunProgress, until: float) -> ClaimedBatch | None:
         """Return the batch with up to so many further groups; None if none became ready until then."""
         started = time.monotonic()
         if until > started:
             self._report(describe_refill(batch.claim, num_groups, self.rule))
-        refilled = self._refill(batch, num_groups, at, until, started)
-        self._report_training((refilled or batch).claim)
-        return refilled
-
-    def _refill(
-        self, batch: ClaimedBatch, num_groups: int, at: Position, until: float, started: float
-    ) -> ClaimedBatch | None:
         while self._look(at).num_filled(self.rule) < num_groups:
             if time.monotonic() >= until or self.stopped.is_set():
                 break
             self.stopped.wait(min(0.05, POLL_SECONDS))
-        more = None if self.stopped.is_set() else self._claim(num_groups, at)
+        more = None if self.stopped.is_set() else outlast(self._claiming(num_groups, at), self.stopped)
         if more is None:
+            self._report_training(batch.claim)
             return None
         held = batch.claim
         claim = claims.Claim(groups=held.groups + more.groups, num_stale=held.num_stale + more.num_stale)
         self.end_lease(held)
         self.hold(claim, LEASE_SECONDS)
+        self._report_training(claim)
         return dataclasses.replace(
             batch,
             claim=claim,
@@ -138,23 +138,21 @@ class LedgerSource(Ledger):
             num_refills=batch.num_refills + more.size(self.rule.singles_per_group),
         )
 
-    def _claim(self, max_groups: int, at: Position) -> claims.Claim | None:
-        def claim() -> claims.Claim | None:
-            return claims.claim(
-                self.db,
-                self.rule.trainer_id,
-                max_groups=max_groups,
-                singles_per_group=self.rule.singles_per_group,
-                lease_seconds=LEASE_SECONDS,
-                min_policy_version=at.min_policy_version,
-                with_imported=self._with_imported,
-                policy_id=self.policy_id,
-                held=self.held_groups,
-            )
+    def _claiming(self, max_groups: int, at: RunProgress) -> Callable[[], claims.Claim | None]:
+        return functools.partial(
+            claims.claim,
+            self.db,
+            self.rule.trainer_id,
+            max_groups=max_groups,
+            singles_per_group=self.rule.singles_per_group,
+            lease_seconds=LEASE_SECONDS,
+            min_policy_version=at.oldest_trainable(self.rule.max_staleness) if self._is_paced else None,
+            with_imported=self._with_imported,
+            policy_id=self.policy_id,
+            held=self.held_groups,
+        )
 
-        return outlast(claim, self.stopped)
-
-    def _claimed(self, claim: claims.Claim, wait: Wait) -> ClaimedBatch:
+    def _held(self, claim: claims.Claim, wait: Wait) -> ClaimedBatch:
         self._report_training(claim)
         self.hold(claim, LEASE_SECONDS)
         return ClaimedBatch(
@@ -175,7 +173,7 @@ class LedgerSource(Ledger):
     def _experiences(self, claim: claims.Claim) -> list[Experience]:
         return self.experiences_of(claim.group_pks, with_imported=self._with_imported)
 
-    def _look(self, at: Position) -> Look:
+    def _look(self, at: RunProgress) -> Look:
         """Return what the store holds now; nothing is ready while it is unavailable.
 
         Raises:
@@ -199,7 +197,7 @@ class LedgerSource(Ledger):
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
 
-    def _read_look(self, conn: Connection, state: ServingState, at: Position, now: datetime) -> Look:
+    def _read_look(self, conn: Connection, state: ServingState, at: RunProgress, now: datetime) -> Look:
         """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
         of = self.policy_id
         num_ready, num_singles = claims.num_claimable(
@@ -209,8 +207,8 @@ class LedgerSource(Ledger):
         look = Look(
             num_ready=num_ready,
             num_singles=num_singles,
-            pinned=state.pinned_version if at.is_paced else None,
-            oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if at.is_paced else None,
+            pinned=state.pinned_version if self._is_paced else None,
+            oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if self._is_paced else None,
             failed=versions.failed_versions(conn, at.recent_versions),
             undone=state.undone,
             refused=versions.refused_in_a_row(conn, MOST_REFUSED, of),
@@ -273,28 +271,3 @@ class LedgerSource(Ledger):
                     "until the quota is raised, or directories of versions that are not needed are deleted"
                 )
         return None
-
-
-class SteadyClock:
-    """Compares the database's clock with this process's monotonic clock.
-
-    After a jump forward, as when a virtual machine resumes, all sessions look as if they had been idle for its length.
-    """
-
-    def __init__(self) -> None:
-        self._offset: float | None = None
-        self._jumped_at = -math.inf
-
-    def seconds_since_jump(self, now: datetime) -> float:
-        """Return for how long the database's clock has run evenly; infinite if no jump was seen.
-
-        Args:
-            now: The database's time.
-        """
-        monotonic = time.monotonic()
-        offset = now.timestamp() - monotonic
-        if self._offset is not None and abs(offset - self._offset) > JUMP_SECONDS:
-            log.warning("the database's clock jumped by %.0f s", offset - self._offset)
-            self._jumped_at = monotonic
-        self._offset = offset
-        return monotonic - self._jumped_at

@@ -12,17 +12,17 @@ import dataclasses
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from pydantic import Field
 
 from trainer.batch.batch import Batch, Reals, build
-from trainer.ledger import Ledger
-from trainer.model.engine import TrainingEngine
+from trainer.model.agent import PolicyAgent
 from trainer.model.memory import OutOfMemory
 from turnwise.chains import Experience
 from turnwise.settings import Settings
+from turnwise.store.experiences import SessionLabels
 from turnwise.types import Json, SessionKey
 
 log = logging.getLogger(__name__)
@@ -100,12 +100,16 @@ def shifts_of(
     return shifts
 
 
+RegressionSet = Callable[[int, Collection[str]], tuple[list[Experience], SessionLabels]]
+"""Reads the chains of so many held-out sessions, and of as many with one of these labels; with their labels."""
+
+
 class Gate:
     """Compares the updated weights with held-out sessions; every process calls it in step."""
 
-    def __init__(self, env: Ledger, agent: TrainingEngine, rule: GateRule) -> None:
-        self._env = env
-        self._agent = agent
+    def __init__(self, read: RegressionSet, learner: PolicyAgent, rule: GateRule) -> None:
+        self._read = read
+        self._learner = learner
         self._rule = rule
 
     def check(self, policy_version: int) -> GateResult:
@@ -114,14 +118,14 @@ class Gate:
         Raises:
             OutOfMemory: A chain does not fit into the memory of one of several processes.
         """
-        rule, world = self._rule, self._agent.world
+        rule, world = self._rule, self._learner.world
         labels = [*GOOD_LABELS, *BAD_LABELS]
-        known, labels_of = world.from_first(lambda: self._env.regression_set(rule.gate_sessions, labels))
+        known, labels_of = world.from_first(lambda: self._read(rule.gate_sessions, labels))
         found = self._comparable(known)
         credit = [np.zeros(len(experience.turn_ids)) for experience in found]
         batch = build(found, credit, policy_version=policy_version)
         try:
-            logprobs = self._agent.logprobs_of(batch, range(len(found)))
+            logprobs = self._learner.logprobs_of(batch, range(len(found)))
         except OutOfMemory as error:
             if world.size > 1:
                 raise
@@ -134,7 +138,7 @@ class Gate:
 
     def _comparable(self, found: Sequence[Experience]) -> list[Experience]:
         """Return the sessions of the regression set that this model can compute."""
-        kept = [experience for experience in found if self._agent.why_untrainable(experience) is None]
+        kept = [experience for experience in found if self._learner.why_untrainable(experience) is None]
         if len(kept) < len(found):
             log.warning(
                 "the publishing gate leaves out %d of %d chains, which this model cannot compute",

@@ -22,13 +22,12 @@ from torch.nn import Parameter
 
 from trainer.batch.advantages import Row
 from trainer.batch.optimizer import make_scheduler, set_position
-from trainer.build import OptimizerLike
-from trainer.ledger import Ledger
+from trainer.claims.ledger import Ledger
+from trainer.claims.pacing import Rewind, RunProgress
 from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
-from trainer.pacing import Rewind
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
@@ -36,6 +35,8 @@ from turnwise.types import Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
+OptimizerLike = torch.optim.Optimizer | Callable[[list[Parameter]], torch.optim.Optimizer]
+"""A torch optimizer, whose class and defaults are used, or a function that makes one for given parameters."""
 TENSORS = ("model", "optimizer")
 """The parts of a state that hold tensors, without those of a critic."""
 MOST_RECENT_VERSIONS = 64
@@ -46,42 +47,6 @@ FIXED_FOR_LORA = ("model", "lora_rank", "lora_targets")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The counts of a run."""
-
-    seed: int
-    num_batches: int = 0
-    """Claims acked, the refused ones included."""
-    update_id: int = 0
-    """Of the last of them in the ledger, where ids are unique over all policies."""
-    num_optimizer_steps: int = 0
-    """A batch, which the ledger calls an update, takes one or more."""
-    policy_version: int = 0
-    """The version that the weights are."""
-    num_groups: int = 0
-    num_sessions: int = 0
-    num_tokens: int = 0
-    """Sampled tokens that carried loss."""
-    num_refused_groups: int = 0
-    """Groups that were claimed and not trained on, for whatever reason."""
-    recent_versions: tuple[int, ...] = (0,)
-    """The versions that the weights came from, oldest first, this version last; the latest ones only."""
-    rewound_to: int | None = None
-    """The version that the run went back to: the pinned one until no version is pinned, or the one before a failed one
-    until the next batch."""
-
-    def staleness_of(self, version: int) -> int:
-        """Return how many versions of this run are newer than the one that sampled something."""
-        return sum(known > version for known in self.recent_versions)
-
-    def oldest_trainable(self, max_staleness: int | None) -> int | None:
-        """Return the oldest version whose turns may be trained; None where there is no bound."""
-        if max_staleness is None:
-            return None
-        return self.recent_versions[max(len(self.recent_versions) - 1 - max_staleness, 0)]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What `setup` returns, and `step` takes and returns.
 
@@ -89,7 +54,7 @@ class State:
     them. Do not use a `State` again after it was passed to `step`.
     """
 
-    progress: Progress
+    progress: RunProgress
     policy: Policy
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
@@ -152,7 +117,7 @@ class State:
         for group, kept in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(kept)
         versions = tuple(saved["progress"]["recent_versions"])
-        progress = Progress(**(saved["progress"] | {"seed": self.progress.seed, "recent_versions": versions}))
+        progress = RunProgress(**(saved["progress"] | {"seed": self.progress.seed, "recent_versions": versions}))
         set_position(self.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"]).with_batches(saved)
 
@@ -174,16 +139,6 @@ class State:
             self.critic.load_tensors(tensors)
 
 
-def copied(tensors: Any) -> Any:
-    """Return nested dictionaries of tensors, copied to the CPU, for a thread that writes while training continues."""
-    if isinstance(tensors, dict):
-        return {name: copied(value) for name, value in tensors.items()}
-    if isinstance(tensors, torch.Tensor):
-        value = tensors.detach()
-        return value.clone() if value.device.type == "cpu" else value.cpu()
-    return tensors
-
-
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
@@ -192,9 +147,9 @@ class States:
     """Makes states; every process calls it in step."""
 
     def __init__(
-        self, agent: PolicyAgent, checkpoints: Checkpoints, optimizer: OptimizerLike, config: TrainerSettings
+        self, learner: PolicyAgent, checkpoints: Checkpoints, optimizer: OptimizerLike, config: TrainerSettings
     ) -> None:
-        self._agent = agent
+        self._learner = learner
         self._checkpoints = checkpoints
         self._optimizer = optimizer
         self._config = config
@@ -223,9 +178,9 @@ class States:
             return self._first(seed)
         saved = self._read(version)
         check_resumable(saved.get("settings", {}), self._config)
-        if reports_changes and self._agent.world.is_first:
+        if reports_changes and self._learner.world.is_first:
             log_changes(saved.get("settings", {}), self._config)
-        group = self._agent.world.control_group
+        group = self._learner.world.control_group
         return self._new(seed, with_weights=False).restored(
             saved, lambda tensors: self._checkpoints.read_tensors(version, tensors, group)
         )
@@ -236,7 +191,7 @@ class States:
         Without a state of that very version, the newest state before it is taken.
         """
         known = [version for version in state.progress.recent_versions if version < to.version]
-        version = self._agent.world.from_first(lambda: self._newest_with_state([*known, to.version], to.version))
+        version = self._learner.world.from_first(lambda: self._newest_with_state([*known, to.version], to.version))
         try:
             older = self.of_version(version, self._config.seed)
         except BadCheckpoint as error:
@@ -252,46 +207,46 @@ class States:
         set_position(older.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
 
-    def with_missed(self, state: State, env: Ledger) -> State:
+    def with_missed(self, state: State, ledger: Ledger) -> State:
         """Return the state with the batches after it that made no version.
 
         They leave no checkpoint, so the ledger has them.
         """
-        missed = self._agent.world.from_first(lambda: env.updates_after(state.progress.update_id))
+        missed = self._learner.world.from_first(lambda: ledger.updates_after(state.progress.update_id))
         if missed:
             num_batches = state.progress.num_batches + len(missed)
             state = state.with_progress(num_batches=num_batches, update_id=missed[-1].update_id)
-        kept = self._agent.world.from_first(env.kept_state)
+        kept = self._learner.world.from_first(ledger.kept_state)
         return state if kept is None else state.with_batches(kept)
 
     def moments_bytes(self) -> int:
         """Return the bytes beside the weights that a new optimizer allocates in its first step."""
         on_device = self._config.optimizer_state == "device"
-        return 8 * sum(parameter.numel() for parameter in self._agent.parameters()) if on_device else 0
+        return 8 * sum(parameter.numel() for parameter in self._learner.parameters()) if on_device else 0
 
     def _first(self, seed: int) -> State:
         """Return the state of a run without a version."""
         state = self._new(seed)
         if self.first is None:
             return state
-        self._agent.policy.load_adapter(Path(self.first.path))
+        self._learner.policy.load_adapter(Path(self.first.path))
         return state.with_progress(policy_version=self.first.version, recent_versions=(self.first.version,))
 
     def _new(self, seed: int, *, with_weights: bool = True) -> State:
         """Return the state of a new run: the base model, unless a saved state replaces it, and a fresh optimizer."""
-        self._agent.load(seed, with_weights=with_weights)
-        optimizer = self._new_optimizer(self._agent.policy.parameters())
-        critic = self._agent.critic
+        self._learner.load(seed, with_weights=with_weights)
+        optimizer = self._new_optimizer(self._learner.policy.parameters())
+        critic = self._learner.critic
         if critic is not None:
-            rate = self._agent.algorithm.critic_rate or 10 * self._config.learning_rate
+            rate = self._learner.algorithm.critic_rate or 10 * self._config.learning_rate
             critic.bind(self._new_optimizer(critic.parameters()), rate)
         return State(
-            progress=Progress(seed=seed),
-            policy=self._agent.policy,
+            progress=RunProgress(seed=seed),
+            policy=self._learner.policy,
             optimizer=optimizer,
             scheduler=make_scheduler(optimizer, self._config),
             critic=critic,
-            adapter=self._agent.policy.adapter,
+            adapter=self._learner.policy.adapter,
         )
 
     def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:
@@ -310,7 +265,7 @@ class States:
             except BadCheckpoint as error:
                 return error
 
-        found = self._agent.world.from_first(read)
+        found = self._learner.world.from_first(read)
         if isinstance(found, BadCheckpoint):
             raise found
         return found

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import numpy as np
 
-from trainer.pacing import Renewal, SourceRule, StopFlag, outlast
+from trainer.claims.pacing import SourceRule
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
 from turnwise.store import claims, groups, policies, processes, serving, updates, versions
@@ -31,10 +33,89 @@ from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion
 
 log = logging.getLogger(__name__)
 
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 10.0
+LOOK_SECONDS = 0.05
+"""How long a wait goes on after a stop, at most."""
 MOST_ERROR_CHARACTERS = 1000
 """Of the error that ended the trainer, in its report."""
 
 Result = TypeVar("Result")
+
+
+class StopFlag:
+    """Is set once, by a signal handler or a thread, and ends waits.
+
+    `threading.Event` is not for signal handlers: one that runs while its own thread is inside of `Event.wait` may find
+    the event's lock held, and wait for it without an end.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """End all waits, now and later."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Return whether waits have ended."""
+        return self._is_set
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until the flag is set."""
+        deadline = time.monotonic() + seconds
+        while not self._is_set and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_SECONDS))
+
+
+def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
+    """Return what an operation on the ledger returns; repeat it while the database is not available.
+
+    Args:
+        operation: It can be repeated, also after a commit whose answer was lost.
+        stopped: Once it is set, an operation that fails is not repeated.
+
+    Raises:
+        StoreUnavailable: The database is not available, and the trainer is to stop, or a repetition fails as well.
+    """
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return operation()
+        except StoreUnavailable as error:
+            if stopped.is_set() or error.is_permanent:
+                raise
+            log.warning("the database is not available, trying again in %.1f s: %s", pause, error)
+            stopped.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+class Renewal:
+    """Renews something in the ledger from a thread until it is stopped, also while a batch takes long."""
+
+    def __init__(self, what: str, every_seconds: float, renew: Callable[[], object]) -> None:
+        self._what = what
+        self._every_seconds = every_seconds
+        self._renew = renew
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Renew it no more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_seconds):
+            try:
+                self._renew()
+            except LeaseLost:
+                # The ack fails with the same error, in the thread that can act on it.
+                log.warning("%s was lost", self._what)
+                return
+            except StoreUnavailable as error:
+                log.warning("%s could not be renewed, trying again: %s", self._what, error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +132,10 @@ class ClaimedBatch:
     """The version that was pinned at the claim."""
     num_refills: int = 0
     """Groups that were claimed in addition, because others had equal rewards."""
+
+    @property
+    def group_keys(self) -> set[GroupKey]:
+        return {group.key for group in self.claim.groups}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from trainer.batch.selection import Selection
-from trainer.claims import group_keys
-from trainer.ledger import ClaimedBatch, FinishedBatch, Ledger
-from trainer.model.engine import TrainingEngine
+from trainer.claims.ledger import ClaimedBatch, FinishedBatch, Ledger
+from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.publish.checkpoint import Checkpoints
+from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.settings import TrainerSettings
-from trainer.state import MOST_RECENT_VERSIONS, State, copied
+from trainer.versions.state import MOST_RECENT_VERSIONS, State
 from turnwise.chains import Experience
 from turnwise.store.updates import Advantages
 from turnwise.store.versions import REFUSED_BY_GATE
@@ -80,16 +79,16 @@ class Commits:
 
     def __init__(
         self,
-        env: Ledger,
-        agent: TrainingEngine,
+        ledger: Ledger,
+        learner: PolicyAgent,
         checkpoints: Checkpoints,
         config: TrainerSettings,
         *,
         keeps_refused: bool,
     ) -> None:
         """`keeps_refused`: a group that was not trained this time is not dropped, since it is in a replay buffer."""
-        self._env = env
-        self._agent = agent
+        self._ledger = ledger
+        self._learner = learner
         self._checkpoints = checkpoints
         self._config = config
         self._keeps_refused = keeps_refused
@@ -129,10 +128,10 @@ class Commits:
     def next_version(self, state: State) -> int:
         """Return the number of the version that follows, in all processes."""
         at = state.progress.policy_version
-        return 1 + self._agent.world.from_first(lambda: max(self._env.newest_version(), at))
+        return 1 + self._learner.world.from_first(lambda: max(self._ledger.newest_version(), at))
 
     def _next_update(self) -> int:
-        return self._agent.world.from_first(self._env.next_update_id)
+        return self._learner.world.from_first(self._ledger.next_update_id)
 
     def commit(
         self,
@@ -163,7 +162,7 @@ class Commits:
             metrics=metrics | {"policy_version": version},
         )
         seconds = 0.0
-        if self._agent.world.is_first:
+        if self._learner.world.is_first:
             policy = self._published(after, parent, made)
             seconds = time.monotonic() - made.trained_at
             finished = FinishedBatch(
@@ -177,7 +176,7 @@ class Commits:
         self._num_versions += 1
         if self._num_versions >= self._config.checkpoint_every:
             self._write_behind(after)
-        if self._agent.world.is_first:
+        if self._learner.world.is_first:
             self._prune({version, parent})
         return after.metrics | {"publish_seconds": seconds}, after
 
@@ -194,7 +193,7 @@ class Commits:
         )
         metrics = metrics | {"policy_version": state.progress.policy_version, "num_refused_groups": len(reasons)}
         after = dataclasses.replace(after, metrics=metrics)
-        if self._agent.world.is_first:
+        if self._learner.world.is_first:
             record = self._record_of(after, None)
             # No checkpoint holds what this batch did to the buffer and to the window, so the ledger does.
             finished = FinishedBatch(batch=claimed, update=record, refused=dropped, state=after.beside_checkpoint())
@@ -204,7 +203,7 @@ class Commits:
 
     def settle(self) -> None:
         """Acknowledge what can be acknowledged now; raise what went wrong in the thread."""
-        if not self._agent.world.is_first:
+        if not self._learner.world.is_first:
             return
         if self._directory is not None and self._directory.done():
             self._wait_for_directory()
@@ -235,7 +234,7 @@ class Commits:
         self._wait_for_directory()  # one at a time: of the versions in memory only the newest is not on disk
         policy = PolicyVersion(
             version=made.version,
-            policy_id=self._env.policy_id,
+            policy_id=self._ledger.policy_id,
             path=str(self._checkpoints.policy_directory(made.version).resolve()),
             kind=self._config.kind,
             update_id=after.progress.update_id,
@@ -243,7 +242,7 @@ class Commits:
             error=None if made.refusal is None else f"{REFUSED_BY_GATE}: {made.refusal}",
         )
         if made.is_held:
-            self._env.publish(policy, after.progress.recent_versions)
+            self._ledger.publish(policy, after.progress.recent_versions)
             self._directory = self._thread.submit(self._write_directory, policy, after, parent, made)
         else:
             self._write_directory(policy, after, parent, made)
@@ -255,7 +254,7 @@ class Commits:
         manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": made.probe}
         path = self._checkpoints.write_policy(made.version, lambda place: model.save(place, made.weights), manifest)
         written = dataclasses.replace(policy, weights_digest=weights_digest(path))
-        self._env.publish(written, after.progress.recent_versions)
+        self._ledger.publish(written, after.progress.recent_versions)
         log.debug("version %d is on disk %.2f s after its training", made.version, time.monotonic() - made.trained_at)
 
     def _write_behind(self, state: State) -> None:
@@ -278,13 +277,13 @@ class Commits:
         """Write a state, then acknowledge the batches in it; nothing where the version's directory was not written."""
         if directory is not None:
             directory.result()
-        self._checkpoints.write_state(version, values, tensors, self._agent.world.background_group)
+        self._checkpoints.write_state(version, values, tensors, self._learner.world.background_group)
         self._ack(batches)
         self._written = {version}
 
     def _ack(self, batches: list[FinishedBatch]) -> None:
         if batches:
-            self._env.ack(batches)
+            self._ledger.ack(batches)
 
     def _take(self) -> list[FinishedBatch]:
         taken, self._pending = self._pending, []
@@ -309,11 +308,11 @@ class Commits:
         """Remove the versions that nothing needs any more."""
         every = self._config.keep_every
         kept = set() if every is None else {one for one in self._checkpoints.versions() if one % every == 0}
-        kept |= self._env.best_versions(self._config.keep_best)
-        self._checkpoints.prune(versions | kept | self._written | self._env.versions_in_use())
+        kept |= self._ledger.best_versions(self._config.keep_best)
+        self._checkpoints.prune(versions | kept | self._written | self._ledger.versions_in_use())
 
     def _dropped(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:
-        keys = set() if self._keeps_refused else group_keys(claimed)
+        keys = set() if self._keeps_refused else claimed.group_keys
         return {group: reason for group, reason in reasons.items() if group in keys}
 
     def _record_of(self, after: State, chosen: Selection | None) -> UpdateRecord:
@@ -325,7 +324,7 @@ class Commits:
         num_groups, num_sessions, num_tokens = learnt
         return UpdateRecord(
             update_id=progress.update_id,
-            policy_id=self._env.policy_id,
+            policy_id=self._ledger.policy_id,
             trainer_id=self._config.trainer_id,
             policy_version=progress.policy_version,
             num_groups=num_groups,

@@ -1,4 +1,4 @@
-"""When the trainer takes a batch, and how it waits: for older versions, for a stop, for a database.
+"""When the trainer takes a batch, and what it waits for: more groups, older versions, or a person.
 
 Slow sessions are often the hard tasks. Dropping them because of their age would train on the quick ones alone. So the
 trainer waits instead: it makes no update that would take it more than `max_versions_in_flight` versions ahead of the
@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, TypeVar
+from datetime import datetime
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.sentinels import BOUNDS, Sentinel
-from turnwise.errors import LeaseLost, StoreUnavailable
+from trainer.checks.sentinels import BOUNDS, Sentinel
 from turnwise.settings import FromJson, Settings
 from turnwise.store.claims import Claim
 from turnwise.types import PolicyVersion, Role
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 MOST_REFUSED = 3
 """Versions in a row that engines refuse before the training waits for a person."""
@@ -34,16 +32,14 @@ SMALLEST_PART = 4
 """A batch that does not become whole in time is trained if one in so many places is filled, with an advantage."""
 REPORT_SECONDS = 5.0
 """Shortest time between two log lines about the same wait."""
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 10.0
-LOOK_SECONDS = 0.05
-"""How long a wait goes on after a stop, at most."""
 FIRST_WAIT_SECONDS = 5.0
 """How long the first batch of a run waits for further groups, where `wait_seconds` is longer."""
+JUMP_SECONDS = 30.0
+"""Difference to this process's own clock from which on the database's clock counts as having jumped."""
 
 
-class PacingRule(Settings):
-    """When the trainer waits for what is sampled by older versions."""
+class SourceRule(Settings):
+    """When a batch is complete, how long it is held, and when the trainer waits for what older versions sample."""
 
     max_versions_in_flight: int | None = Field(default=4, ge=1)
     """The trainer waits while its next version would be more than this many versions ahead of the oldest one that an
@@ -62,10 +58,6 @@ class PacingRule(Settings):
     """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
     `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
     watched; {} watches none."""
-
-
-class SourceRule(PacingRule):
-    """When a batch is complete, and how long it is held."""
 
     trainer_id: str = "trainer"
     """Name under which groups are claimed. A process that restarts under it takes over the groups that it held."""
@@ -110,26 +102,39 @@ class SourceRule(PacingRule):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where the trainer is when it asks for a batch."""
+class RunProgress:
+    """The counts of a run, and which versions its weights came from."""
 
+    seed: int = 0
+    num_batches: int = 0
+    """Claims acked, the refused ones included."""
+    update_id: int = 0
+    """Of the last of them in the ledger, where ids are unique over all policies."""
+    num_optimizer_steps: int = 0
+    """A batch, which the ledger calls an update, takes one or more."""
+    policy_version: int = 0
+    """The version that the weights are."""
+    num_groups: int = 0
+    num_sessions: int = 0
+    num_tokens: int = 0
+    """Sampled tokens that carried loss."""
+    num_refused_groups: int = 0
+    """Groups that were claimed and not trained on, for whatever reason."""
     recent_versions: tuple[int, ...] = (0,)
-    """The versions that its weights came from, oldest first; the last one is what its weights are."""
-    min_policy_version: int | None = None
-    """Groups with an older turn are dropped; None drops nothing."""
-    is_first_batch: bool = False
-    is_paced: bool = True
-    """Whether it waits for older versions; a replay buffer trains on old turns anyway."""
+    """The versions that the weights came from, oldest first, this version last; the latest ones only."""
     rewound_to: int | None = None
-    """The pinned version that it went back to; None while no version was pinned."""
+    """The version that the run went back to: the pinned one until no version is pinned, or the one before a failed one
+    until the next batch."""
 
-    @property
-    def policy_version(self) -> int:
-        """The version that its weights are."""
-        return self.recent_versions[-1]
+    def staleness_of(self, version: int) -> int:
+        """Return how many versions of this run are newer than the one that sampled something."""
+        return sum(known > version for known in self.recent_versions)
 
-    def lead_over(self, version: int) -> int:
-        return 1 + sum(known > version for known in self.recent_versions)
+    def oldest_trainable(self, max_staleness: int | None) -> int | None:
+        """Return the oldest version whose turns may be trained; None where there is no bound."""
+        if max_staleness is None:
+            return None
+        return self.recent_versions[max(len(self.recent_versions) - 1 - max_staleness, 0)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +175,7 @@ class Rewind:
     reason: str
 
 
-def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
+def why_held(look: Look, at: RunProgress, rule: SourceRule) -> str | Rewind | None:
     """Return why no batch may be claimed now, None where one may, or the version to go back to."""
     if look.refused:
         return (
@@ -188,32 +193,32 @@ def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
     good = _last_good(look, at)
     if good is not None and good != at.rewound_to and rule.when_failed == "go_back":
         return Rewind(version=good, reason=f"version {min(look.failed)} failed")
-    bound = _bound(rule)
+    bound, version = _bound(rule), at.recent_versions[-1]
     if bound is None:
         return None
-    if look.pinned is not None and at.lead_over(look.pinned) > bound:
+    if look.pinned is not None and at.staleness_of(look.pinned) >= bound:
         if rule.when_pinned == "train_pinned" and at.rewound_to != look.pinned:
             return Rewind(version=look.pinned, reason=f"version {look.pinned} is pinned")
         return (
-            f"version {look.pinned} is pinned and the trainer is at version {at.policy_version}: training waits until "
+            f"version {look.pinned} is pinned and the trainer is at version {version}: training waits until "
             "the pin is released or a newer version is activated (setting when_pinned)"
         )
     oldest = look.oldest_in_flight
-    if oldest is not None and at.lead_over(oldest) > bound:
+    if oldest is not None and at.staleness_of(oldest) >= bound:
         return (
-            f"open groups were sampled by version {oldest} and the trainer is at version {at.policy_version}: training "
+            f"open groups were sampled by version {oldest} and the trainer is at version {version}: training "
             f"waits for them (max_versions_in_flight={rule.max_versions_in_flight})"
         )
     return None
 
 
-def _last_good(look: Look, at: Position) -> int | None:
+def _last_good(look: Look, at: RunProgress) -> int | None:
     """Return the version before the first failed one; None if none failed, or none came before it."""
     before = [version for version in at.recent_versions if version < min(look.failed, default=0)]
     return max(before, default=None)
 
 
-def _bound(rule: PacingRule) -> int | None:
+def _bound(rule: SourceRule) -> int | None:
     """Return how many versions the next one may be ahead of what samples."""
     if rule.max_versions_in_flight is None:
         return None
@@ -323,76 +328,26 @@ def _describe_open(look: Look, rule: SourceRule) -> str:
     )
 
 
-class StopFlag:
-    """Is set once, by a signal handler or a thread, and ends waits.
+class SteadyClock:
+    """Compares the database's clock with this process's monotonic clock.
 
-    `threading.Event` is not for signal handlers: one that runs while its own thread is inside of `Event.wait` may find
-    the event's lock held, and wait for it without an end.
+    After a jump forward, as when a virtual machine resumes, all sessions look as if they had been idle for its length.
     """
 
     def __init__(self) -> None:
-        self._is_set = False
+        self._offset: float | None = None
+        self._jumped_at = -math.inf
 
-    def set(self) -> None:
-        """End all waits, now and later."""
-        self._is_set = True
+    def seconds_since_jump(self, now: datetime) -> float:
+        """Return for how long the database's clock has run evenly; infinite if no jump was seen.
 
-    def is_set(self) -> bool:
-        """Return whether waits have ended."""
-        return self._is_set
-
-    def wait(self, seconds: float) -> None:
-        """Wait so long, or until the flag is set."""
-        deadline = time.monotonic() + seconds
-        while not self._is_set and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, LOOK_SECONDS))
-
-
-def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
-    """Return what an operation on the ledger returns; repeat it while the database is not available.
-
-    Args:
-        operation: It can be repeated, also after a commit whose answer was lost.
-        stopped: Once it is set, an operation that fails is not repeated.
-
-    Raises:
-        StoreUnavailable: The database is not available, and the trainer is to stop, or a repetition fails as well.
-    """
-    pause = FIRST_PAUSE_SECONDS
-    while True:
-        try:
-            return operation()
-        except StoreUnavailable as error:
-            if stopped.is_set() or error.is_permanent:
-                raise
-            log.warning("the database is not available, trying again in %.1f s: %s", pause, error)
-            stopped.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-
-class Renewal:
-    """Renews something in the ledger from a thread until it is stopped, also while a batch takes long."""
-
-    def __init__(self, what: str, every_seconds: float, renew: Callable[[], object]) -> None:
-        self._what = what
-        self._every_seconds = every_seconds
-        self._renew = renew
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Renew it no more."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._every_seconds):
-            try:
-                self._renew()
-            except LeaseLost:
-                # The ack fails with the same error, in the thread that can act on it.
-                log.warning("%s was lost", self._what)
-                return
-            except StoreUnavailable as error:
-                log.warning("%s could not be renewed, trying again: %s", self._what, error)
+        Args:
+            now: The database's time.
+        """
+        monotonic = time.monotonic()
+        offset = now.timestamp() - monotonic
+        if self._offset is not None and abs(offset - self._offset) > JUMP_SECONDS:
+            log.warning("the database's clock jumped by %.0f s", offset - self._offset)
+            self._jumped_at = monotonic
+        self._offset = offset
+        return monotonic - self._jumped_at

@@ -1,4 +1,4 @@
-"""Off-policy training: a replay buffer over the ledger, and the workflow that samples from it.
+"""The replay buffer of off-policy training, over the ledger.
 
 The buffer holds no tokens. It is an index of groups: when each arrived, how often it was used, and the spread of its
 rewards. Each sample reads the ledger again, so late rewards count and a checkpoint stays small. Ratios are taken to
@@ -8,23 +8,16 @@ the captured behaviour logprobs, which is what corrects for old rollouts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.build import OptimizerLike, Shared, make_agent, make_evaluator, make_source, optimizer_factory
-from trainer.evaluate import Evaluator
-from trainer.ledger import ClaimedBatch, Ledger
-from trainer.model.agent import PolicyAgent
+from trainer.claims.ledger import ClaimedBatch, Ledger
 from trainer.settings import TrainerSettings
-from trainer.source import LedgerSource
-from trainer.state import State
-from trainer.train import OnPolicyWorkflow
 from turnwise.chains import Experience
 from turnwise.types import Json, name_digest
-from turnwise.types import Policy as NamedPolicy
 
 Buffer = tuple[Json, ...]
 """The index as `State.buffer` holds it."""
@@ -56,6 +49,16 @@ class ReplayBuffer:
         self._capacity = capacity
         self._min_groups = min_groups
         self._sampling: Sampling = sampling
+
+    @classmethod
+    def of(cls, ledger: Ledger, settings: TrainerSettings) -> Self:
+        """Return the buffer that the settings describe."""
+        return cls(
+            ledger,
+            capacity=settings.buffer_groups,
+            min_groups=settings.buffer_min_groups,
+            sampling=settings.buffer_sampling,
+        )
 
     def add(self, buffer: Buffer, claimed: ClaimedBatch) -> Buffer:
         """Return the buffer with a claim's groups in it; the oldest leave when it is full."""
@@ -114,60 +117,6 @@ class ReplayBuffer:
             weights = np.ones(len(entries))
         chances: npt.NDArray[np.float64] = weights / weights.sum()
         return chances
-
-
-class OffPolicyWorkflow(OnPolicyWorkflow):
-    """Moves finished groups into a buffer and trains on samples of it."""
-
-    has_buffer = True
-
-    def __init__(
-        self,
-        env: LedgerSource,
-        agent: PolicyAgent,
-        optimizer: OptimizerLike,
-        evaluator: Evaluator | None,
-        replay_buffer: ReplayBuffer,
-        config: TrainerSettings | Mapping[str, Any],
-    ) -> None:
-        super().__init__(env, agent, optimizer, evaluator, config)
-        self.replay_buffer = replay_buffer
-
-    @classmethod
-    def _build(cls, settings: TrainerSettings, policy: NamedPolicy | None, shared: Shared | None) -> Self:
-        source = make_source(settings, policy, shared)
-        buffer = ReplayBuffer(
-            source,
-            capacity=settings.buffer_groups,
-            min_groups=settings.buffer_min_groups,
-            sampling=settings.buffer_sampling,
-        )
-        return cls(
-            source,
-            make_agent(settings, shared),
-            optimizer_factory(settings),
-            make_evaluator(settings, source),
-            buffer,
-            settings,
-        )
-
-    def step(self, state: State) -> tuple[Json, State]:
-        """Move finished groups into the buffer; once it holds enough, train on a sample of it.
-
-        The arrivals' claim is acked with the update, so each group enters the buffer exactly once. A sampled group
-        that left the ledger's claims long ago is only read again.
-        """
-        claimed, state = self._next_batch(state)
-        if claimed is None:
-            return {}, state
-        state = dataclasses.replace(state, buffer=self.replay_buffer.add(state.buffer, claimed))
-        if not self.replay_buffer.can_sample(state.buffer):
-            metrics = {"num_buffered_groups": len(state.buffer)}
-            return self.commits.finish_untrained(state, claimed, metrics, None)
-        pks, buffer = self.replay_buffer.sample(state.buffer, self.config.groups_per_batch, state.rng())
-        state = dataclasses.replace(state, buffer=buffer)
-        sampled = self.replay_buffer.read(buffer, pks)
-        return self._train(state, dataclasses.replace(claimed, experiences=sampled))
 
 
 def _as_json(entries: Sequence[Entry]) -> Buffer:

@@ -1,0 +1,1 @@
+"""What stops a group, a version or the training: another engine's logprobs, a worse policy, a hacked reward."""

@@ -1,0 +1,1 @@
+"""From the database to a batch: which groups are taken, when, and until when they are held."""

@@ -1,0 +1,123 @@
+"""The names of EvoRL for `Training`: workflows of an environment and an agent, compiled and sharded by `enable_*`.
+
+The environment is the claims of a ledger, and the agent is the policy with its loss.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, Self
+
+from trainer.build import Parts, make_parts
+from trainer.claims.claims import Claims
+from trainer.evaluate import Evaluator
+from trainer.model.agent import PolicyAgent
+from trainer.replay import ReplayBuffer
+from trainer.settings import TrainerSettings
+from trainer.train import Training
+from trainer.versions.state import OptimizerLike
+
+Config = TrainerSettings | Mapping[str, Any]
+"""The trainer's settings, or a mapping of them, which may be an omegaconf `DictConfig`."""
+
+
+class RLWorkflow(Training, abc.ABC):
+    """What every workflow is: five parts, a `State`, and the loop over `step`."""
+
+    has_buffer = False
+    """Whether claimed groups go into a replay buffer, from which batches are sampled."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the workflow's name for logs."""
+        return cls.__name__
+
+    @classmethod
+    def build_from_config(cls, config: Config, enable_multi_devices: bool = False, enable_jit: bool = True) -> Self:
+        """Return a workflow over the ledger that the config names."""
+        settings = as_settings(config)
+        workflow = cls._of(make_parts(settings, has_buffer=cls.has_buffer), settings)
+        if enable_multi_devices:
+            workflow.enable_multi_devices()
+        if enable_jit:
+            workflow.enable_jit()
+        return workflow
+
+    @classmethod
+    @abc.abstractmethod
+    def _of(cls, parts: Parts, settings: TrainerSettings) -> Self: ...
+
+    @property
+    def env(self) -> Claims:
+        return self.claims
+
+    @property
+    def agent(self) -> PolicyAgent:
+        return self.learner
+
+    @property
+    def config(self) -> TrainerSettings:
+        return self.settings
+
+    def enable_jit(self) -> None:
+        """Compile this instance's layers with `torch.compile`; before `setup`."""
+        self.compile()
+
+    def enable_multi_devices(self) -> None:
+        """Train with all processes that `torchrun` started; before `setup`."""
+        self.divide()
+
+    def enable_shmap(self, axis_name: str) -> None:
+        """Shard over a mesh of this axis; before `setup`."""
+        self.learner.shard(axis_name)
+
+
+class OnPolicyWorkflow(RLWorkflow):
+    """Claims rewarded groups, trains on them, publishes a version, and acknowledges them."""
+
+    def __init__(
+        self, env: Claims, agent: PolicyAgent, optimizer: OptimizerLike, evaluator: Evaluator | None, config: Config
+    ) -> None:
+        parts = Parts(claims=env, learner=agent, optimizer=optimizer, evaluator=evaluator)
+        super().__init__(parts, as_settings(config))
+
+    @classmethod
+    def _of(cls, parts: Parts, settings: TrainerSettings) -> Self:
+        return cls(parts.claims, parts.learner, parts.optimizer, parts.evaluator, settings)
+
+
+class OffPolicyWorkflow(RLWorkflow):
+    """Moves finished groups into a buffer and trains on samples of it."""
+
+    has_buffer = True
+
+    def __init__(
+        self,
+        env: Claims,
+        agent: PolicyAgent,
+        optimizer: OptimizerLike,
+        evaluator: Evaluator | None,
+        replay_buffer: ReplayBuffer,
+        config: Config,
+    ) -> None:
+        parts = Parts(claims=env, learner=agent, optimizer=optimizer, evaluator=evaluator, buffer=replay_buffer)
+        super().__init__(parts, as_settings(config))
+        self.replay_buffer = replay_buffer
+
+    @classmethod
+    def _of(cls, parts: Parts, settings: TrainerSettings) -> Self:
+        assert parts.buffer is not None, "an off-policy workflow is made with a buffer"
+        return cls(parts.claims, parts.learner, parts.optimizer, parts.evaluator, parts.buffer, settings)
+
+
+def as_settings(config: Config) -> TrainerSettings:
+    """Return the settings for a mapping."""
+    if isinstance(config, TrainerSettings):
+        return config
+    plain: Mapping[str, Any] = config
+    if type(config).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+
+        plain = OmegaConf.to_container(config, resolve=True)
+    return TrainerSettings(**{str(key): value for key, value in plain.items()})
