@@ -185,7 +185,10 @@ class Services:
                 await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
                 await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
                 await self._prune()
+                has_deleted = self.writer.has_deleted.is_set()
                 await self.writer.sweep()
+                if has_deleted:
+                    await asyncio.to_thread(self.database.truncate_log)
             except TurnwiseError as error:
                 self.metrics.background_errors.labels("sweep").inc()
                 log.warning("could not record uses of keys, expire sessions and delete old data, will retry: %s", error)

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import io
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +120,23 @@ def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = froze
     )
 
 
+def as_root(path: Sequence[Turn]) -> Turn:
+    """Return the last turn of a path from a root on with its whole prompt, as if it extended no other turn."""
+    *before, turn = path
+    parts = [part for each in before for part in (each.prompt_delta, each.token_ids)]
+    prompt = np.concatenate([*parts, turn.prompt_delta])
+    routing = _routing(path, prompt.size + turn.token_ids.size)
+    return dataclasses.replace(
+        turn,
+        parent_turn_id=None,
+        messages=[message for each in before for message in (*each.messages, each.response)] + turn.messages,
+        tools=path[0].tools,
+        prompt_delta=prompt,
+        prompt_length=prompt.size,
+        routed_experts=None if routing is None else _saved(routing[:-1]),
+    )
+
+
 class RoutingProblem(enum.StrEnum):
     """Why an engine's routing of a call cannot be stored."""
 
@@ -155,9 +173,12 @@ def pack_routing(encoded: str | bytes, start: int, num_tokens: int) -> bytes | R
     first = max(start - 1, 0)
     if len(found) not in (num_tokens - 1, num_tokens - 1 - first):
         return RoutingProblem.WRONG_LENGTH
-    own = found[len(found) - (num_tokens - 1 - first) :]
+    return _saved(found[len(found) - (num_tokens - 1 - first) :])
+
+
+def _saved(array: npt.NDArray[Any]) -> bytes:
     with io.BytesIO() as stored:
-        np.save(stored, own, allow_pickle=False)
+        np.save(stored, array, allow_pickle=False)
         return stored.getvalue()
 
 

@@ -7,6 +7,7 @@ becomes a group of sessions that SFT and DPO train, see `turnwise.store.feedback
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -15,23 +16,25 @@ from pydantic import Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.dialects.base import template_arguments
-from proxy.routes.checked_route import Body, CheckedRoute, Id, Number, RewardValue, Text
+from proxy.routes.checked_route import Body, CheckedRoute, Id, RewardValue, Text
 from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
 from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.settings import FeedbackRewards
-from turnwise.chains import is_trainable
+from turnwise.chains import as_root, is_trainable
 from turnwise.errors import InvalidRequest
 from turnwise.store import feedback, selection, sessions, turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.types import Feedback, FeedbackKind, Json, Session
+from turnwise.types import Feedback, FeedbackKind, Json, Session, Turn
 
 MAX_COMMENT = 10_000
 MAX_REPLY = 200_000
 """Most characters of a comment, and of an edited reply."""
 MAX_OVER = 16
 """Most replies that one is preferred to."""
+MAX_GROUP_TOKENS = 2**20
+"""Most tokens of all sessions that a demonstration makes, which are stored in one transaction."""
 MAX_HINT = 32_768
 """Most tokens of a correction with what follows it in its turn's prompt; one of more is stored and not trained."""
 BETTER_REPLY = "This would be a better reply:\n\n{}"
@@ -54,7 +57,7 @@ class NewFeedback(Body):
     name: Id = "feedback"
     """For thumbs and ratings the name of the reward. Feedback of the same target, kind and name replaces the earlier
     one, so feedback of several people needs several names."""
-    scale: tuple[Number, Number] | None = None
+    scale: tuple[RewardValue, RewardValue] | None = None
     """The lowest and the highest rating, such as [1, 5]: they count as a thumb down and a thumb up."""
     over: Annotated[list[Id], Field(max_length=MAX_OVER)] = Field(default=[])
     """Turns with other replies to the same prompt, which the demonstration was preferred to."""
@@ -106,10 +109,10 @@ async def post_feedback(
     """
     template = services.sessions.template
     given, group = await services.database.fetch(_feedback, template, principal, wanted)
-    for one in group:
-        is_written = one.written is not None
-        await services.sessions.cache.fork(one.session, one.turn_id, before=is_written, is_sampled_here=not is_written)
-    await services.writer.do(
+    is_charged = services.budgets.are_set or principal.has_budget
+    if group and is_charged:
+        await services.budgets.check(principal)
+    stored = await services.writer.do(
         feedback.add,
         given,
         reward=_reward(wanted, services.settings.feedback_rewards),
@@ -118,9 +121,9 @@ async def post_feedback(
         body_digest=body_digest(await request.body()),
         retrain=services.settings.retrain_revised,
     )
-    for one in group:
-        services.forget_session(one.session.tenant, one.session.session_id)
-    return answer(_feedback_json(given))
+    if is_charged and stored.group_id == given.group_id:
+        services.budgets.charge(principal, _num_tokens(group))
+    return answer(_feedback_json(stored))
 
 
 @router.get("/feedback", responses=describe_answer("FeedbackPage"))
@@ -161,7 +164,7 @@ def _feedback(
     )
     group: list[feedback.Member] = []
     if given.kind is FeedbackKind.DEMONSTRATION:
-        given = dataclasses.replace(given, group_id=feedback.group_of(given))
+        given = dataclasses.replace(given, group_id=feedback.new_group_id())
         group = _group(connection, template, principal, given, original)
     if isinstance(wanted.value, str) and (hint := _hint(connection, template, given)) is not None:
         given = dataclasses.replace(given, content=content | {"hint": hint})
@@ -189,56 +192,65 @@ def _group(
     Raises:
         NotFound: this tenant has no turn of `over`.
         Forbidden: the caller's key is for another session than one of these turns.
-        InvalidRequest: the replies are to different prompts, or a written one cannot be tokenised.
+        InvalidRequest: the replies are to different prompts, a written one cannot be tokenised, a reply is chosen over
+            itself, or the group is too large.
     """
-    views = [
-        turns.read_turn(connection, given.tenant, turn_id, whole_prompt=True)
-        for turn_id in (given.turn_id, *dict.fromkeys(given.content.get("over", ())))
-    ]
-    prompt = views[0].prompt_token_ids
-    for view in views[1:]:
-        principal.require_session(view.turn.session_id)
-        if not np.array_equal(view.prompt_token_ids, prompt):
+    over = given.content.get("over", ())
+    if given.turn_id in over:
+        raise InvalidRequest(f"turn {given.turn_id!r} cannot be preferred to itself; leave it out", param="over")
+    paths = [turns.turns_to(connection, turn_id, given.tenant)[1] for turn_id in (given.turn_id, *dict.fromkeys(over))]
+    asked = [as_root(path) for path in paths]
+    for turn in asked[1:]:
+        principal.require_session(turn.session_id)
+        if not np.array_equal(turn.prompt_delta, asked[0].prompt_delta):
             raise InvalidRequest(
-                f"turn {view.turn.turn_id!r} replies to another prompt than turn {given.turn_id!r}; give turns that "
-                "were sampled from the same one",
+                f"turn {turn.turn_id!r} replies to another prompt than turn {given.turn_id!r}; give turns that were "
+                "sampled from the same one",
                 param="over",
             )
     text: str | None = given.content["value"]
-    if text is None and not is_trainable(views[0].turn):
+    if text is None and not is_trainable(asked[0]):
         raise InvalidRequest(f"turn {given.turn_id!r} has no reply that was captured exactly", param="turn_id")
-    token_ids = None if text is None else np.array(_reply_ids(template, views[0], text), np.int32)
-    others = [view.turn for view in (views[1:] if text is None else views) if is_trainable(view.turn)]
-    size = 1 + len(others)
-    better = feedback.Member(
-        session=feedback.member(given, original, 0, size),
-        turn_id=given.turn_id,
-        reward=1.0,
-        written=text,
-        token_ids=token_ids,
-    )
-    worse = [
-        feedback.Member(session=feedback.member(given, original, number, size), turn_id=turn.turn_id, reward=0.0)
-        for number, turn in enumerate(others, start=1)
+    token_ids = asked[0].token_ids if text is None else np.array(_reply_ids(template, asked[0], text), np.int32)
+    others = [
+        path
+        for path, turn in zip(paths, asked, strict=True)
+        # No reply is preferred to another one with the same tokens.
+        if is_trainable(turn) and not np.array_equal(turn.token_ids, token_ids)
     ]
-    return [better, *worse]
+    size = 1 + len(others)
+    better = feedback.sampled(paths[0], given, original, 0, size)
+    if text is not None:
+        better = feedback.written(better, text, token_ids)
+    group = [better, *(feedback.sampled(path, given, original, 1 + at, size) for at, path in enumerate(others))]
+    if _num_tokens(group) > MAX_GROUP_TOKENS:
+        raise InvalidRequest(
+            f"the demonstration would store {_num_tokens(group)} tokens, and the limit is {MAX_GROUP_TOKENS}; name "
+            "fewer turns in `over`",
+            param="over",
+        )
+    return group
 
 
-def _reply_ids(template: ChatTemplate | None, view: TurnView, text: str) -> list[int]:
+def _num_tokens(group: Sequence[feedback.Member]) -> int:
+    return sum(one.turn.prompt_length + int(one.turn.token_ids.size) for one in group)
+
+
+def _reply_ids(template: ChatTemplate | None, turn: Turn, text: str) -> list[int]:
     """Return the tokens of a written reply to a turn's prompt.
 
     Raises:
         InvalidRequest: the proxy has no tokenizer, or the template does not render the reply.
     """
-    if template is None or not view.messages:
+    if template is None or not turn.messages:
         reason = "the proxy has no tokenizer" if template is None else "its prompt is not a conversation"
     else:
         try:
-            return template.reply_ids(view.messages, text, view.tools, template_arguments(view.turn.sampling))
+            return template.reply_ids(turn.messages, text, turn.tools, template_arguments(turn.sampling))
         except Unsafe:
             reason = "the chat template does not render it after its own generation prompt"
     raise InvalidRequest(
-        f"the edited reply to turn {view.turn.turn_id!r} cannot be tokenised: {reason}; send it as kind `comment`",
+        f"the edited reply to turn {turn.turn_id!r} cannot be tokenised: {reason}; send it as kind `comment`",
         param="value",
     )
 

@@ -50,19 +50,16 @@ class PolicyRoute(CheckedRoute):
 
         Raises:
             Unauthorized: no key, or one that is unknown, expired or revoked.
-            Forbidden: the key's role does not allow it, or the version is of the default policy, or unknown, and the
-                model belongs to another tenant. The route finds no version of another tenant's policy.
+            Forbidden: the key's role does not allow it, or the version is of the default policy and the model belongs
+                to another tenant. The route finds no version of another tenant's policy, as if there were none.
         """
         principal, services = await caller(request), services_of(request)
         version: str | None = request.path_params.get("version")
-        if version is None:
+        if version is None or not re.fullmatch(r"[0-9]{1,9}", version):
             return
-        policy_id = DEFAULT_POLICY
-        if re.fullmatch(r"[0-9]{1,9}", version):
-            with contextlib.suppress(NotFound):
-                policy_id = (await services.database.fetch(versions.get_version, int(version))).policy_id
-        if policy_id == DEFAULT_POLICY:
-            await _check_owner(services, principal)
+        with contextlib.suppress(NotFound):
+            if (await services.database.fetch(versions.get_version, int(version))).policy_id == DEFAULT_POLICY:
+                await _check_owner(services, principal)
 
 
 router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["policies"])

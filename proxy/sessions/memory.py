@@ -216,15 +216,14 @@ class SessionCache(LiveSessions):
             self.put(LiveSession(stored))
         return stored
 
-    async def fork(self, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False) -> Session:
+    async def fork(self, session: Session, turn_id: str, *, before: bool) -> Session:
         """Store `session` with copies of a turn and its ancestors, in short transactions; see `store.forks`."""
         path, num_copied = await self._database.fetch(forks.read_path, session, turn_id, before=before)
         root_id = path[0] if path else None
-        sampled_here = turn_id if is_sampled_here else None
         while True:
             some = path[num_copied : num_copied + forks.SLICE_TURNS]
             async with self._writer.slices:
-                stored, num_more = await self._writer.do(forks.copy_turns, session, root_id, some, sampled_here)
+                stored, num_more = await self._writer.do(forks.copy_turns, session, root_id, some)
             num_copied += num_more
             if num_copied == len(path):
                 self.drop((session.tenant, session.session_id))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
 from support.proxies import RunningProxy, StartProxy
-from turnwise_fake_engine import RunningFakeEngine
+from support.waiting import wait_until
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 from trainer.algorithms.correction import hinted_prompt
 from trainer.algorithms.dpo import DPO
@@ -17,8 +21,10 @@ from trainer.batch.selection import SelectionRule, offer
 from turnwise.chains import HINTS
 from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import claims, experiences, groups
+from turnwise.store import claims, experiences, groups, retention
 from turnwise.store.database import Database
+from turnwise.store.selection import SessionFilter
+from turnwise.types import utc_now
 
 ASKED = [{"role": "user", "content": "Where is Kim?"}]
 
@@ -162,6 +168,101 @@ def test_a_comment_or_an_edited_reply_is_put_into_the_prompt_of_its_turn(
     database.close()
 
 
+def test_edits_in_quick_succession_replace_each_other_and_leave_one_group(proxy: RunningProxy) -> None:
+    """Also back to an earlier text, whose first sessions are deleted and not swept yet, and several at once."""
+    database = Database(proxy.database_url)
+    with Client(proxy.url) as client:
+        turn_id = call(client.create_session(session_id="s").base_url)["id"]
+        for text in ("In Rome.", "In Oslo.", "In Rome."):
+            said = client.feedback("demonstration", text, turn_id=turn_id)
+            (pair,) = feedback_groups(database)
+            assert {each.group_id for each in pair} == {said["group_id"]}
+        body = {"turn_id": turn_id, "kind": "demonstration"}
+        with ThreadPoolExecutor(8) as threads:
+            texts = [f"In Rome, {number}." for number in range(8)]
+            answers = threads.map(
+                lambda text: httpx2.post(f"{proxy.v1}/feedback", json={**body, "value": text}, timeout=60), texts
+            )
+            assert [answer.status_code for answer in answers] == [200] * 8
+        assert len(list(client.sessions())) == 3, "the session, and the pair of the last edit"
+        key = {"Idempotency-Key": "once"}
+        for text, status in (("In Rome.", 200), ("In Oslo.", 409)):
+            answer = httpx2.post(f"{proxy.v1}/feedback", json={**body, "value": text}, headers=key)
+            assert answer.status_code == status
+        (pair,) = feedback_groups(database)
+        assert len(list(client.sessions())) == 3, "nothing is left of the request that was refused"
+        httpx2.delete(f"{proxy.v1}/sessions/s").raise_for_status()
+        assert list(client.sessions()) == []
+    database.close()
+
+
+def test_edits_count_against_the_token_budget_of_the_key(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+) -> None:
+    """An edit stores the prompt twice, with the sampled reply and with the written one."""
+    proxy = start_proxy(fake_engine.url, "--key-token-budget", "100000")
+
+    def used() -> int:
+        return httpx2.get(f"{proxy.v1}/budget").raise_for_status().json()["key"]["tokens_used"]
+
+    with Client(proxy.url) as client:
+        reply = call(client.create_session(session_id="s").base_url)
+        before = used()
+        client.feedback("demonstration", "In Rome.", turn_id=reply["id"])
+        added = used() - before
+        assert added > 2 * len(reply["prompt_token_ids"]) + len(reply["choices"][0]["token_ids"])
+        client.feedback("demonstration", "In Rome.", turn_id=reply["id"])
+        assert used() == before + added, "the same edit again stores nothing"
+
+
+@pytest.mark.parametrize("way", ["forget", "delete", "prune"])
+def test_nothing_that_a_deleted_person_said_is_left_in_the_database_file(
+    way: str, fake_engine: RunningFakeEngine, proxy: RunningProxy
+) -> None:
+    """The person's session was edited, preferred to, forked in the names of others, and named later."""
+    database, (question, reply, edit) = Database(proxy.database_url), ("Zanzibar", "Quillabamba", "Ouagadougou")
+    fake_engine.answer(Rule(reply=Reply(text=reply), count=1))
+    asked = [{"role": "user", "content": "Where is it?"}]
+    with Client(proxy.url) as client:
+        kim = client.create_session(session_id="kim", user_id="unknown")
+        first = call(kim.base_url, asked)
+        fake_engine.answer(Rule(reply=Reply(text="Elsewhere.")))
+        other = call(client.create_session(session_id="lee", user_id="lee").base_url, asked)
+        client.feedback("demonstration", turn_id=other["id"], over=[first["id"]])
+        told = [*asked, {"role": "assistant", "content": reply}, {"role": "user", "content": question}]
+        second = call(kim.base_url, told)
+        said = client.feedback("demonstration", edit, turn_id=second["id"])
+        client.feedback("demonstration", f"Not {edit}", turn_id=f"{said['group_id']}-1-t0")
+        client.create_session(session_id="kim", user_id="kim")
+        if way == "forget":
+            fork = client.fork(second["id"], user_id="lee")
+            client.fork(next(iter(client.turns(fork.session_id)))["turn_id"], user_id="ada")
+        kim.end()
+    path = Path(proxy.database_url.removeprefix("sqlite:///"))
+
+    def words_in_files() -> list[str]:
+        stored = b"".join(file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
+        return [word for word in (question, reply, edit) if word.encode() in stored]
+
+    assert words_in_files() == [question, reply, edit]
+    if way == "delete":
+        httpx2.delete(f"{proxy.v1}/sessions/kim").raise_for_status()
+    elif way == "forget":
+        of_kim = SessionFilter(tenant="default", user_id="kim")
+        retention.delete_all(database, lambda conn: retention.delete_sessions(conn, of_kim))
+    else:
+        retention.delete_all(database, lambda conn: retention.prune(conn, utc_now() + timedelta(hours=1)))
+
+    def is_gone() -> bool:
+        database.truncate_log()
+        return not words_in_files()
+
+    wait_until(is_gone, "the deletion of all rows")
+    with Client(proxy.url) as client:
+        assert "lee" in {each["session_id"] for each in client.sessions()}
+    database.close()
+
+
 def test_a_reply_that_was_chosen_among_several_is_preferred_to_the_others(proxy: RunningProxy) -> None:
     database = Database(proxy.database_url)
     with Client(proxy.url) as client:
@@ -172,6 +273,10 @@ def test_a_reply_that_was_chosen_among_several_is_preferred_to_the_others(proxy:
             client.feedback("demonstration", turn_id=first, over=[other])
         with pytest.raises(InvalidRequest, match="is the text of a better reply; left out"):
             client.feedback("demonstration", turn_id=first)
+        with pytest.raises(InvalidRequest, match=f"turn '{first}' cannot be preferred to itself"):
+            client.feedback("demonstration", turn_id=first, over=[first])
+        with pytest.raises(InvalidRequest, match=r"scale.0.*greater than or equal to -1000000"):
+            client.feedback("float", 0, turn_id=first, scale=(-1.7e308, 1.7e308))
         client.feedback("demonstration", turn_id=f"{first}#1", over=[first])
         (pair,) = feedback_groups(database)
         rewards = {each.turn_ids[0]: each.reward for each in pair}

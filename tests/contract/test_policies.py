@@ -254,6 +254,12 @@ def test_another_tenants_policy_does_not_exist(world: World) -> None:
         "bind": world.http["admin-b"].post("/v1/keys", json={"policy": "support"}),
     }
     assert {what: reply.status_code for what, reply in refused.items()} == dict.fromkeys(refused, 404)
+    of_none = world.http["admin-b"].post(f"/v1/policies/{version + 1}/activate", json={})
+    told = [
+        reply.json()["error"]["message"].replace(str(number), "N")
+        for reply, number in ((refused["pin"], version), (of_none, version + 1))
+    ]
+    assert (of_none.status_code, len(set(told))) == (404, 1), told
     world.add_policy("b", "own")
     for stolen in ({"name": "thief", "path": path}, {"path": path, "kind": "lora", "policy": "own"}):
         reply = world.http["admin-b"].post("/v1/policies", json=stolen)

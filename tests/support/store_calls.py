@@ -214,14 +214,10 @@ def _feedback(conn: sa.Connection, text: str) -> None:
     edit = Feedback(
         session_id="s", tenant="t", turn_id="t-s-t2", kind=FeedbackKind.DEMONSTRATION, content={"value": text}
     )
-    edit = dataclasses.replace(edit, group_id=feedback.group_of(edit))
-    session = feedback.member(edit, _session("s"), 0, 1)
-    path, _ = forks.read_path(conn, session, "t-s-t2", before=True)
-    forks.copy_turns(conn, session, path[0], path)
-    written = feedback.Member(
-        session=session, turn_id="t-s-t2", reward=1.0, written=text, token_ids=np.array([1], np.int32)
-    )
-    feedback.add(conn, edit, group=[written])
+    edit = dataclasses.replace(edit, group_id=feedback.new_group_id())
+    _, path = turns.turns_to(conn, "t-s-t2", "t")
+    member = feedback.sampled(path, edit, _session("s"), 0, 1)
+    feedback.add(conn, edit, group=[feedback.written(member, text, np.array([1], np.int32))])
 
 
 def changed(conn: sa.Connection, change: groups.Change) -> list[str]:

@@ -9,12 +9,23 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import DELETED, feedback, groups, rewards, session_labels, sessions, trained_sessions, turns
+from turnwise.store.schema import (
+    DELETED,
+    feedback,
+    groups,
+    rewards,
+    session_copies,
+    session_labels,
+    sessions,
+    trained_sessions,
+    turns,
+)
 from turnwise.store.statements import insert_ignoring, insert_new_rows, is_among, last_assigned
 from turnwise.types import SessionStatus
 
 Row = Mapping[str, Any]
-OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels)
+
+OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies)
 """Tables with rows of sessions, besides their own."""
 TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}
 """All archived tables, by name."""

@@ -280,7 +280,7 @@ def ack(
         policy: The version that the update made, if it is to be served.
         refused: Groups that were not trained, with the reason; they are dropped.
         trained: The sessions that were trained, with the advantages of their turns.
-        state: What the batch left in the trainer that no checkpoint holds, as `trainer_status.keep_state` takes it.
+        state: What the batch left in the trainer that no checkpoint holds, as `processes.keep_state` takes it.
 
     Returns:
         False if this trainer has committed the same update before; then nothing is written.

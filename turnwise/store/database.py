@@ -256,6 +256,17 @@ class Database:
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._engine.dispose()
 
+    def truncate_log(self) -> None:
+        """Empty SQLite's write-ahead log, which holds earlier contents of the file, unless others are using it now."""
+        if self.dialect != "sqlite":
+            return
+        with attributed(), contextlib.closing(self._engine.raw_connection()) as pooled:
+            driver: Any = pooled.driver_connection
+            driver.execute("PRAGMA busy_timeout=0")
+            with contextlib.suppress(sqlite3.OperationalError):
+                driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            driver.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_seconds * 1000)}")
+
     @contextlib.contextmanager
     def _serialised(self) -> Iterator[None]:
         if self._write_lock is None:
@@ -383,7 +394,8 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
             if error.sqlite_errorname.startswith(_NO_FILE):
                 error.args = (f"{error}: {url.database!r}, which this process must read and write, with its directory",)
             raise
-        for pragma in ("synchronous=FULL", "foreign_keys=ON"):
+        # With `secure_delete` the file holds nothing of what was deleted.
+        for pragma in ("synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
             connection.execute(f"PRAGMA {pragma}")
         return connection
 

@@ -1,6 +1,6 @@
 """Feedback of people: what they said is stored as they said it, and what can be trained of it follows from it.
 
-A thumb or a rating is also a line of the reward ledger. A demonstration makes a group of sessions like those of an
+A thumb or a rating is also a line of the reward  A demonstration makes a group of sessions like those of an
 import: one with the better reply and a reward of 1, and for each reply that it was preferred to one with a reward of 0.
 So SFT imitates the better reply and DPO trains the pair, and reinforcement learning leaves the group alone.
 """
@@ -8,24 +8,27 @@ So SFT imitates the better reply and DPO trains the pair, and reinforcement lear
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Sequence
-from hashlib import blake2b
 
+import numpy as np
 import sqlalchemy as sa
 
-from turnwise.chains import IMPORTED
-from turnwise.errors import InvalidRequest
+from turnwise import chains
+from turnwise.errors import InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import forks, retention, rows
 from turnwise.store.rewards import add_rewards, claim_key
-from turnwise.store.schema import feedback, sessions
-from turnwise.store.selection import SessionFilter, session_row
-from turnwise.store.sessions import end_session
+from turnwise.store.schema import feedback, session_copies, sessions
+from turnwise.store.selection import SessionFilter, lock_sessions, session_row, sessions_of_turns
+from turnwise.store.sessions import create_sessions, end_session
 from turnwise.store.statements import insert_rows
-from turnwise.store.turns import append_turns, turn_by_id
+from turnwise.store.turns import append_turns
 from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Outcome, Reward, Session, TokenIds, Turn
 
 MAX_FEEDBACK = 1000
 """Most feedback of one session."""
+MAX_COPIES = 1000
+"""Most sessions that the demonstrations of one session make."""
 RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
 CORRECTION = "correction"
 """Name of the reward of a comment or an edited reply, where `feedback_rewards` gives them one."""
@@ -35,27 +38,32 @@ NO_POLICY = -1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A session of a demonstration's group."""
+    """A session of a demonstration's group. Its only turn has the whole prompt of a turn of another session."""
 
     session: Session
-    turn_id: str
-    """The turn whose prompt it has, and unless the reply is written its reply."""
+    turn: Turn
     reward: float
-    written: str | None = None
-    """The reply as a person wrote it; None for one that was sampled."""
-    token_ids: TokenIds | None = None
-    """The written reply's tokens."""
+    source: str
+    """Id of the session whose turn is copied."""
+    copied: str
+    """Id of that turn."""
 
 
-def group_of(given: Feedback) -> str:
-    """Return the id of a demonstration's group: the same for the same demonstration, so that a retry finds it."""
-    named = (given.tenant, given.turn_id, given.name, rows.dump(given.content))
-    return f"{FEEDBACK}-{blake2b(chr(0).join(named).encode(), digest_size=16).hexdigest()}"
+def new_group_id() -> str:
+    return f"{FEEDBACK}-{uuid.uuid4().hex}"
 
 
-def member(given: Feedback, original: Session, number: int, size: int) -> Session:
-    """Return a session of a demonstration's group; number 0 has the better reply."""
-    return Session(
+def sampled(path: Sequence[Turn], given: Feedback, original: Session, number: int, size: int) -> Member:
+    """Return a member with the reply that was sampled; number 0 has the better reply.
+
+    Args:
+        path: The turns from the root of a chain to the turn that is copied, inclusive.
+        given: The feedback.
+        original: The session that the feedback is about.
+        number: Of the member.
+        size: Number of members.
+    """
+    session = Session(
         session_id=f"{given.group_id}-{number}",
         tenant=given.tenant,
         task_id=original.task_id,
@@ -68,6 +76,29 @@ def member(given: Feedback, original: Session, number: int, size: int) -> Sessio
         metadata={FEEDBACK: {"session_id": given.session_id, "turn_id": given.turn_id}},
         opened_by=IMPORT,
     )
+    turn_id = f"{session.session_id}-t0"
+    turn = forks.copy_of(chains.as_root(path), session, turn_id=turn_id, chain_id=turn_id)
+    return Member(
+        session=session, turn=turn, reward=0.0 if number else 1.0, source=path[-1].session_id, copied=path[-1].turn_id
+    )
+
+
+def written(member: Member, text: str, token_ids: TokenIds) -> Member:
+    """Return the member with a reply that a person wrote, which no policy sampled."""
+    turn = dataclasses.replace(
+        member.turn,
+        sampling={},
+        response={"role": "assistant", "content": text},
+        token_ids=token_ids,
+        logprobs=np.empty(0, np.float32),
+        finish_reason="stop",
+        outcome=Outcome.UNTRAINABLE,
+        reason=chains.IMPORTED,
+        policy_version_first=NO_POLICY,
+        policy_version_last=NO_POLICY,
+        routed_experts=None,
+    )
+    return dataclasses.replace(member, turn=turn)
 
 
 def add(
@@ -79,29 +110,39 @@ def add(
     idempotency_key: str | None = None,
     body_digest: bytes = b"",
     retrain: bool = False,
-) -> None:
-    """Store feedback in place of an earlier one of the same target, kind and name.
+) -> Feedback:
+    """Store feedback in place of an earlier one of the same target, kind and name; return what is in force.
+
+    A demonstration's sessions are stored in the same transaction, so none is left of feedback that is refused. The same
+    demonstration again keeps its sessions, which may have been trained.
 
     Args:
         conn: A transaction of `Database.write`.
         given: The feedback.
         reward: Its value in the reward ledger; None writes no reward.
-        group: A demonstration's sessions, which exist already and hold copies of the original's turns.
+        group: A demonstration's sessions.
         idempotency_key: A replay with the same key and session writes nothing.
         body_digest: Digest of the request's body, as for rewards.
         retrain: Whether a trained session becomes ready again, to be trained with the new reward.
 
     Raises:
-        NotFound: no such session or turn.
-        InvalidRequest: the session has `MAX_FEEDBACK` others.
+        NotFound: no such session, or no such turn.
+        InvalidRequest: the session has `MAX_FEEDBACK` others, or `MAX_COPIES` sessions were made of it.
         Conflict: the key was used with another body.
     """
-    session_pk = session_row(conn, given.tenant, given.session_id, lock=True).session_pk
+    named = {given.session_id, *(one.source for one in group)}
+    locked = lock_sessions(conn, {(given.tenant, session_id) for session_id in named})
+    (session_pk,) = (row.session_pk for row in locked if row.session_id == given.session_id)
+    earlier = _earlier(conn, given, session_pk)
     if idempotency_key is not None:
         known = claim_key(conn, given.tenant, given.session_id, idempotency_key, body_digest)
         if known is not None:
-            return
-    earlier = _replaced(conn, given, session_pk)
+            return given if earlier is None else earlier
+    is_same = earlier is not None and earlier.content == given.content
+    if earlier is not None and is_same:
+        given = dataclasses.replace(given, group_id=earlier.group_id)
+    conn.execute(sa.delete(feedback).where(_is_same(given, session_pk)))
+    _check_number(conn, given, session_pk)
     insert_rows(conn, feedback, [rows.FEEDBACK.row(given, session_pk=session_pk)])
     if reward is not None:
         line = Reward(
@@ -114,11 +155,16 @@ def add(
             written_by=given.written_by,
         )
         add_rewards(conn, [line], retrain=retrain)
-    if earlier is not None and earlier != given.group_id:
-        retention.delete_sessions(conn, SessionFilter(tenant=given.tenant, group_id=earlier))
-    if earlier != given.group_id:
-        for one in group:
-            _finish(conn, one)
+    if group and not is_same:
+        if earlier is not None:
+            of_earlier = SessionFilter(tenant=given.tenant, group_id=earlier.group_id)
+            while retention.delete_sessions(conn, of_earlier).has_more:
+                pass
+        _store(conn, given, group)
+    return given
+
+
+_WITH_SESSION = sa.select(feedback, sessions.c.session_id, sessions.c.tenant).join_from(feedback, sessions)
 
 
 def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedback]:
@@ -128,60 +174,49 @@ def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedb
         NotFound: no such session.
     """
     session_pk = session_row(conn, tenant, session_id).session_pk
-    found = sa.select(feedback, sessions.c.session_id, sessions.c.tenant).join_from(feedback, sessions)
-    own = found.where(feedback.c.session_pk == session_pk).order_by(feedback.c.created_at)
+    own = _WITH_SESSION.where(feedback.c.session_pk == session_pk).order_by(feedback.c.created_at)
     return [rows.FEEDBACK.record(row) for row in conn.execute(own)]
 
 
-def _replaced(conn: sa.Connection, given: Feedback, session_pk: int) -> str | None:
-    """Remove the feedback that this one replaces; return the group that it made."""
-    own = feedback.c.session_pk == session_pk
-    same = sa.and_(
-        own,
-        feedback.c.turn_id == given.turn_id,
-        feedback.c.kind == given.kind.value,
-        feedback.c.name == given.name,
-    )
-    earlier = conn.execute(sa.delete(feedback).where(same).returning(feedback.c.group_id)).scalar_one_or_none()
-    if conn.execute(sa.select(sa.func.count()).where(own)).scalar_one() >= MAX_FEEDBACK:
+def _is_same(given: Feedback, session_pk: int) -> sa.ColumnElement[bool]:
+    """Return the condition for feedback of the same target, kind and name."""
+    same = {"session_pk": session_pk, "turn_id": given.turn_id, "kind": given.kind.value, "name": given.name}
+    return sa.and_(*(feedback.c[name] == value for name, value in same.items()))
+
+
+def _earlier(conn: sa.Connection, given: Feedback, session_pk: int) -> Feedback | None:
+    row = conn.execute(_WITH_SESSION.where(_is_same(given, session_pk))).one_or_none()
+    return None if row is None else rows.FEEDBACK.record(row)
+
+
+def _check_number(conn: sa.Connection, given: Feedback, session_pk: int) -> None:
+    count = sa.select(sa.func.count())
+    if conn.execute(count.where(feedback.c.session_pk == session_pk)).scalar_one() >= MAX_FEEDBACK:
         raise InvalidRequest(
             f"session {given.session_id!r} has {MAX_FEEDBACK} other feedback, which is the limit; replace one by its "
             "target, kind and name"
         )
-    return earlier
 
 
-def _finish(conn: sa.Connection, one: Member) -> None:
-    """Complete a session of a demonstration's group and end it with its reward."""
-    if one.written is not None and one.token_ids is not None:
-        append_turns(conn, [_written_turn(conn, one, one.written, one.token_ids)])
-    session = one.session
-    reward = Reward(session_id=session.session_id, tenant=session.tenant, value=one.reward, source=FEEDBACK)
-    end_session(conn, session.tenant, session.session_id, FEEDBACK, reward=reward)
-
-
-def _written_turn(conn: sa.Connection, one: Member, text: str, token_ids: TokenIds) -> Turn:
-    """Return the turn of a written reply: the sampled one's prompt, another reply, no policy."""
-    sampled = turn_by_id(conn, one.turn_id)
-    turn_id = f"{one.session.session_id}-t0"
-    parent = None if sampled.parent_turn_id is None else forks.copy_id(one.session, sampled.parent_turn_id)
-    return Turn(
-        turn_id=turn_id,
-        session_id=one.session.session_id,
-        tenant=one.session.tenant,
-        parent_turn_id=parent,
-        chain_id=parent or turn_id,
-        dialect=sampled.dialect,
-        model=sampled.model,
-        messages=sampled.messages,
-        tools=sampled.tools,
-        response={"role": "assistant", "content": text},
-        prompt_delta=sampled.prompt_delta,
-        prompt_length=sampled.prompt_length,
-        token_ids=token_ids,
-        finish_reason="stop",
-        outcome=Outcome.UNTRAINABLE,
-        reason=IMPORTED,
-        policy_version_first=NO_POLICY,
-        policy_version_last=NO_POLICY,
-    )
+def _store(conn: sa.Connection, given: Feedback, group: Sequence[Member]) -> None:
+    """Store a demonstration's sessions, each with its turn and its reward, and end them."""
+    present = sessions_of_turns(conn, given.tenant, [one.copied for one in group])
+    if missing := [one.copied for one in group if one.copied not in present]:
+        raise NotFound(f"there is no turn {missing[0]!r} any more; its session was deleted", param="turn_id")
+    of_edits = session_copies.c.source_id == given.session_id, session_copies.c.made_by == FEEDBACK
+    num_copies = sa.select(sa.func.count()).where(session_copies.c.tenant == given.tenant, *of_edits)
+    if conn.execute(num_copies).scalar_one() + len(group) > MAX_COPIES:
+        raise InvalidRequest(
+            f"the demonstrations of session {given.session_id!r} have made {MAX_COPIES} sessions, which is the limit; "
+            "replace one by its target and name"
+        )
+    for created in create_sessions(conn, [one.session for one in group]):
+        if isinstance(created, TurnwiseError):
+            raise created
+    for one in group:
+        forks.note_copy(conn, one.session, {given.session_id, one.source}, FEEDBACK)
+    append_turns(conn, [one.turn for one in group])
+    for one in group:
+        tenant, session_id = one.session.tenant, one.session.session_id
+        reward = Reward(session_id=session_id, tenant=tenant, value=one.reward, source=FEEDBACK)
+        end_session(conn, tenant, session_id, FEEDBACK, reward=reward)

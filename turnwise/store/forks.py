@@ -11,15 +11,17 @@ first transaction, and each transaction copies a slice of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
-from turnwise.store.schema import turns
-from turnwise.store.selection import sessions_of_turns
+from turnwise.store.schema import session_copies, turns
+from turnwise.store.selection import lock_sessions, sessions_of_turns
 from turnwise.store.sessions import create_session, read_session
+from turnwise.store.statements import insert_rows
 from turnwise.store.turns import append_turns, fitting, path_to, turn_by_id
 from turnwise.types import FORKED, Outcome, Session, Turn
 
@@ -48,7 +50,7 @@ def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bo
 
 
 def copy_turns(
-    conn: sa.Connection, session: Session, root_id: str | None, turn_ids: Sequence[str], sampled_here: str | None = None
+    conn: sa.Connection, session: Session, root_id: str | None, turn_ids: Sequence[str]
 ) -> tuple[Session, int]:
     """Create the new session if it is not stored, and copy the first of these turns, each once.
 
@@ -58,7 +60,6 @@ def copy_turns(
         root_id: The first turn of the path; None if the path is empty. A session that exists and holds no copy of it
             is another one, and stays as it is.
         turn_ids: The next turns of the path, `SLICE_TURNS` at most.
-        sampled_here: A turn that keeps its outcome, so that it is trained in the new session.
 
     Returns:
         The stored session, and how many of the turns are copied.
@@ -77,30 +78,43 @@ def copy_turns(
     some = fitting(conn, turn_ids, SLICE_BYTES)
     if some:
         present = sessions_of_turns(conn, session.tenant, some)
+        if is_new:
+            sources = set(present.values())
+            lock_sessions(conn, {(session.tenant, each) for each in sources})
+            note_copy(conn, session, sources, FORKED)
         if missing := [each for each in some if each not in present]:
             raise NotFound(f"there is no turn {missing[0]!r} any more; its session was deleted", param="turn_id")
-        copies = [_copy(turn_by_id(conn, each), session, sampled_here) for each in some]
+        copies = [_fork(turn_by_id(conn, each), session) for each in some]
         append_turns(conn, copies)
         stored = read_session(conn, session.tenant, session.session_id)
     return stored, len(some)
 
 
-def _copy(turn: Turn, session: Session, sampled_here: str | None) -> Turn:
-    is_sampled_here = turn.turn_id == sampled_here
+def _fork(turn: Turn, session: Session) -> Turn:
     own_id, parent_id = copy_id(session, turn.turn_id), turn.parent_turn_id
-    return dataclasses.replace(
+    return copy_of(
         turn,
+        session,
         turn_id=own_id,
-        session_id=session.session_id,
         parent_turn_id=None if parent_id is None else copy_id(session, parent_id),
         chain_id=own_id,  # the store sets the chain of a turn that extends another
-        seq=-1,
-        outcome=turn.outcome if is_sampled_here else Outcome.UNTRAINABLE,
-        reason=turn.reason if is_sampled_here else FORKED,
-        request_key=None,
-        request_digest=None,
-        inferred_by=None,
-        digest=None,
+        outcome=Outcome.UNTRAINABLE,
+        reason=FORKED,
+    )
+
+
+def copy_of(turn: Turn, session: Session, **changes: Any) -> Turn:
+    """Return a turn as another session stores it, which no retry and no call without a session's name finds."""
+    unnamed: dict[str, Any] = dict.fromkeys(("request_key", "request_digest", "inferred_by", "digest"))
+    return dataclasses.replace(turn, session_id=session.session_id, seq=-1, **unnamed | changes)
+
+
+def note_copy(conn: sa.Connection, session: Session, source_ids: Collection[str], made_by: str) -> None:
+    """Record that a new session holds copies of turns of others, by which a deletion finds it."""
+    made = {"tenant": session.tenant, "made_by": made_by}
+    (session_pk,) = (row.session_pk for row in lock_sessions(conn, [(session.tenant, session.session_id)]))
+    insert_rows(
+        conn, session_copies, [{"session_pk": session_pk, "source_id": each, **made} for each in sorted(source_ids)]
     )
 
 

@@ -30,6 +30,7 @@ from turnwise.store.schema import (
     idempotency,
     policy_versions,
     rewards,
+    session_copies,
     session_labels,
     sessions,
     token_usage,
@@ -39,7 +40,7 @@ from turnwise.store.schema import (
 from turnwise.store.selection import SessionFilter, session_row
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within
 from turnwise.store.turns import fitting
-from turnwise.types import GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
+from turnwise.types import FEEDBACK, GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
 from turnwise.version_directory import remove_files
 
 SESSIONS_AT_ONCE = 100
@@ -80,26 +81,24 @@ class Deleted:
 
 
 def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted:
-    """Delete a session with its turns, rewards and feedback; call it while it has more.
+    """Delete a session with its turns, rewards and feedback, and what demonstrations made of it.
 
-    The copies of its turns that demonstrations have made are deleted first.
+    Its forks stay: they are sessions of their own. Call it while it has more.
 
     Raises:
         NotFound: no such session.
     """
-    row = session_row(conn, tenant, session_id, lock=True)
-    own = sa.select(feedback.c.group_id).where(feedback.c.session_pk == row.session_pk)
-    is_copy = sessions.c.group_id.in_(own.where(feedback.c.group_id.is_not(None)))
-    copies = _delete_first(conn, sa.select(sessions).where(sessions.c.tenant == tenant, is_copy))
-    return copies if copies.has_more else _delete(conn, [row])
+    return _delete_with_copies(conn, [session_row(conn, tenant, session_id, lock=True)])
 
 
 def delete_sessions(conn: sa.Connection, wanted: SessionFilter) -> Deleted:
-    """Delete some sessions that a filter selects, and with the last session of a group the group.
+    """Delete some sessions that a filter selects, what demonstrations made of them, and groups without a session left.
 
-    Call it while it has more.
+    Of an end user also the forks are deleted, whoever they are for: they hold what the user said. Call it while it has
+    more.
     """
-    return _delete_first(conn, sa.select(sessions).where(*wanted.clauses()))
+    with_forks = wanted.user_id is not None
+    return _delete_first(conn, sa.select(sessions).where(*wanted.clauses()), with_forks=with_forks)
 
 
 def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
@@ -119,8 +118,8 @@ def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
 def prune(conn: sa.Connection, before: datetime.datetime) -> Deleted:
     """Delete some sessions that ended before an instant, unless their group is open, ready or claimed.
 
-    A group that has been open since before that instant does not protect its sessions: its missing sessions are not
-    expected any more. Call it while it has more.
+    What demonstrations made of a session is deleted with it. A group that has been open since before that instant does
+    not protect its sessions: its missing sessions are not expected any more. Call it while it has more.
     """
     return _delete_first(conn, _select_over(before))
 
@@ -135,6 +134,7 @@ def delete_all(database: Database, delete_some: Callable[[sa.Connection], Delete
     while is_left:
         with database.write() as conn:
             is_left = sweep(conn)
+    database.truncate_log()
     return total
 
 
@@ -230,9 +230,37 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
     )
 
 
-def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]]) -> Deleted:
+def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]], *, with_forks: bool = False) -> Deleted:
     found = conn.execute(wanted.limit(SESSIONS_AT_ONCE).with_for_update(of=sessions)).all()
-    return dataclasses.replace(_delete(conn, found), has_more=bool(found))
+    return dataclasses.replace(_delete_with_copies(conn, found, with_forks=with_forks), has_more=bool(found))
+
+
+def copies_of(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool) -> Sequence[StoredRow]:
+    """Return the rows of some sessions that hold copies of turns of these: what demonstrations made, and forks."""
+    c, dialect = session_copies.c, conn.dialect
+    names = [(row.tenant, row.session_id) for row in found]
+    # As in `forget_sessions`, the first two conditions are those that the databases search by.
+    copies = sa.select(c.session_pk).where(
+        is_among(dialect, c.tenant, {tenant for tenant, _ in names}),
+        is_among(dialect, c.source_id, {session_id for _, session_id in names}),
+        sa.tuple_(c.tenant, c.source_id).in_(names),
+    )
+    if not with_forks:
+        copies = copies.where(c.made_by == FEEDBACK)
+    wanted = sa.select(sessions).where(sessions.c.session_pk.in_(copies))
+    return conn.execute(wanted.limit(SESSIONS_AT_ONCE).with_for_update()).all()
+
+
+def _delete_with_copies(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool = False) -> Deleted:
+    """Delete sessions of which there are no copies, else some copies of which there are none, and has more then."""
+    deepest, seen = found, {row.session_pk for row in found}
+    while below := [row for row in copies_of(conn, deepest, with_forks=with_forks) if row.session_pk not in seen]:
+        deepest = below
+        seen |= {row.session_pk for row in below}
+    deleted = _delete(conn, deepest)
+    source = sa.tuple_(session_copies.c.tenant, session_copies.c.source_id)
+    conn.execute(sa.delete(session_copies).where(source.in_(deleted.sessions)))  # of forks, which stay
+    return dataclasses.replace(deleted, has_more=deleted.has_more or deepest is not found)
 
 
 def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
@@ -249,7 +277,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         .distinct()
     ).scalars()
     trained_on = tuple(sorted(versions))
-    for table in (session_labels, feedback, trained_sessions):
+    for table in (session_labels, session_copies, feedback, trained_sessions):
         conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
     nothing = dict.fromkeys(("group_pk", "group_id", "group_size", "task_id", "user_id", "termination_reason"))
     conn.execute(

@@ -11,8 +11,9 @@ from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
 from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
-from turnwise.store import keys
+from turnwise.store import keys, versions
 from turnwise.store.database import Database
+from turnwise.types import PolicyVersion
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 ROLES = ("agent", "trainer", "admin")
@@ -26,6 +27,8 @@ class World:
         self.http = http
         self.keys: dict[tuple[str, str], str] = {}
         self.turns: dict[tuple[str, str], str] = {}
+        with database.write() as connection:
+            versions.adopt_base(connection, PolicyVersion(version=0, path="/no/model"))
         for tenant in ("mine", "theirs"):
             with database.write() as connection:
                 for role in ROLES:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import numpy as np
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, make_turn
 from support.store_fill import acknowledge
 
-from turnwise.errors import InvalidRequest
-from turnwise.store import claims, feedback
+from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.store import claims, feedback, retention, sessions, turns
 from turnwise.store.database import Database
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Feedback, FeedbackKind, Session, Split
 
 
@@ -33,6 +38,63 @@ def test_a_session_has_a_limited_number_of_feedback(database: Database, monkeypa
         assert {each.name for each in feedback.feedback_of(conn, "default", "other")} == {"c"}
 
 
+def edited(database: Database, text: str, reply_to: str = "s-t1") -> tuple[Feedback, list[feedback.Member]]:
+    """Return an edited reply and the pair of sessions that it makes."""
+    with database.read() as conn:
+        original = sessions.read_session(conn, "default", "s")
+        _, path = turns.turns_to(conn, reply_to, "default")
+    given = Feedback(
+        session_id="s",
+        turn_id=reply_to,
+        kind=FeedbackKind.DEMONSTRATION,
+        content={"value": text},
+        group_id=feedback.new_group_id(),
+    )
+    better, worse = (feedback.sampled(path, given, original, number, 2) for number in (0, 1))
+    return given, [feedback.written(better, text, np.array([7, 8], np.int32)), worse]
+
+
+def test_an_edit_that_is_refused_leaves_no_session(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of feedback and of copies, a used key, and a turn whose session is deleted meanwhile."""
+    add_session(database, "s", turns=1)
+    given, pair = edited(database, "Rome")
+    with database.write() as conn:
+        feedback.add(conn, given, group=pair, idempotency_key="k", body_digest=b"1")
+    other, others = edited(database, "Oslo")
+    refusals: list[tuple[str, int, dict[str, Any], type[Exception]]] = [
+        ("MAX_FEEDBACK", 0, {}, InvalidRequest),
+        ("MAX_COPIES", 3, {}, InvalidRequest),
+        ("MAX_FEEDBACK", 9, {"idempotency_key": "k", "body_digest": b"2"}, Conflict),
+    ]
+    for name, limit, options, error in refusals:
+        monkeypatch.setattr(feedback, name, limit)
+        with pytest.raises(error), database.write() as conn:
+            feedback.add(conn, dataclasses.replace(other, name="other"), group=others, **options)
+    with database.read() as conn:
+        found, _ = sessions.list_sessions(conn, SessionFilter(tenant="default"))
+    assert [each.session_id for each in found] == [f"{given.group_id}-1", f"{given.group_id}-0", "s"]
+    retention.delete_all(database, lambda conn: retention.delete_session(conn, "default", "s"))
+    with pytest.raises(NotFound), database.write() as conn:
+        feedback.add(conn, other, group=others)
+    with database.read() as conn:
+        assert sessions.list_sessions(conn, SessionFilter(tenant="default"))[0] == []
+
+
+def test_an_edit_of_a_long_conversation_adds_one_turn_to_each_session_with_the_whole_prompt(database: Database) -> None:
+    add_session(database, "s", turns=3)
+    given, pair = edited(database, "Rome", "s-t3")
+    with database.write() as conn:
+        feedback.add(conn, given, group=pair)
+    with database.read() as conn:
+        asked = turns.read_turn(conn, "default", "s-t3")
+        for one, ids in zip(pair, ([7, 8], asked.turn.token_ids.tolist()), strict=True):
+            (made,), _ = turns.read_turns(conn, "default", one.session.session_id)
+            assert made.prompt_token_ids.tolist() == asked.prompt_token_ids.tolist()
+            assert (made.messages, made.tools) == (asked.messages, asked.tools)
+            assert made.turn.token_ids.tolist() == ids
+            assert made.turn.prompt_length == asked.prompt_token_ids.size
+
+
 def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_split() -> None:
     """So its policy learns from it, and the deletion of the user's data finds it."""
     original = Session(
@@ -41,7 +103,7 @@ def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_sp
     given = Feedback(
         session_id="s", tenant="acme", turn_id="t1", kind=FeedbackKind.DEMONSTRATION, content={}, group_id="feedback-1"
     )
-    made = feedback.member(given, original, 1, 2)
+    made = feedback.sampled([make_turn("t1")], given, original, 1, 2).session
     for field in ("tenant", "task_id", "split", "policy_id", "user_id"):
         assert getattr(made, field) == getattr(original, field), field
     assert (made.session_id, made.group_id, made.group_size) == ("feedback-1-1", "feedback-1", 2)

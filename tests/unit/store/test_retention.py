@@ -10,11 +10,11 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError
-from turnwise.store import claims, feedback, keys, overview, retention, rewards, schema, selection, sessions, turns
+from turnwise.store import claims, forks, keys, overview, retention, rewards, schema, selection, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.search import count_sessions
 from turnwise.store.selection import SessionFilter
-from turnwise.types import IMPORT, Feedback, FeedbackKind, Reward, Session, Split, utc_now
+from turnwise.types import FEEDBACK, IMPORT, Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)
 
@@ -94,14 +94,14 @@ def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> No
 def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_made(database: Database) -> None:
     """One more than a transaction deletes."""
     add_session(database, "s")
-    better = Feedback(session_id="s", kind=FeedbackKind.DEMONSTRATION, content={"value": "Hi."}, group_id="copies")
     members = [
         Session(session_id=f"copy-{number}", group_id="copies", opened_by=IMPORT)
         for number in range(retention.SESSIONS_AT_ONCE + 1)
     ]
     with database.write() as connection:
-        feedback.add(connection, better)
         sessions.create_sessions(connection, members)
+        for member in members:
+            forks.note_copy(connection, member, {"s"}, FEEDBACK)
     retention.delete_all(database, lambda connection: retention.delete_session(connection, "default", "s"))
     assert sizes(database) == {}
 
