@@ -12,9 +12,10 @@ from rollouts import SIZES, advantages, play, read, write_model
 from training import operations_of, peak_operations
 
 from trainer.batch.batch import build
-from trainer.batch.optimizer import OptimizerRule, make_optimizer
-from trainer.model.agent import AgentRule, PolicyAgent
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.agent import PolicyAgent
+from trainer.model.model import Policy
+from trainer.model.optimizer import make_optimizer
+from trainer.settings import TrainerSettings
 from turnwise.store.database import Database
 
 NUM_TURNS = 10
@@ -31,10 +32,10 @@ def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
         chains = read(database, NUM_TURNS, "chain")
         database.close()
         write_model(Path(scratch) / "model", size, NUM_TURNS)
-        policy = Policy(PolicySpec(model=f"{scratch}/model"))
+        policy = Policy(TrainerSettings(model=f"{scratch}/model"))
         policy.load(0)
-    agent = PolicyAgent(policy, AgentRule(max_logprob_gap=float("inf")))
-    optimizer = make_optimizer(policy.parameters(), OptimizerRule())
+    agent = PolicyAgent(policy, TrainerSettings(max_logprob_gap=float("inf")))
+    optimizer = make_optimizer(policy.parameters(), TrainerSettings())
     batch = build(chains, advantages(chains), policy_version=0)
     members = range(len(batch.experiences))
     rows = agent.rows(batch, members)

@@ -39,7 +39,8 @@ from trainer.checks import sentinels
 from trainer.claims import claims as trainer_source
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import FinishedBatch
-from trainer.claims.pacing import Rewind, RunProgress, SourceRule
+from trainer.claims.pacing import Rewind, RunProgress
+from trainer.settings import TrainerSettings
 from turnwise.processes.stack import command, free_port
 from turnwise.store import serving
 from turnwise.store.arms import held_out_arms
@@ -60,7 +61,7 @@ CHANCES = {"v0": np.array([0.3, 0.4, 0.2, 0.1])}
 ANCESTRY: dict[int, tuple[int, ...]] = {0: (0,)}
 """The versions that each version's weights came from, as checkpoints hold them."""
 RATE = 3.0  # step of the logits a batch
-RULE = SourceRule(groups_per_batch=8, wait_seconds=None, max_versions_in_flight=None)
+RULE = TrainerSettings(groups_per_batch=8, wait_seconds=None, max_versions_in_flight=None)
 MOST_ATTEMPTS, STOP_SECONDS = 600, 60.0
 TOOLS = [{"type": "function", "function": {"name": "refund", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.batch.optimizer import make_optimizer
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import StopFlag, UpdateIds
 from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
+from trainer.model.optimizer import make_optimizer
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.versions.state import OptimizerLike

@@ -18,8 +18,8 @@ from types import FrameType
 import torch
 
 from trainer.algorithms.trial import try_algorithm
-from trainer.batch.optimizer import check_optimizer
 from trainer.model.agent import NO_SHARDED_CRITIC
+from trainer.model.optimizer import check_optimizer
 from trainer.parallel import World, leave_world
 from trainer.policies import Policies
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package

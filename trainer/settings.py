@@ -1,44 +1,171 @@
 """Every setting of the trainer: `[trainer]` of `turnwise.toml`, `TURNWISE_TRAINER_*`, the flags of `turnwise train`.
 
-A part of the trainer declares its settings in a rule, with defaults, limits and descriptions. This class
-inherits from all rules and adds the settings of the loop, so each setting is declared once, and a part receives the
-settings under its own rule's type.
+They are listed here by what they decide. Those of the selection alone, which algorithms know, stand in
+`trainer/batch/selection.py`, and those of an algorithm in its class.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import safetensors
 from pydantic import Field, SecretStr, model_validator
 
-from trainer.batch.optimizer import OptimizerRule
+from trainer.algorithms.loading import DEFAULT, ByName
 from trainer.batch.selection import SelectionRule
-from trainer.checks.gate import GateRule
-from trainer.claims.pacing import SourceRule
-from trainer.model.agent import AgentRule
-from trainer.model.model import PolicySpec
-from trainer.publish.weight_server import WeightRule
 from turnwise.settings import FromJson
-from turnwise.types import Json, PolicyKind
+from turnwise.types import Json, PolicyKind, Role
 from turnwise.version_directory import weight_files
 
+Sentinel = Literal[
+    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty", "kl"
+]
+"""`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
+`failed_calls`: of tool results that report an error or that the call was refused.
+`questions`: of replies that end with a question mark. `refusals`: of replies that decline, in English.
+`repeats`: of replies that repeat an earlier one of the session. `empty`: of replies that are empty or cut.
+`given_up`: sessions that expired, of those that calls name. `length`: tokens of a reply.
+`certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence a token of the weights from
+what sampled their batch, of the version's own update."""
+BOUNDS: Mapping[Sentinel, float] = {
+    "broken_calls": 0.1,
+    "failed_calls": 0.2,
+    "questions": 0.2,
+    "refusals": 0.2,
+    "repeats": 0.2,
+    "empty": 0.1,
+    "given_up": 0.2,
+    "length": 1.0,
+}
+"""What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
 RATES = {30_000_000: (3e-4, 3e-3), 300_000_000: (1e-5, 1e-4), sys.maxsize: (1e-6, 1e-5)}
 """Default of `learning_rate` for a model below so many parameters: for all weights, and for an adapter."""
 
 
-class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateRule, PolicySpec, WeightRule):
+class TrainerSettings(SelectionRule):
     """The settings of one trainer process."""
 
+    # What is trained, and where it is kept
     database: SecretStr = SecretStr("sqlite:///turnwise.db")
     """URL of the ledger. Secret, because it may hold a password."""
+    model: str = ""
+    """Directory or Hub name of the base model, which is policy version 0. Required to train."""
+    kind: PolicyKind = PolicyKind.FULL
+    """`full` trains and publishes all weights, `lora` an adapter."""
+    algorithm: ByName = Field(default=DEFAULT)  # type: ignore[assignment]  # its validator loads it
+    """The algorithm: its name, `module:Class` for one of your own, or the table `[trainer.algorithm]` with `name` and
+    its settings. docs/algorithms.md lists the algorithms."""
     policies_dir: Path = Path("policies")
     """Directory of the policy versions; engines must see it under the same path."""
     workflow: Literal["on_policy", "off_policy"] = "on_policy"
     seed: int = 0
+
+    # When a batch is claimed, and of what
+    trainer_id: str = "trainer"
+    """Name under which groups are claimed. A process that restarts under it takes over the groups that it held."""
+    groups_per_batch: int = Field(default=32, ge=1)
+    """Groups of a whole batch, which is trained at once. A quarter of it is the smallest batch: fewer groups are no
+    evidence for a new version, however long they wait."""
+    singles_per_group: int = Field(default=8, ge=1)
+    """Single sessions that fill the place of one group."""
+    wait_seconds: float | None = 300.0
+    """How long to wait for a whole batch once a group or single session is ready; then a smaller batch is trained, as
+    soon as it is large enough. None has no limit. The first batch of a run waits five seconds at most."""
+    refill_seconds: float | None = Field(default=None, ge=0)
+    """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None:
+    only a batch of which less than a quarter has an advantage waits, until it is a quarter, and at most `wait_seconds`
+    or a minute."""
+    stalled_seconds: float | None = 900.0
+    """Close a group without activity for this long; None leaves it open."""
+    unrewarded_seconds: float | None = Field(default=None, ge=0)
+    """Let a session that ended this long ago without a reward count as failed: its group is trained without it, if the
+    others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
+    stalled_policy: Literal["train", "drop"] = "train"
+    """Train a stalled group without its missing sessions, or drop it."""
+    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
+    """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
+    tenant_trained_tokens_per_day: int | None = Field(default=None, ge=1)
+    """Tokens that the named policies of one tenant may train in a UTC day. Then their training waits for the next."""
+    tenant_policy_bytes: int | None = Field(default=None, ge=1)
+    """Bytes that the versions and states of the named policies of one tenant may take on disk. Above it their training
+    waits."""
+
+    # When training waits
+    max_versions_in_flight: int | None = Field(default=4, ge=1)
+    """The trainer waits while its next version would be more than this many versions ahead of the oldest one that an
+    open group was sampled by. Slow sessions are then trained, not dropped, and the trainer waits for them. None never
+    waits."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Groups with a turn that is older than this many versions are dropped, with a line in the log. 0 is strictly on
+    policy; None drops nothing."""
+    when_failed: Literal["go_back", "go_on"] = "go_back"
+    """When a version that the weights came from failed (refused by the publishing gate, rolled back, or not loaded):
+    `go_back` to the weights before it, or `go_on` from the weights as they are."""
+    when_pinned: Literal["wait", "train_pinned"] = "wait"
+    """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
+    version's weights and train from there. Neither drops groups."""
+
+    # How a batch is trained
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """By default by size and kind: 1e-6 for all weights, as published recipes for models of 0.5 to 70 billion
+    parameters use, 1e-5 below 300 million parameters, 3e-4 below 30 million; for LoRA ten times as much."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of Adam; a larger value makes smaller steps where gradients are tiny."""
+    optimizer_state: Literal["device", "host", "8bit"] = "device"
+    """Where and how Adam's moments are kept: in float32 beside the weights, in float32 in `host` memory, where the step
+    is computed too, or in `8bit` by the package bitsandbytes, on CUDA. The last two are for one process."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate over `total_batches` batches; `constant` needs no `total_batches`."""
+    num_warmup_updates: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly."""
+    num_minibatches: int = Field(default=4, ge=1)
+    """Optimizer steps in one pass over a batch."""
+    reuse_epochs: int = Field(default=1, ge=1)
+    """Passes over a batch."""
+    total_batches: int | None = Field(default=None, ge=1)
+    """Batches to train, counted across restarts; None trains until the process is stopped."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    row_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
+    buffer_groups: int = Field(default=512, ge=1)
+    """Off policy: groups that the replay buffer holds; the oldest ones leave first."""
+    buffer_min_groups: int = Field(default=32, ge=1)
+    """Off policy: groups that the buffer must hold before the first update."""
+    buffer_sampling: Literal["uniform", "recency", "priority"] = "uniform"
+
+    # How the model is held and computed
+    device: str = "auto"
+    """`auto` is CUDA where it is available, else the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the computation; the optimizer's state stays in float32. `auto`: bfloat16 on CUDA, else float32."""
+    attention: Literal["auto", "flex_attention", "sdpa", "eager"] = "auto"
+    """Attention implementation of transformers. `auto`: FlexAttention on CUDA, which skips what the tokens of a packed
+    row do not see, else SDPA. On a CPU FlexAttention has no backward."""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights in memory. `bfloat16` halves them, and the optimizer keeps float32 masters; for one
+    process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about a third more time. By default where the weights,
+    the optimizer and the activations of a row of 8192 tokens would not fit into the free memory of the GPU; and, also
+    if this is false, once a row does not fit."""
+    replicas: int = Field(default=1, ge=1)
+    """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
+    need more memory and exchange shards within a machine only."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """With several processes: so many divide each layer of the model. For models that transformers has a plan for."""
+    context_parallel: int = Field(default=1, ge=1)
+    """With several processes: so many divide the tokens of each row, for chains that are too long for one GPU."""
+    router_replay: bool = True
+    """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
+    engine with `--enable-return-routed-experts`, for calls that do not stream."""
+    lora_rank: int = Field(default=16, ge=1)
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get an adapter."""
     compile: bool = False
     """Compile the forward pass. It slows the start and pays in long runs."""
     multi_devices: bool = False
@@ -47,12 +174,26 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     """Threads of torch on a CPU; None is torch's own choice. Leave cores to an engine on the same machine: threads that
     wait for a busy core slow each other down. Another number changes the last bits of the weights."""
 
-    buffer_groups: int = Field(default=512, ge=1)
-    """Off policy: groups that the replay buffer holds; the oldest ones leave first."""
-    buffer_min_groups: int = Field(default=32, ge=1)
-    """Off policy: groups that the buffer must hold before the first update."""
-    buffer_sampling: Literal["uniform", "recency", "priority"] = "uniform"
+    # What stops a group, a version, or the training
+    max_logprob_gap: float = Field(default=0.1, gt=0)
+    """Mean |trainer − engine| of a group's tokens, in nats, above which the group is refused, under the weights that
+    sampled them. If nearly all groups are over it, the training stops."""
+    gate_sessions: int = Field(default=0, ge=0)
+    """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward,
+    and on as many with the label `golden` or `failure`. 0 publishes every version."""
+    gate_drop: float = Field(default=0.02, gt=0)
+    """Nats a token by which the replies of good held-out sessions may become less likely than when they were sampled,
+    or by which those of bad ones may gain on them."""
+    gate_good_reward: float = 1.0
+    """Held-out sessions with at least this reward are good."""
+    gate_bad_reward: float = 0.0
+    """Held-out sessions with at most this reward are bad."""
+    sentinels: Annotated[dict[Sentinel, float], FromJson] = Field(default_factory=lambda: dict(BOUNDS))
+    """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
+    `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
+    watched; {} watches none."""
 
+    # Versions on disk and in engines
     checkpoint_every: int = Field(default=1, ge=1)
     """Versions between two states of the trainer on disk. A state is written in the background, and batches are
     acknowledged with the state that contains them. A crash costs up to twice as many batches, which are trained
@@ -63,6 +204,17 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     """Versions whose number is a multiple of this stay on disk for good."""
     keep_best: int = Field(default=0, ge=0)
     """So many versions with the best evaluations stay on disk, by mean reward."""
+    weight_transfer: bool = True
+    """Send whole weights from memory to engines that were started for it (`turnwise engine`); other engines, and
+    adapters, read the version's directory. False: all do."""
+    weight_host: str = "127.0.0.1"
+    """Address of this machine at which the proxy and the engines ask for weights; on several machines one that all of
+    them reach, on a private network."""
+    engine_sleep_level: Literal[0, 1, 2] = 0
+    """Let engines on the same GPU sleep while the trainer computes, by vLLM's sleep mode: 1 moves their weights to host
+    memory, 2 drops them and loads the served version again; 0 never. The proxy needs `engine_sleep = true`."""
+
+    # Evaluation and records
     evaluate_every: int | None = Field(default=None, ge=1)
     """Batches between evaluations; None never evaluates."""
     evaluation_command: tuple[str, ...] = ()
@@ -72,6 +224,12 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     """Time limit of the evaluation command."""
     proxy_url: str = "http://127.0.0.1:8100"
     """Address of the proxy, which evaluation commands get with a key and the version in their environment."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    progress: bool = True
+    """Log one line a batch: version, reward, groups, seconds and gauges."""
+    recorders: Annotated[dict[Literal["tensorboard", "wandb", "trackio"], str], FromJson] = Field(default_factory=dict)
+    """Where else numbers are written, by the package: a directory of event files for TensorBoard, a project of
+    Weights & Biases or of trackio."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,13 +243,6 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     def saved(self) -> Json:
         """Return the settings that go into a checkpoint, as plain values without secrets."""
         return self.model_dump(mode="json", exclude={"database"})
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    progress: bool = True
-    """Log one line a batch: version, reward, groups, seconds and gauges."""
-    recorders: Annotated[dict[Literal["tensorboard", "wandb", "trackio"], str], FromJson] = Field(default_factory=dict)
-    """Where else numbers are written, by the package: a directory of event files for TensorBoard, a project of
-    Weights & Biases or of trackio."""
 
 
 def _default_rates(model: str) -> tuple[float, float]:

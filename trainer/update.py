@@ -25,7 +25,7 @@ from trainer.batch.selection import LARGEST_VALUE, Selection, joined, num_turns_
 from trainer.checks.gap import BatchGap, GapCheck
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import ClaimedBatch
-from trainer.claims.pacing import SMALLEST_PART
+from trainer.claims.pacing import SMALLEST_PART, refill_limit
 from trainer.model.agent import PolicyAgent
 from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
@@ -120,7 +120,7 @@ class Updates:
         where `patience` is 0.
         """
         settings, singles = self.settings, self.settings.singles_per_group
-        until = time.monotonic() + (0.0 if patience == 0 else settings.refill_limit)
+        until = time.monotonic() + (0.0 if patience == 0 else refill_limit(settings))
         most = MAX_REFILL_FACTOR * len(claimed.claim.groups)
         size = claimed.claim.size(singles)
         needed = -(-size // SMALLEST_PART) if settings.refill_seconds is None else size

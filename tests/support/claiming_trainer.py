@@ -60,7 +60,8 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     from trainer.claims import claims as trainer_source
     from trainer.claims.claims import Claims
     from trainer.claims.ledger import FinishedBatch
-    from trainer.claims.pacing import RunProgress, SourceRule
+    from trainer.claims.pacing import RunProgress
+    from trainer.settings import TrainerSettings
     from turnwise.errors import LeaseLost
     from turnwise.store import updates
     from turnwise.store.database import Database
@@ -72,7 +73,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
             "connect",
             lambda connection, _record: connection.create_function("julianday", 1, clock.julian_day),
         )
-    rule = SourceRule(
+    rule = TrainerSettings(
         trainer_id=name,
         groups_per_batch=GROUPS_PER_BATCH,
         singles_per_group=1,

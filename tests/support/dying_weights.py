@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from trainer.publish import weight_server
-from trainer.publish.weight_server import WeightRule, WeightServer
+from trainer.publish.weight_server import WeightServer
+from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.channel import Channel
 from turnwise.store import processes
 from turnwise.store.database import Database
@@ -55,7 +56,7 @@ if __name__ == "__main__":
     setattr(owner, name, send_a_part if name == "broadcast" else die)
     weight_server.CHUNK_BYTES = PART_BYTES
     weight_server.SILENCE_SECONDS = 10.0
-    server = WeightServer(WeightRule())
+    server = WeightServer(TrainerSettings())
     for version in (1, 2):
         server.held.hold(version, weights(version), {"token_ids": [1], "logprobs": []})
     with database.write() as connection:

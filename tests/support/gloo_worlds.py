@@ -20,9 +20,10 @@ import torch.distributed as dist
 from support.experience_factory import experience
 
 from trainer.batch.batch import build
-from trainer.model.agent import AgentRule, PolicyAgent
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.agent import PolicyAgent
+from trainer.model.model import Policy
 from trainer.parallel import leave_world
+from trainer.settings import TrainerSettings
 
 NUM_STEPS = 3
 WORLD_SECONDS = 300.0
@@ -78,9 +79,9 @@ def steps(
 ) -> dict[str, Any]:
     """Return losses, gradient norms, logprobs and weights of a few optimizer steps."""
     torch.set_num_threads(1)
-    policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
+    policy = Policy(TrainerSettings(**{"device": "cpu", **spec}))
     policy.compiled = is_compiled
-    made = AgentRule(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule})
+    made = TrainerSettings(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule})
     reference = Policy(policy.spec) if made.algorithm.needs_reference else None
     agent = PolicyAgent(policy, made, reference)
     if is_sharded:

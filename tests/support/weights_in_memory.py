@@ -10,7 +10,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from trainer.publish.weight_server import WeightRule, WeightServer
+from trainer.publish.weight_server import WeightServer
+from trainer.settings import TrainerSettings
 from turnwise.store import processes
 from turnwise.store.database import Database
 
@@ -29,7 +30,7 @@ class WeightsInMemory:
 @contextlib.contextmanager
 def weights_in_memory(database_url: str) -> Iterator[WeightsInMemory]:
     """Hand out weights until the block ends."""
-    server = WeightServer(WeightRule())
+    server = WeightServer(TrainerSettings())
     database = Database(database_url)
     try:
         for url in (server.url, None):

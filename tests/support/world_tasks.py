@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from trainer.batch.batch import Batch, build
-from trainer.batch.optimizer import OptimizerRule, make_scheduler
 from trainer.model import model
-from trainer.model.agent import AgentRule, PolicyAgent
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.agent import PolicyAgent
+from trainer.model.model import Policy
+from trainer.model.optimizer import make_scheduler
 from trainer.parallel import World
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
@@ -38,13 +38,13 @@ def resume_and_train(
         Weights and moments as they were read, and as they were written.
     """
     torch.set_num_threads(1)
-    policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
-    agent = PolicyAgent(policy, AgentRule(row_tokens=64, max_logprob_gap=100.0))
+    policy = Policy(TrainerSettings(**{"device": "cpu", **spec}))
+    agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
     if is_sharded:
         agent.shard("data")
     agent.load(0, with_weights=start == 0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
-    scheduler = make_scheduler(optimizer, OptimizerRule())
+    scheduler = make_scheduler(optimizer, TrainerSettings())
     state = State(progress=Progress(seed=0), policy=policy, optimizer=optimizer, scheduler=scheduler)
     checkpoints = Checkpoints(directory, keep=9)
     if start:
@@ -79,8 +79,8 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
         raise AssertionError("the base model is read")
 
     model.load_model = refuse  # type: ignore[assignment]
-    policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
-    agent = PolicyAgent(policy, AgentRule())
+    policy = Policy(TrainerSettings(**{"device": "cpu", **spec}))
+    agent = PolicyAgent(policy, TrainerSettings())
     agent.shard("data")
     agent.load(0, with_weights=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
@@ -88,7 +88,7 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
         progress=Progress(seed=0),
         policy=policy,
         optimizer=optimizer,
-        scheduler=make_scheduler(optimizer, OptimizerRule()),
+        scheduler=make_scheduler(optimizer, TrainerSettings()),
     )
     checkpoints = Checkpoints(directory, keep=9)
     group = agent.world.control_group
@@ -113,8 +113,8 @@ def whole_tensors(state: State) -> dict[str, Tensor]:
 
 def refuse_routing(directory: Path, good: list[Any], bad: list[Any]) -> tuple[str, Tensor]:
     """Return why a batch with sessions of another model is refused, and the logprobs of the next batch."""
-    policy = Policy(PolicySpec(model=str(directory), device="cpu"))
-    agent = PolicyAgent(policy, AgentRule(row_tokens=64, max_logprob_gap=100.0))
+    policy = Policy(TrainerSettings(model=str(directory), device="cpu"))
+    agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
     agent.shard("data")
     agent.load(0)
     reason = ""

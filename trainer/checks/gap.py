@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from trainer.batch.batch import Batch, Reals, with_ratio
 from trainer.batch.ratios import finite
-from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.agent import PolicyAgent
 from trainer.model.memory import OutOfMemory
 from trainer.publish.checkpoint import Checkpoints, copied
+from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, EngineDisagrees
 from turnwise.types import GroupKey, Json
 
@@ -89,7 +90,7 @@ class BatchGap:
 class GapCheck:
     """Compares every batch; every process calls it in step."""
 
-    def __init__(self, learner: PolicyAgent, checkpoints: Checkpoints, rule: AgentRule) -> None:
+    def __init__(self, learner: PolicyAgent, checkpoints: Checkpoints, rule: TrainerSettings) -> None:
         self._learner = learner
         self._checkpoints = checkpoints
         self._rule = rule

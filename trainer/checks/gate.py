@@ -15,13 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
-from pydantic import Field
 
 from trainer.batch.batch import Batch, Reals, build
 from trainer.model.agent import PolicyAgent
 from trainer.model.memory import OutOfMemory
+from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
-from turnwise.settings import Settings
 from turnwise.store.experiences import SessionLabels
 from turnwise.types import Json, SessionKey
 
@@ -37,21 +36,6 @@ GOOD_LABELS = ("golden",)
 """Sessions with one of these labels are good, of any split and with any reward."""
 BAD_LABELS = ("failure",)
 """Sessions with one of these labels are bad."""
-
-
-class GateRule(Settings):
-    """The regression set, and how far a version may fall on it."""
-
-    gate_sessions: int = Field(default=0, ge=0)
-    """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward,
-    and on as many with the label `golden` or `failure`. 0 publishes every version."""
-    gate_drop: float = Field(default=0.02, gt=0)
-    """Nats a token by which the replies of good held-out sessions may become less likely than when they were sampled,
-    or by which those of bad ones may gain on them."""
-    gate_good_reward: float = 1.0
-    """Held-out sessions with at least this reward are good."""
-    gate_bad_reward: float = 0.0
-    """Held-out sessions with at most this reward are bad."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +60,7 @@ class GateResult:
 
 
 def shifts_of(
-    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], rule: GateRule
+    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], rule: TrainerSettings
 ) -> list[Shift]:
     """Return the mean change of each session's sampled tokens.
 
@@ -107,7 +91,7 @@ RegressionSet = Callable[[int, Collection[str]], tuple[list[Experience], Session
 class Gate:
     """Compares the updated weights with held-out sessions; every process calls it in step."""
 
-    def __init__(self, read: RegressionSet, learner: PolicyAgent, rule: GateRule) -> None:
+    def __init__(self, read: RegressionSet, learner: PolicyAgent, rule: TrainerSettings) -> None:
         self._read = read
         self._learner = learner
         self._rule = rule
@@ -148,7 +132,7 @@ class Gate:
         return kept
 
 
-def _is_good(experience: Experience, labels: Collection[str], rule: GateRule) -> bool | None:
+def _is_good(experience: Experience, labels: Collection[str], rule: TrainerSettings) -> bool | None:
     """Return whether a session is good or bad: by its labels, else by its reward."""
     if any(label in labels for label in BAD_LABELS):
         return False
@@ -157,7 +141,7 @@ def _is_good(experience: Experience, labels: Collection[str], rule: GateRule) ->
     return False if experience.reward <= rule.gate_bad_reward else None
 
 
-def judge(shifts: Sequence[Shift], rule: GateRule) -> GateResult:
+def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> GateResult:
     """Return whether a version with these shifts may be published.
 
     A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by

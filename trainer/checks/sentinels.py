@@ -14,34 +14,13 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
 
+from trainer.settings import Sentinel
 from turnwise.store import serving
 from turnwise.store.database import Connection
 from turnwise.store.experiences import Played, held_out_sessions, live_sessions
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
-Sentinel = Literal[
-    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty", "kl"
-]
-"""`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
-`failed_calls`: of tool results that report an error or that the call was refused.
-`questions`: of replies that end with a question mark. `refusals`: of replies that decline, in English.
-`repeats`: of replies that repeat an earlier one of the session. `empty`: of replies that are empty or cut.
-`given_up`: sessions that expired, of those that calls name. `length`: tokens of a reply.
-`certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence a token of the weights from
-what sampled their batch, of the version's own update."""
-BOUNDS: Mapping[Sentinel, float] = {
-    "broken_calls": 0.1,
-    "failed_calls": 0.2,
-    "questions": 0.2,
-    "refusals": 0.2,
-    "repeats": 0.2,
-    "empty": 0.1,
-    "given_up": 0.2,
-    "length": 1.0,
-}
-"""What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
 RELATIVE = frozenset({"length", "certainty"})
 """Sentinels whose bound is a share of the level; the bounds of the others are differences."""
 MIN_SESSIONS = 20

@@ -17,13 +17,14 @@ from trainer.claims.pacing import (
     Look,
     Rewind,
     RunProgress,
-    SourceRule,
     SteadyClock,
     Wait,
     describe_claim,
     describe_refill,
+    smallest_batch,
     why_held,
 )
+from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import StoreUnavailable
 from turnwise.store import claims, groups, policies, serving, versions
@@ -51,7 +52,7 @@ class Claims(Ledger):
     def __init__(
         self,
         db: Database,
-        rule: SourceRule,
+        rule: TrainerSettings,
         *,
         with_imported: bool = False,
         is_paced: bool = True,
@@ -190,7 +191,7 @@ class Claims(Ledger):
                     for change in due:
                         change.make(conn)
                     look = self._read_look(conn, state, at, now)
-            return self._watch(look) if look.num_filled(self.rule) >= self.rule.smallest_batch else look
+            return self._watch(look) if look.num_filled(self.rule) >= smallest_batch(self.rule) else look
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
@@ -213,7 +214,7 @@ class Claims(Ledger):
             undone=state.undone,
             refused=versions.refused_in_a_row(conn, MOST_REFUSED, of),
         )
-        if look.num_filled(self.rule) < self.rule.smallest_batch:
+        if look.num_filled(self.rule) < smallest_batch(self.rule):
             return dataclasses.replace(look, num_open=claims.num_open_with_reward(conn, of))
         alarm = None if state.active is None else state.active.alarm
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))

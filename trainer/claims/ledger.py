@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from trainer.claims.pacing import SourceRule
+from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
 from turnwise.store import claims, groups, policies, processes, serving, updates, versions
@@ -172,7 +172,7 @@ class Ledger:
     def __init__(
         self,
         db: Database,
-        rule: SourceRule,
+        rule: TrainerSettings,
         *,
         policy: Policy | None = None,
         update_ids: UpdateIds | None = None,

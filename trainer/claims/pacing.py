@@ -13,14 +13,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Annotated, Literal
 
-from pydantic import Field
-
-from trainer.checks.sentinels import BOUNDS, Sentinel
-from turnwise.settings import FromJson, Settings
+from trainer.settings import TrainerSettings
 from turnwise.store.claims import Claim
-from turnwise.types import PolicyVersion, Role
+from turnwise.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -36,69 +32,6 @@ FIRST_WAIT_SECONDS = 5.0
 """How long the first batch of a run waits for further groups, where `wait_seconds` is longer."""
 JUMP_SECONDS = 30.0
 """Difference to this process's own clock from which on the database's clock counts as having jumped."""
-
-
-class SourceRule(Settings):
-    """When a batch is complete, how long it is held, and when the trainer waits for what older versions sample."""
-
-    max_versions_in_flight: int | None = Field(default=4, ge=1)
-    """The trainer waits while its next version would be more than this many versions ahead of the oldest one that an
-    open group was sampled by. Slow sessions are then trained, not dropped, and the trainer waits for them. None never
-    waits."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """Groups with a turn that is older than this many versions are dropped, with a line in the log. 0 is strictly on
-    policy; None drops nothing."""
-    when_failed: Literal["go_back", "go_on"] = "go_back"
-    """When a version that the weights came from failed (refused by the publishing gate, rolled back, or not loaded):
-    `go_back` to the weights before it, or `go_on` from the weights as they are."""
-    when_pinned: Literal["wait", "train_pinned"] = "wait"
-    """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
-    version's weights and train from there. Neither drops groups."""
-    sentinels: Annotated[dict[Sentinel, float], FromJson] = Field(default_factory=lambda: dict(BOUNDS))
-    """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
-    `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
-    watched; {} watches none."""
-
-    trainer_id: str = "trainer"
-    """Name under which groups are claimed. A process that restarts under it takes over the groups that it held."""
-    groups_per_batch: int = Field(default=32, ge=1)
-    """Groups of a whole batch, which is trained at once. A quarter of it is the smallest batch: fewer groups are no
-    evidence for a new version, however long they wait."""
-    singles_per_group: int = Field(default=8, ge=1)
-    """Single sessions that fill the place of one group."""
-    wait_seconds: float | None = 300.0
-    """How long to wait for a whole batch once a group or single session is ready; then a smaller batch is trained, as
-    soon as it is large enough. None has no limit. The first batch of a run waits five seconds at most."""
-    refill_seconds: float | None = Field(default=None, ge=0)
-    """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None:
-    only a batch of which less than a quarter has an advantage waits, until it is a quarter, and at most `wait_seconds`
-    or a minute."""
-    stalled_seconds: float | None = 900.0
-    """Close a group without activity for this long; None leaves it open."""
-    unrewarded_seconds: float | None = Field(default=None, ge=0)
-    """Let a session that ended this long ago without a reward count as failed: its group is trained without it, if the
-    others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
-    stalled_policy: Literal["train", "drop"] = "train"
-    """Train a stalled group without its missing sessions, or drop it."""
-    tenant_trained_tokens_per_day: int | None = Field(default=None, ge=1)
-    """Tokens that the named policies of one tenant may train in a UTC day. Then their training waits for the next."""
-    tenant_policy_bytes: int | None = Field(default=None, ge=1)
-    """Bytes that the versions and states of the named policies of one tenant may take on disk. Above it their training
-    waits."""
-    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
-    """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
-
-    @property
-    def refill_limit(self) -> float:
-        """How long a batch waits at most for groups in the place of those with equal rewards, seconds."""
-        if self.refill_seconds is not None:
-            return self.refill_seconds
-        return MOST_REFILL_SECONDS if self.wait_seconds is None else min(self.wait_seconds, MOST_REFILL_SECONDS)
-
-    @property
-    def smallest_batch(self) -> int:
-        """The places of a batch that must be filled before it is trained."""
-        return -(-self.groups_per_batch // SMALLEST_PART)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +95,7 @@ class Look:
     quota: str | None = None
     """The quota of the policy's tenant that is used up, with its numbers."""
 
-    def num_filled(self, rule: SourceRule) -> int:
+    def num_filled(self, rule: TrainerSettings) -> int:
         """Return how many places of a batch can be filled."""
         return self.num_ready + self.num_singles // rule.singles_per_group
 
@@ -175,7 +108,7 @@ class Rewind:
     reason: str
 
 
-def why_held(look: Look, at: RunProgress, rule: SourceRule) -> str | Rewind | None:
+def why_held(look: Look, at: RunProgress, rule: TrainerSettings) -> str | Rewind | None:
     """Return why no batch may be claimed now, None where one may, or the version to go back to."""
     if look.refused:
         return (
@@ -218,7 +151,7 @@ def _last_good(look: Look, at: RunProgress) -> int | None:
     return max(before, default=None)
 
 
-def _bound(rule: SourceRule) -> int | None:
+def _bound(rule: TrainerSettings) -> int | None:
     """Return how many versions the next one may be ahead of what samples."""
     if rule.max_versions_in_flight is None:
         return None
@@ -235,11 +168,23 @@ def describe_claim(claim: Claim) -> str:
     return " and ".join(counted + ([f"{num_singles} single sessions"] if num_singles else []))
 
 
+def refill_limit(rule: TrainerSettings) -> float:
+    """Return how long a batch waits at most for groups in the place of those with equal rewards, seconds."""
+    if rule.refill_seconds is not None:
+        return rule.refill_seconds
+    return MOST_REFILL_SECONDS if rule.wait_seconds is None else min(rule.wait_seconds, MOST_REFILL_SECONDS)
+
+
+def smallest_batch(rule: TrainerSettings) -> int:
+    """Return the places of a batch that must be filled before it is trained."""
+    return -(-rule.groups_per_batch // SMALLEST_PART)
+
+
 class Wait:
     """A wait for a batch: when it is over, what it waits for, and for how long it was held back."""
 
     def __init__(
-        self, rule: SourceRule, report: Callable[[str, float | None], None], *, is_first: bool = False
+        self, rule: TrainerSettings, report: Callable[[str, float | None], None], *, is_first: bool = False
     ) -> None:
         """Begin to wait.
 
@@ -268,7 +213,7 @@ class Wait:
         if self._seen_at is None and (look.num_ready or look.num_singles):
             self._seen_at = now
         left = None
-        if self._patience is not None and self._seen_at is not None and num_filled >= self._rule.smallest_batch:
+        if self._patience is not None and self._seen_at is not None and num_filled >= smallest_batch(self._rule):
             left = self._seen_at + self._patience - now
         if self._held_since is not None:
             self.held_seconds += now - self._held_since
@@ -294,7 +239,7 @@ class Wait:
             log.info("%s", describe_wait(look, self._rule, left, held))
 
 
-def describe_wait(look: Look, rule: SourceRule, seconds_left: float | None, held: str | None) -> str:
+def describe_wait(look: Look, rule: TrainerSettings, seconds_left: float | None, held: str | None) -> str:
     """Return one line on what the trainer waits for."""
     each_counts = rule.singles_per_group == 1
     num_ready = look.num_filled(rule) if each_counts else look.num_ready
@@ -303,22 +248,22 @@ def describe_wait(look: Look, rule: SourceRule, seconds_left: float | None, held
         counted += f", and {look.num_singles} single sessions, of which {rule.singles_per_group} count as a group"
     if held is not None:
         return f"{counted}; {held}"
-    if look.num_filled(rule) < rule.smallest_batch:
-        lacking = f"waiting: {counted}; a batch needs at least {rule.smallest_batch}"
+    if look.num_filled(rule) < smallest_batch(rule):
+        lacking = f"waiting: {counted}; a batch needs at least {smallest_batch(rule)}"
         return lacking + (f"; {_describe_open(look, rule)}" if look.num_open else "")
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
 
 
-def describe_refill(claim: Claim, num_groups: int, rule: SourceRule) -> str:
+def describe_refill(claim: Claim, num_groups: int, rule: TrainerSettings) -> str:
     """Return one line on the wait for groups in the place of those with equal rewards."""
     singles = "" if rule.singles_per_group == 1 else f" ({rule.singles_per_group} single sessions count as one)"
     return (
         f"waiting: too many of {describe_claim(claim)} have equal rewards, which teach nothing; "
-        f"{num_groups} more groups{singles} are taken if they are ready within {rule.refill_limit:.0f} s"
+        f"{num_groups} more groups{singles} are taken if they are ready within {refill_limit(rule):.0f} s"
     )
 
 
-def _describe_open(look: Look, rule: SourceRule) -> str:
+def _describe_open(look: Look, rule: TrainerSettings) -> str:
     counted = f"{look.num_open} open sessions have a reward" if look.num_open > 1 else "1 open session has a reward"
     is_said = rule.singles_per_group == 1 or look.num_singles > 0
     singles = "" if is_said else f", and {rule.singles_per_group} single ones count as a group"

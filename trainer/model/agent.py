@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, loss_of, parts, step_weights
-from trainer.algorithms.loading import DEFAULT, ByName
 from trainer.algorithms.trial import try_algorithm
 from trainer.batch.batch import Batch, Reals, Row, pack
 from trainer.batch.forest import Forest
@@ -26,9 +24,9 @@ from trainer.model.inputs import RowData, RowInputs, ahead, inputs_of, on_device
 from trainer.model.memory import MemoryLimits, OutOfMemory
 from trainer.model.model import Policy
 from trainer.parallel import World
+from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import SettingsError
-from turnwise.settings import Settings
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
@@ -42,25 +40,11 @@ SHORTEST_ROW = 16
 """Tokens of the shortest row that is tried at the start."""
 
 
-class AgentRule(Settings):
-    """How a policy is trained on a batch: the algorithm, and how it is computed over the batch."""
-
-    algorithm: ByName = Field(default=DEFAULT)  # type: ignore[assignment]  # its validator loads it
-    """The algorithm: its name, `module:Class` for one of your own, or the table `[trainer.algorithm]` with `name` and
-    its settings. docs/algorithms.md lists the algorithms."""
-    row_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    max_logprob_gap: float = Field(default=0.1, gt=0)
-    """Mean |trainer − engine| of a group's tokens, in nats, above which the group is refused, under the weights that
-    sampled them. If nearly all groups are over it, the training stops."""
-
-
 class PolicyAgent:
     """A policy and how it learns."""
 
     def __init__(
-        self, policy: Policy, rule: AgentRule, reference: Policy | None = None, critic: Critic | None = None
+        self, policy: Policy, rule: TrainerSettings, reference: Policy | None = None, critic: Critic | None = None
     ) -> None:
         self.policy = policy
         self.rule = rule

@@ -23,7 +23,7 @@ from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
-    from trainer.model.model import PolicySpec
+    from trainer.settings import TrainerSettings
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -55,7 +55,7 @@ MAX_REASON = 500
 """Characters of their reason in an error message: a sentence may list tensors."""
 
 
-def choose_attention(spec: PolicySpec, device: torch.device) -> str:
+def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
     """Return the attention implementation; on a CPU `eager` for the few architectures that have no SDPA, as gpt-oss.
 
     Raises:
@@ -92,7 +92,7 @@ def _flex_attention(
     return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **options)
 
 
-def load_model(spec: PolicySpec, attention: str) -> nn.Module:
+def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
     """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA.
 
     Raises:
@@ -107,7 +107,7 @@ def load_model(spec: PolicySpec, attention: str) -> nn.Module:
     return _prepared(model, spec)
 
 
-def empty_model(spec: PolicySpec, attention: str) -> nn.Module:
+def empty_model(spec: TrainerSettings, attention: str) -> nn.Module:
     """Return the same model with weights on the meta device and real buffers.
 
     Raises:
@@ -159,7 +159,7 @@ def copy_tokenizer(source: str, directory: Path) -> None:
             shutil.copyfile(path, directory / path.name)
 
 
-def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
+def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
     """Return the model in training mode without dropout, with an adapter for LoRA.
 
     Raises:
@@ -180,7 +180,7 @@ def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
     return _without_dropout(cast("nn.Module", model))
 
 
-def _check_targets(model: Any, spec: PolicySpec) -> None:
+def _check_targets(model: Any, spec: TrainerSettings) -> None:
     names = [name for name, _ in model.named_modules()]
     if any(f".{name}".endswith(f".{target}") for name in names for target in spec.lora_targets):
         return

@@ -11,10 +11,9 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from trainer.batch.batch import Row
@@ -36,45 +35,9 @@ from trainer.model.loading import (
 from trainer.model.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
 from trainer.model.router_replay import RouterReplay
 from trainer.model.tuning import checkpoint_layers, has_liger, needs_checkpointing, use_liger
+from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.settings import Settings
 from turnwise.types import PolicyKind
-
-
-class PolicySpec(Settings):
-    """The model that is trained, and how it is held in memory."""
-
-    model: str = ""
-    """Directory or Hub name of the base model, which is policy version 0. Required to train."""
-    kind: PolicyKind = PolicyKind.FULL
-    """`full` trains and publishes all weights, `lora` an adapter."""
-    device: str = "auto"
-    """`auto` is CUDA where it is available, else the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the computation; the optimizer's state stays in float32. `auto`: bfloat16 on CUDA, else float32."""
-    attention: Literal["auto", "flex_attention", "sdpa", "eager"] = "auto"
-    """Attention implementation of transformers. `auto`: FlexAttention on CUDA, which skips what the tokens of a packed
-    row do not see, else SDPA. On a CPU FlexAttention has no backward."""
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights in memory. `bfloat16` halves them, and the optimizer keeps float32 masters; for one
-    process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""
-    gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more time. By default where the weights,
-    the optimizer and the activations of a row of 8192 tokens would not fit into the free memory of the GPU; and, also
-    if this is false, once a row does not fit."""
-    replicas: int = Field(default=1, ge=1)
-    """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
-    need more memory and exchange shards within a machine only."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """With several processes: so many divide each layer of the model. For models that transformers has a plan for."""
-    context_parallel: int = Field(default=1, ge=1)
-    """With several processes: so many divide the tokens of each row, for chains that are too long for one GPU."""
-    router_replay: bool = True
-    """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
-    engine with `--enable-return-routed-experts`, for calls that do not stream."""
-    lora_rank: int = Field(default=16, ge=1)
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter."""
 
 
 class Policy:
@@ -84,7 +47,7 @@ class Policy:
     place where an object of the trainer holds something that changes.
     """
 
-    def __init__(self, spec: PolicySpec) -> None:
+    def __init__(self, spec: TrainerSettings) -> None:
         self.spec = spec
         self.compiled = False
         """Whether `load` compiles each layer. Rows differ in length, hence dynamic shapes."""

@@ -18,14 +18,14 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed
 from turnwise.engine_plugin.layout import Layout, checksum_of
-from turnwise.settings import Settings
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
@@ -80,20 +80,6 @@ class HeldVersions:
             return self._versions.get(version)
 
 
-class WeightRule(Settings):
-    """How engines get new weights."""
-
-    weight_transfer: bool = True
-    """Send whole weights from memory to engines that were started for it (`turnwise engine`); other engines, and
-    adapters, read the version's directory. False: all do."""
-    weight_host: str = "127.0.0.1"
-    """Address of this machine at which the proxy and the engines ask for weights; on several machines one that all of
-    them reach, on a private network."""
-    engine_sleep_level: Literal[0, 1, 2] = 0
-    """Let engines on the same GPU sleep while the trainer computes, by vLLM's sleep mode: 1 moves their weights to host
-    memory, 2 drops them and loads the served version again; 0 never. The proxy needs `engine_sleep = true`."""
-
-
 class Transfer:
     """One version on its way to one engine."""
 
@@ -131,7 +117,7 @@ class Transfer:
 class WeightServer:
     """Answers on its own port; each request has a thread."""
 
-    def __init__(self, rule: WeightRule) -> None:
+    def __init__(self, rule: TrainerSettings) -> None:
         """Start to answer."""
         self._rule = rule
         self.held = HeldVersions()

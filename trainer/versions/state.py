@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn import Parameter
 
 from trainer.batch.advantages import Row
-from trainer.batch.optimizer import make_scheduler, set_position
 from trainer.claims.ledger import Ledger
 from trainer.claims.pacing import Rewind, RunProgress
 from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
+from trainer.model.optimizer import make_scheduler, set_position
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError

@@ -18,7 +18,7 @@ from support.ledger_samples import add_session, finish
 from support.migrated import migrated, new_database
 
 from trainer.claims.claims import Claims
-from trainer.claims.pacing import SourceRule
+from trainer.settings import TrainerSettings
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
 from turnwise.store import retention, serving, versions
@@ -107,7 +107,7 @@ def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_
     archive.archive(database, tmp_path / "archive", LATER)
     other = new_database(tmp_path / "other.db")
     assert archive.restore(other, tmp_path / "archive") == 2
-    source = Claims(other, SourceRule())
+    source = Claims(other, TrainerSettings())
     source.open(PolicyVersion(version=0, path="base"), 0)
     assert (source.newest_version(), source.next_update_id()) == (8, 8)
     with other.read() as conn:

@@ -20,7 +20,8 @@ from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
 from trainer.claims.claims import Claims, SteadyClock
 from trainer.claims.ledger import FinishedBatch, StopFlag, outlast
-from trainer.claims.pacing import RunProgress, SourceRule
+from trainer.claims.pacing import RunProgress
+from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.store import groups, overview, serving, sessions, versions
@@ -42,7 +43,7 @@ def source_for(database: Database, **changes) -> Claims:
         "wait_seconds": 0.0,
         "stalled_seconds": STALLED_SECONDS,
     }
-    return Claims(database, SourceRule(**(values | changes)))
+    return Claims(database, TrainerSettings(**(values | changes)))
 
 
 def play_incomplete_group(database: Database) -> None:

@@ -12,7 +12,8 @@ import pytest_asyncio
 from support.reload_stage import Process, Stage, running_stage
 from turnwise_fake_engine import Script
 
-from trainer.publish.weight_server import WeightRule, WeightServer
+from trainer.publish.weight_server import WeightServer
+from trainer.settings import TrainerSettings
 from turnwise.store import processes
 
 
@@ -36,7 +37,7 @@ class Trainer:
     """A trainer that computes until it is told to end."""
 
     def __init__(self, stage: Stage, level: int) -> None:
-        self.server = WeightServer(WeightRule(engine_sleep_level=level))
+        self.server = WeightServer(TrainerSettings(engine_sleep_level=level))
         with stage.database.write() as connection:
             processes.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
         self.computes, self._may_end = threading.Event(), threading.Event()

@@ -19,7 +19,8 @@ from turnwise_fake_engine import Script
 
 from proxy.engines.state import EngineState
 from proxy.reload import transfer
-from trainer.publish.weight_server import HeldVersions, WeightRule, WeightServer
+from trainer.publish.weight_server import HeldVersions, WeightServer
+from trainer.settings import TrainerSettings
 from turnwise.engine_plugin import channel
 from turnwise.store import processes
 from turnwise.store.versions import fail_unwritten, publish_version
@@ -39,7 +40,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 @pytest.fixture
 def trainer(stage: Stage) -> Iterator[WeightServer]:
     """A trainer's weights, announced in the ledger."""
-    server = WeightServer(WeightRule())
+    server = WeightServer(TrainerSettings())
     announce(stage, server.url)
     yield server
     server.close()

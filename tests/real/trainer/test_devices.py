@@ -16,10 +16,11 @@ from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer.batch.batch import build
 from trainer.main import run
-from trainer.model.agent import RECOMPUTED, AgentRule, PolicyAgent
+from trainer.model.agent import RECOMPUTED, PolicyAgent
 from trainer.model.memory import MemoryLimits
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.model import Policy
 from trainer.parallel import leave_world
+from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import overview
@@ -147,7 +148,7 @@ def test_weights_for_engines_are_written_once_and_in_the_precision_of_the_comput
     from transformers import AutoModelForCausalLM
 
     make_model(tmp_path / "model", tie_word_embeddings=True)
-    policy = Policy(PolicySpec(model=str(tmp_path / "model"), device="cpu", dtype="bfloat16"))
+    policy = Policy(TrainerSettings(model=str(tmp_path / "model"), device="cpu", dtype="bfloat16"))
     policy.load(0)
     (tmp_path / "version").mkdir()
     policy.save(tmp_path / "version", policy.trained_state())
@@ -160,7 +161,7 @@ def test_weights_for_engines_are_written_once_and_in_the_precision_of_the_comput
 
 def test_dropout_is_off(tmp_path):
     make_model(tmp_path, attention_dropout=0.5)
-    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
+    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
     policy.load(0)
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
@@ -171,7 +172,7 @@ def test_dropout_is_off(tmp_path):
 def gpt_oss(tmp_path):
     """Random weights; its windows are longer than the texts here."""
     make_model(tmp_path, "GptOss", num_local_experts=4, num_experts_per_tok=2)
-    return PolicySpec(model=str(tmp_path), device="cpu")
+    return TrainerSettings(model=str(tmp_path), device="cpu")
 
 
 def test_gpt_oss_is_sharded_although_it_has_no_sdpa(gpt_oss):
@@ -192,7 +193,7 @@ def test_gpt_oss_without_sdpa_is_trained_on_a_cpu(gpt_oss):
     policy = Policy(gpt_oss)
     policy.load(0)
     assert policy.attention == "eager"
-    agent = PolicyAgent(policy, AgentRule(max_logprob_gap=100.0))
+    agent = PolicyAgent(policy, TrainerSettings(max_logprob_gap=100.0))
     found = sessions()[:2]
     batch = build(found, [np.array([1.0]), np.array([-1.0])], policy_version=0)
     logprobs = agent.logprobs_of(batch, [0, 1])

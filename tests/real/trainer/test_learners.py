@@ -12,8 +12,8 @@ from support.migrated import new_database
 from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts
 
-from trainer.batch.optimizer import make_scheduler
 from trainer.main import run
+from trainer.model.optimizer import make_scheduler
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError

@@ -7,8 +7,9 @@ from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import Ledger
-from trainer.claims.pacing import RunProgress, SourceRule
+from trainer.claims.pacing import RunProgress
 from trainer.replay import ReplayBuffer
+from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.store import experiences, processes, retention, updates
@@ -118,7 +119,7 @@ def buffer_json(priorities):
 
 
 def draws(ledger, sampling, priorities, num_draws=400):
-    buffer = ReplayBuffer(Ledger(ledger, SourceRule()), capacity=10, min_groups=1, sampling=sampling)
+    buffer = ReplayBuffer(Ledger(ledger, TrainerSettings()), capacity=10, min_groups=1, sampling=sampling)
     rng = np.random.default_rng(0)
     drawn = [buffer.sample(buffer_json(priorities), 1, rng)[0][0] for _ in range(num_draws)]
     return np.bincount(drawn, minlength=len(priorities))
@@ -135,7 +136,7 @@ def test_each_sampling_mode_has_its_documented_distribution(ledger):
 
 
 def test_a_sample_holds_no_group_twice(ledger):
-    buffer = ReplayBuffer(Ledger(ledger, SourceRule()), capacity=10, min_groups=1, sampling="uniform")
+    buffer = ReplayBuffer(Ledger(ledger, TrainerSettings()), capacity=10, min_groups=1, sampling="uniform")
     drawn, after = buffer.sample(buffer_json([1.0] * 5), 9, np.random.default_rng(0))
     assert sorted(drawn) == [0, 1, 2, 3, 4]
     assert [entry.num_uses for entry in buffer.entries(after)] == [1] * 5
@@ -161,7 +162,7 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
     for tenant in ("acme", "zeta"):
         add_session(database, "kim", tenant=tenant)
         finish(database, "kim", 1, tenant)
-    rule = SourceRule(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
+    rule = TrainerSettings(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
     source = Claims(database, rule)
     buffer = ReplayBuffer(source, capacity=10, min_groups=1, sampling="uniform")
     batch = source.next(RunProgress(num_batches=1))

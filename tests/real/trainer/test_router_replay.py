@@ -14,8 +14,9 @@ from support.tiny_models import make_model
 from torch.nn import functional
 
 from trainer.batch.batch import build, pack
-from trainer.model.agent import AgentRule, PolicyAgent
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.agent import PolicyAgent
+from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
 from turnwise.errors import BatchRefused
 
 LAYERS, EXPERTS, CHOSEN = 2, 6, 2
@@ -37,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(directory: Path, **spec: object) -> Policy:
-    policy = Policy(PolicySpec(model=str(directory), device="cpu", **spec))
+    policy = Policy(TrainerSettings(model=str(directory), device="cpu", **spec))
     policy.load(0)
     return policy
 
@@ -83,7 +84,7 @@ def test_packed_rows_use_the_experts_of_each_token_as_if_they_were_forced_one_by
     policy = loaded(directory)
     found = routed_sessions(1)
     batch = batch_of(found)
-    agent = PolicyAgent(policy, AgentRule(row_tokens=128))
+    agent = PolicyAgent(policy, TrainerSettings(row_tokens=128))
     logprobs = torch.from_numpy(agent.logprobs_of(batch, range(len(found))))
     own = torch.from_numpy(
         PolicyAgent(loaded(directory, router_replay=False), agent.rule).logprobs_of(batch, range(len(found)))
@@ -99,7 +100,7 @@ def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activa
     gradients = []
     for checkpointing in (False, True):
         policy = loaded(directory, gradient_checkpointing=checkpointing)
-        agent = PolicyAgent(policy, AgentRule(row_tokens=64, max_logprob_gap=100.0))
+        agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
         found = routed_sessions(1)
         agent.accumulate_gradient(batch_of(found), range(len(found)))
         gradients.append({name: value.grad for name, value in policy.model.named_parameters()})
@@ -113,7 +114,7 @@ def test_sessions_without_routing_take_the_experts_of_the_trainer(directory: Pat
     found = sessions()
     batch = batch_of(found)
     assert all(row.routing is None for row in pack(batch, range(len(found)), 128))
-    rule = AgentRule(row_tokens=128)
+    rule = TrainerSettings(row_tokens=128)
     with_replay, without = (
         PolicyAgent(loaded(directory, router_replay=replay), rule).logprobs_of(batch, range(len(found)))
         for replay in (True, False)
@@ -123,6 +124,6 @@ def test_sessions_without_routing_take_the_experts_of_the_trainer(directory: Pat
 
 def test_routing_of_another_model_is_refused(directory: Path):
     found = routed_sessions(1, num_layers=1)
-    agent = PolicyAgent(loaded(directory), AgentRule())
+    agent = PolicyAgent(loaded(directory), TrainerSettings())
     with pytest.raises(BatchRefused, match="routed to 2 experts in each of 1 layers"):
         agent.logprobs_of(batch_of(found), range(len(found)))

@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from trainer.batch.batch import Row
 from trainer.batch.forest import BLOCK, block_mask, dense_mask
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one():
 def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monkeypatch):
     """Qwen3 norms queries and keys, which gives float32 under autocast. The kernel, which is a GPU's, is replaced."""
     make_model(tmp_path, vocab_size=VOCABULARY)
-    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
+    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
     policy.load(0)
     found = []
 
@@ -72,7 +73,7 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monk
 def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(tmp_path, name):
     """Over real architectures with random weights."""
     make_model(tmp_path, name, vocab_size=VOCABULARY, **FAMILIES[name])
-    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
+    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
     policy.load(0)
     assert policy.attends_to_all
     forest, sequences = grown_forest(1, num_sequences=5, length=12)

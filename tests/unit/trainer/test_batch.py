@@ -17,9 +17,10 @@ from trainer.batch.batch import build, minibatches, pack
 from trainer.batch.forest import Forest, dense_mask
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.batch.selection import why_untrainable
-from trainer.model.agent import AgentRule, PolicyAgent
+from trainer.model.agent import PolicyAgent
 from trainer.model.inputs import row_data
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
 from turnwise.chains import EID, Experience, merge_session, split_session
 from turnwise.store import experiences as stored_experiences
 from turnwise.store.experiences import PER_CHAIN
@@ -139,7 +140,7 @@ def test_rows_stay_within_the_token_budget_without_padding():
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    policy = Policy(PolicySpec(model=str(make_model(tmp_path_factory.mktemp("model"))), device="cpu"))
+    policy = Policy(TrainerSettings(model=str(make_model(tmp_path_factory.mktemp("model"))), device="cpu"))
     policy.load(0)
     return policy
 
@@ -193,7 +194,7 @@ def as_experiences(sequences, session_id="s", group_id="g"):
 
 
 def loss_and_gradient(policy, experiences, credit, row_tokens, algorithm):
-    agent = PolicyAgent(policy, AgentRule(algorithm={"name": algorithm, "entropy_coef": 0.01}))
+    agent = PolicyAgent(policy, TrainerSettings(algorithm={"name": algorithm, "entropy_coef": 0.01}))
     advantages = [np.array([credit[turn_id] for turn_id in e.turn_ids]) for e in experiences]
     batch = build(experiences, advantages, policy_version=0)
     weights = batch.weights(range(len(experiences)), "session_mean", 1)
@@ -233,7 +234,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
         found = list(stored_experiences.experiences(conn, SessionFilter(), PER_CHAIN))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
-    agent = PolicyAgent(policy, AgentRule(algorithm={"correction": "tis"}, row_tokens=90))
+    agent = PolicyAgent(policy, TrainerSettings(algorithm={"correction": "tis"}, row_tokens=90))
     logprobs = agent.proximal_logprobs(batch, range(len(batch.experiences)))
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
 
@@ -279,6 +280,6 @@ def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradi
 def test_a_model_that_changes_its_logits_keeps_its_own_output_layer(tmp_path):
     """Gemma 2 caps its logits after the output layer: leaving the layer out would skip that."""
     make_model(tmp_path, "Gemma2", final_logit_softcapping=5.0)
-    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
+    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
     policy.load(0)
     assert policy._head is None

@@ -11,8 +11,8 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from trainer.model.loading import _prepared, load_model
-from trainer.model.model import PolicySpec
 from trainer.publish.checkpoint import Checkpoints
+from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
@@ -21,7 +21,7 @@ CONFIG = GPTNeoXConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_att
 
 def test_lora_of_a_model_whose_layers_have_other_names_says_which_it_has() -> None:
     """The default names are those of Llama; GPT-NeoX has one layer for query, key and value."""
-    spec = PolicySpec(model="neox", kind=PolicyKind.LORA)
+    spec = TrainerSettings(model="neox", kind=PolicyKind.LORA)
     layers = r"\['dense', 'dense_4h_to_h', 'dense_h_to_4h', 'query_key_value'\]"
     with pytest.raises(SettingsError, match=rf"names no layer of the model 'neox': set it in .*{layers}"):
         _prepared(GPTNeoXForCausalLM(CONFIG), spec)
@@ -57,7 +57,7 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(
     GPTNeoXForCausalLM(CONFIG).save_pretrained(tmp_path)
     change(tmp_path / name)
     with pytest.raises(BadCheckpoint, match=rf"^cannot load the model '{tmp_path}': [^\n]*{words}[^\n]*id$"):
-        load_model(PolicySpec(model=str(tmp_path)), "eager")
+        load_model(TrainerSettings(model=str(tmp_path)), "eager")
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"PK\x03\x04" + b"0" * 50])

@@ -12,7 +12,8 @@ from support.waiting import wait_until
 
 from trainer.claims import pacing
 from trainer.claims.claims import Claims
-from trainer.claims.pacing import Look, Rewind, RunProgress, SourceRule, Wait, describe_wait, why_held
+from trainer.claims.pacing import Look, Rewind, RunProgress, Wait, describe_wait, why_held
+from trainer.settings import TrainerSettings
 from turnwise.store import claims, policies, rows, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
@@ -31,22 +32,22 @@ AT_7 = RunProgress(num_batches=1, recent_versions=tuple(range(8)))
     ],
 )
 def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(oldest, bound, is_held):
-    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, SourceRule(max_versions_in_flight=bound))
+    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, TrainerSettings(max_versions_in_flight=bound))
     assert (reason is not None) == is_held
     assert not is_held or reason.endswith("training waits for them (max_versions_in_flight=4)")
 
 
 def test_a_strict_staleness_bound_tightens_the_pace():
     """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 may not."""
-    rule = SourceRule(max_staleness=1)
+    rule = TrainerSettings(max_staleness=1)
     assert why_held(Look(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
     assert why_held(Look(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
 
 
 def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
     look = Look(num_ready=32, pinned=0)
-    assert why_held(look, AT_7, SourceRule()).startswith("version 0 is pinned and the trainer is at version 7")
-    back = SourceRule(when_pinned="train_pinned")
+    assert why_held(look, AT_7, TrainerSettings()).startswith("version 0 is pinned and the trainer is at version 7")
+    back = TrainerSettings(when_pinned="train_pinned")
     assert why_held(look, AT_7, back) == Rewind(version=0, reason="version 0 is pinned")
     rewound = RunProgress(num_batches=1, recent_versions=(0, 8, 9, 10, 11), rewound_to=0)
     assert isinstance(why_held(look, rewound, back), str)
@@ -57,12 +58,14 @@ def test_weights_that_come_from_an_undone_version_are_left_for_the_version_befor
     look = Look(num_ready=32, undone=range(4, 8), failed=frozenset({8}))
     at = RunProgress(num_batches=1, recent_versions=tuple(range(9)))
     back = Rewind(version=3, reason="version 3 was activated in place of version 7")
-    assert why_held(look, at, SourceRule()) == back
+    assert why_held(look, at, TrainerSettings()) == back
     tried = RunProgress(num_batches=1, recent_versions=at.recent_versions, rewound_to=3)
-    assert why_held(look, tried, SourceRule()).startswith(f"{back.reason}, and it cannot be trained from")
+    assert why_held(look, tried, TrainerSettings()).startswith(f"{back.reason}, and it cannot be trained from")
     assert (
         why_held(
-            Look(num_ready=32, undone=look.undone), RunProgress(num_batches=1, recent_versions=(2, 3, 9)), SourceRule()
+            Look(num_ready=32, undone=look.undone),
+            RunProgress(num_batches=1, recent_versions=(2, 3, 9)),
+            TrainerSettings(),
         )
         is None
     )
@@ -94,10 +97,10 @@ def test_versions_are_counted_along_the_ancestry_of_the_weights(bound, is_held):
     """After going back from 7 to 3, version 8 is one version ahead of 3, and the next one two."""
     at = RunProgress(num_batches=1, recent_versions=(2, 3, 8))
     look = Look(num_ready=32, oldest_in_flight=3)
-    assert (why_held(look, at, SourceRule(max_versions_in_flight=bound)) is not None) == is_held
+    assert (why_held(look, at, TrainerSettings(max_versions_in_flight=bound)) is not None) == is_held
 
 
-RULE = SourceRule(groups_per_batch=32, singles_per_group=8)
+RULE = TrainerSettings(groups_per_batch=32, singles_per_group=8)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_the_number_of_open_sessions_is_reported_and_not_logged_again(caplog, mo
 
 def source_for(database: Database, **changes) -> Claims:
     values = {"groups_per_batch": 2, "singles_per_group": 1, "wait_seconds": 0.0}
-    return Claims(database, SourceRule(**(values | changes)))
+    return Claims(database, TrainerSettings(**(values | changes)))
 
 
 def next_batch_within(source, at, seconds=0.5):
@@ -203,7 +206,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
     add_session(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
     finish(database, "s")
     values = {"groups_per_batch": 1, "singles_per_group": 1, "wait_seconds": 0.0}
-    source = Claims(database, SourceRule(**values, **quota), policy=own)
+    source = Claims(database, TrainerSettings(**values, **quota), policy=own)
     with ThreadPoolExecutor(1) as trainer:
         batch = trainer.submit(source.next, RunProgress(num_batches=1))
         try:
@@ -211,7 +214,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
         finally:
             source.stop()
         assert batch.result(60) is None
-    source = Claims(database, SourceRule(**values, **dict.fromkeys(quota, 101)), policy=own)
+    source = Claims(database, TrainerSettings(**values, **dict.fromkeys(quota, 101)), policy=own)
     assert source.next(RunProgress(num_batches=1)) is not None
     source.close()
 

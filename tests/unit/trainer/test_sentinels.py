@@ -15,7 +15,8 @@ from trainer.checks import sentinels
 from trainer.checks.sentinels import alarms
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import ClaimedBatch, UpdateIds
-from trainer.claims.pacing import Look, RunProgress, SourceRule, why_held
+from trainer.claims.pacing import Look, RunProgress, why_held
+from trainer.settings import TrainerSettings
 from turnwise.store import claims, experiences, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import Played
@@ -117,7 +118,7 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
     assert alarm is not None
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
     held = why_held(
-        Look(num_ready=32, alarm=alarm), RunProgress(num_batches=1), SourceRule(sentinels={"questions": 0.2})
+        Look(num_ready=32, alarm=alarm), RunProgress(num_batches=1), TrainerSettings(sentinels={"questions": 0.2})
     )
     assert held == alarm
 
@@ -131,7 +132,7 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)
     monkeypatch.setattr(sentinels, "check", lambda *_: "sentinel 'questions' is beyond its bound")
-    source = Claims(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
+    source = Claims(database, TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
     with ThreadPoolExecutor(1) as threads:
         taken = threads.submit(source.next, RunProgress(num_batches=1))
         wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
@@ -155,7 +156,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
             named = {"turn_id": f"t{version}", "chain_id": f"t{version}", "session_id": f"s{version}"}
             append_turns(conn, [dataclasses.replace(sampled, **named)])
         finish(database, f"s{version}")
-    rule = SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
+    rule = TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
     alarm = "sentinel 'questions' is beyond its bound"
     monkeypatch.setattr(sentinels, "check", lambda conn, *_: alarm if active_in(conn) == 1 else None)
     stopped = Claims(database, rule, update_ids=UpdateIds())
@@ -186,7 +187,7 @@ def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)
         versions.change_version(conn, 0, alarm="sentinel 'questions' is beyond its bound")
-    source = Claims(database, SourceRule(groups_per_batch=1, singles_per_group=1, sentinels={}))
+    source = Claims(database, TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={}))
     assert isinstance(source.next(RunProgress(num_batches=1)), ClaimedBatch)
     with database.read() as conn:
         assert versions.get_version(conn, 0).alarm is None

@@ -11,17 +11,16 @@ import importlib
 import importlib.util
 import itertools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 from torch.optim.adamw import adamw
 
+from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
-from turnwise.settings import Settings
 
 WEIGHT_DECAY = 0.0
 """Of AdamW: a policy that is trained on from a good model is not pulled towards zero."""
@@ -29,31 +28,7 @@ MASTER, FIRST, SECOND = "master", "exp_avg", "exp_avg_sq"
 """Names of a weight's float32 tensors in the optimizer's state."""
 
 
-class OptimizerRule(Settings):
-    """AdamW, its schedule, and the updates that one batch makes."""
-
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """By default by size and kind: 1e-6 for all weights, as published recipes for models of 0.5 to 70 billion
-    parameters use, 1e-5 below 300 million parameters, 3e-4 below 30 million; for LoRA ten times as much."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    adam_epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the denominator of Adam; a larger value makes smaller steps where gradients are tiny."""
-    optimizer_state: Literal["device", "host", "8bit"] = "device"
-    """Where and how Adam's moments are kept: in float32 beside the weights, in float32 in `host` memory, where the step
-    is computed too, or in `8bit` by the package bitsandbytes, on CUDA. The last two are for one process."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate over `total_batches` batches; `constant` needs no `total_batches`."""
-    num_warmup_updates: int = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises linearly."""
-    num_minibatches: int = Field(default=4, ge=1)
-    """Optimizer steps in one pass over a batch."""
-    reuse_epochs: int = Field(default=1, ge=1)
-    """Passes over a batch."""
-    total_batches: int | None = Field(default=None, ge=1)
-    """Batches to train, counted across restarts; None trains until the process is stopped."""
-
-
-def make_optimizer(parameters: list[Parameter], rule: OptimizerRule) -> torch.optim.Optimizer:
+def make_optimizer(parameters: list[Parameter], rule: TrainerSettings) -> torch.optim.Optimizer:
     """Return the optimizer of these parameters: torch's own, fused on CUDA, unless a setting or bfloat16 needs another.
 
     Raises:
@@ -77,7 +52,7 @@ def make_optimizer(parameters: list[Parameter], rule: OptimizerRule) -> torch.op
     return torch.optim.AdamW(parameters, **options, fused=True if on_cuda else None)
 
 
-def check_optimizer(rule: OptimizerRule, *, has_coarse_weights: bool) -> None:
+def check_optimizer(rule: TrainerSettings, *, has_coarse_weights: bool) -> None:
     """Check that the optimizer's state can be kept as the settings ask.
 
     Raises:
@@ -97,7 +72,7 @@ def check_optimizer(rule: OptimizerRule, *, has_coarse_weights: bool) -> None:
         )
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, rule: OptimizerRule) -> lr_scheduler.LambdaLR:
+def make_scheduler(optimizer: torch.optim.Optimizer, rule: TrainerSettings) -> lr_scheduler.LambdaLR:
     """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
 
     The rate is a function of the count of updates alone, so a run can resume under another schedule or rate.
