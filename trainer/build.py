@@ -6,7 +6,7 @@ import dataclasses
 
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import StopFlag, UpdateIds
-from trainer.evaluate import Evaluator, LedgerEvaluator
+from trainer.evaluate import Evaluator
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
@@ -65,6 +65,6 @@ def make_parts(
         claims=claims,
         learner=PolicyAgent(model, settings, reference, critic),
         optimizer=lambda parameters: make_optimizer(parameters, settings),
-        evaluator=LedgerEvaluator(claims.db, command, seconds, settings.proxy_url, policy, claims.stopped),
+        evaluator=Evaluator(claims.db, command, seconds, settings.proxy_url, policy, claims.stopped),
         buffer=ReplayBuffer.of(claims, settings) if has_buffer else None,
     )

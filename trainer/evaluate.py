@@ -13,7 +13,6 @@ import logging
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from trainer.claims.ledger import StopFlag
 from turnwise.client.connection import DEFAULT_BASE_URL
@@ -49,14 +48,7 @@ COMING = (PolicyStatus.PUBLISHED, PolicyStatus.CANARY)
 """States of a version that engines may serve soon."""
 
 
-class Evaluator(Protocol):
-    """Measures the served policy on held-out tasks."""
-
-    def evaluate(self, policy_version: int) -> Json:
-        """Return gauges; empty when nothing was played."""
-
-
-class LedgerEvaluator:
+class Evaluator:
     """Starts the command, if there is one, and sums up the eval sessions that ended meanwhile."""
 
     def __init__(
@@ -135,7 +127,6 @@ class LedgerEvaluator:
         return gauges
 
     def _over(self) -> list[Session]:
-        """Return the policy's newest eval sessions that are over."""
         wanted = SessionFilter(split=Split.EVAL, policy_id=self._policy_id)
         with self._db.read() as conn:
             found, _ = sessions.list_sessions(conn, wanted, limit=NEWEST_SESSIONS)
@@ -154,7 +145,6 @@ class LedgerEvaluator:
         log.warning("policy version %d is not served yet; what is served is evaluated instead", version)
 
     def _play(self, version: int) -> bool:
-        """Run the command; return whether it exited by itself."""
         guarded = guard.guarded(self._command, GRACE_SECONDS)
         with self._temporary_key() as key:
             environment = child_environment(evaluation_environment(self._proxy_url, key, version))

@@ -49,11 +49,9 @@ class ForwardChecker:
         self._models: cachetools.LRUCache[int, Any] = cachetools.LRUCache(MODELS_KEPT)
 
     def close(self) -> None:
-        """Release the models."""
         self._models.clear()
 
     def check(self, view: TurnView, place: str, report: Report) -> None:
-        """Compare a trainable turn's logprobs with those of its version's files."""
         turn = view.turn
         if reason := self._why_not(view):
             report.not_checked[reason] += 1
@@ -81,7 +79,6 @@ class ForwardChecker:
         return None
 
     def _model(self, version: int) -> Any:
-        """Return the model of a version, in float32 on the CPU."""
         if version not in self._models:
             self._models[version] = load_version(self._versions[version])
         return self._models[version]
@@ -126,15 +123,7 @@ def name_stale_parts(versions: Mapping[int, PolicyVersion], report: Report) -> N
 def stale_part(
     policy: PolicyVersion, older: PolicyVersion, probe: Probe, positions: list[int], logprobs: list[float]
 ) -> str | None:
-    """Return which part the engine has of an older version; None if no single part explains its answer.
-
-    Args:
-        policy: The version that the engine was to load.
-        older: A version that it may have kept in part.
-        probe: The text of the version's probe.
-        positions: Positions in the text. [N]
-        logprobs: What the engine answered there. [N]
-    """
+    """Return which part the engine has of an older version; None if no single part explains its answer."""
     model, old = (_untied(load_version(one)) for one in (policy, older))
     loaded = set(model.state_dict()) if policy.kind is PolicyKind.FULL else _of_adapter(model)
     new = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in loaded}

@@ -99,7 +99,6 @@ class World:
         return values if self._row_group == 1 else values / self._row_group
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the maximum over all processes."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values

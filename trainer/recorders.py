@@ -28,11 +28,9 @@ Scalars = Mapping[str, Any]
 class Recorder(Protocol):
     """Records gauges."""
 
-    def write(self, scalars: Scalars, step: int) -> None:
-        """Record the gauges of one batch, update or evaluation."""
+    def write(self, scalars: Scalars, step: int) -> None: ...
 
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self) -> None: ...
 
 
 class ChainRecorder:
@@ -44,7 +42,6 @@ class ChainRecorder:
         """Records that a recorder did not take."""
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Record with each of them."""
         for recorder in self._recorders:
             try:
                 recorder.write(scalars, step)
@@ -60,7 +57,6 @@ class ChainRecorder:
                 )
 
     def add(self, recorder: Recorder) -> None:
-        """Record with one more."""
         self._recorders.append(recorder)
 
     def close(self) -> None:
@@ -89,8 +85,7 @@ class JsonLines:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         append_lines(self._path, [json.dumps(line, allow_nan=False, default=str)])
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 class ProgressLine:
@@ -120,16 +115,11 @@ class ProgressLine:
             _named(scalars, self.GAUGES),
         )
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files for TensorBoard.
-
-    Raises:
-        SettingsError: The package is not installed.
-    """
+    """Event files for TensorBoard."""
 
     def __init__(self, directory: Path) -> None:
         check_package("tensorboard")
@@ -143,7 +133,6 @@ class TensorBoard:
             self._writer.add_scalar(name, value, scalars.get("update", step))
 
     def close(self) -> None:
-        """Flush the event file."""
         self._writer.close()
 
 
@@ -161,11 +150,7 @@ class _TrackedRun:
 
 
 class WeightsAndBiases(_TrackedRun):
-    """A run of Weights & Biases.
-
-    Raises:
-        SettingsError: The package is not installed.
-    """
+    """A run of Weights & Biases."""
 
     def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
         check_package("wandb")
@@ -181,11 +166,7 @@ class WeightsAndBiases(_TrackedRun):
 
 
 class Trackio(_TrackedRun):
-    """A run of trackio, which a restarted trainer continues.
-
-    Raises:
-        SettingsError: The package is not installed.
-    """
+    """A run of trackio, which a restarted trainer continues."""
 
     def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
         check_package("trackio")
@@ -215,11 +196,7 @@ def _numbers(scalars: Scalars) -> dict[str, float]:
 
 
 def check_package(package: str) -> None:
-    """Check that the package of a recorder is installed.
-
-    Raises:
-        SettingsError: It is not.
-    """
+    """Check that the package of a recorder is installed."""
     if importlib.util.find_spec(package) is None:
         raise SettingsError(
             f"recorders names {package!r}, which is not installed: run `pip install {package}`, or leave it out"

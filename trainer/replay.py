@@ -52,7 +52,6 @@ class ReplayBuffer:
 
     @classmethod
     def of(cls, ledger: Ledger, settings: TrainerSettings) -> Self:
-        """Return the buffer that the settings describe."""
         return cls(
             ledger,
             capacity=settings.buffer_groups,
@@ -104,7 +103,6 @@ class ReplayBuffer:
 
     @staticmethod
     def entries(buffer: Buffer) -> list[Entry]:
-        """Return what is in the buffer, oldest first."""
         return [Entry(**entry) for entry in buffer]
 
     def _chances(self, entries: Sequence[Entry]) -> npt.NDArray[np.float64]:

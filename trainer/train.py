@@ -67,7 +67,6 @@ class Training:
         """Seconds to wait for a batch; None without an end, 0 where other policies train meanwhile."""
 
     def add_recorders(self, recorders: Sequence[Recorder]) -> None:
-        """Record with these too."""
         for recorder in recorders:
             self.recorder.add(recorder)
 
@@ -158,7 +157,6 @@ class Training:
         return state
 
     def is_done(self, state: State) -> bool:
-        """Return whether the configured end is reached."""
         return self.settings.total_batches is not None and state.progress.num_batches >= self.settings.total_batches
 
     def advance(self, state: State) -> tuple[bool, State]:
@@ -179,7 +177,6 @@ class Training:
         self.claims.stop()
 
     def close(self) -> None:
-        """Release what is held, and flush."""
         self.commits.close()
         self.learner.algorithm.close()
         if self.weights is not None:
@@ -237,7 +234,6 @@ class Training:
             self.recorder.write(metrics, step)
 
     def _train(self, state: State, claimed: ClaimedBatch) -> tuple[Json, State]:
-        """Train on a batch's experiences and finish its claim."""
         try:
             return self._trained(state, claimed, time.monotonic())
         except OutOfMemory as error:  # of one of several processes: they all end, and are started again

@@ -137,7 +137,6 @@ class Updates:
         return claimed
 
     def select(self, claimed: ClaimedBatch, state: State) -> Selection:
-        """Return what is trained of the claimed groups."""
         keys = {experience.group_key for experience in claimed.experiences}
         if not self._is_sample:
             keys |= claimed.group_keys
@@ -172,7 +171,6 @@ class Updates:
         return batch, chosen, gauges
 
     def _drawn(self, state: State, imitation: Imitation) -> Selection:
-        """Return what is trained of imported sessions that are drawn for this batch."""
         rng = np.random.default_rng([state.progress.seed, state.progress.num_batches, _DRAW])
         found = self._learner.world.from_first(lambda: self._claims.imported(imitation.num_groups, rng))
         keys = sorted({experience.group_key for experience in found})
@@ -257,7 +255,6 @@ class Updates:
     def _differs(
         self, gaps: BatchGap, members: Sequence[int], logprobs: Reals, refused: Refused, norms: Sequence[float]
     ) -> bool:
-        """Refuse the groups of a step whose logprobs are not the engine's; return whether there are any."""
         fit = _members_without(gaps.batch, members, refused)
         differing = self._gap_check.observe(gaps, fit, logprobs, has_moved=bool(norms))
         refused |= differing

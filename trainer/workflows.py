@@ -30,7 +30,6 @@ class RLWorkflow(Training, abc.ABC):
 
     @classmethod
     def name(cls) -> str:
-        """Return the workflow's name for logs."""
         return cls.__name__
 
     @classmethod
@@ -112,7 +111,6 @@ class OffPolicyWorkflow(RLWorkflow):
 
 
 def as_settings(config: Config) -> TrainerSettings:
-    """Return the settings for a mapping."""
     if isinstance(config, TrainerSettings):
         return config
     plain: Mapping[str, Any] = config

@@ -14,7 +14,7 @@ from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import StopFlag
-from trainer.evaluate import LedgerEvaluator
+from trainer.evaluate import Evaluator
 from turnwise.store import keys, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
@@ -50,9 +50,9 @@ def database(proxy: RunningProxy):
     database.close()
 
 
-def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, float | None, int]) -> LedgerEvaluator:
+def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, float | None, int]) -> Evaluator:
     """Return an evaluator whose agent plays rewarded sessions of a split with this many turns."""
-    return LedgerEvaluator(database, [sys.executable, "-c", AGENT, proxy.url, json.dumps(sessions)])
+    return Evaluator(database, [sys.executable, "-c", AGENT, proxy.url, json.dumps(sessions)])
 
 
 def test_held_out_sessions_are_played_by_the_version_that_was_just_published(proxy, database, tmp_path):
@@ -80,7 +80,7 @@ def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
     for _ in range(2):
         found = next_process.evaluate(version)
         assert (found["num_sessions"], found["reward_mean"]) == (2, 0.75)
-    read_only = LedgerEvaluator(database)
+    read_only = Evaluator(database)
     assert read_only.evaluate(version)["num_sessions"] == 5
     assert read_only.evaluate(version) == {}
 
@@ -99,7 +99,7 @@ def test_an_evaluation_does_not_wait_for_a_version_that_engines_refuse(proxy, da
 
 def test_a_command_that_fails_is_reported_and_gives_no_evaluation(proxy, database, tmp_path, caplog):
     version = publish(proxy, write_weights(tmp_path / "v1"))
-    assert LedgerEvaluator(database, [sys.executable, "-c", "raise SystemExit(3)"]).evaluate(version) == {}
+    assert Evaluator(database, [sys.executable, "-c", "raise SystemExit(3)"]).evaluate(version) == {}
     assert "exited with status 3" in caplog.text
 
 
@@ -117,7 +117,7 @@ def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", BRINGS_A_CHILD, str(pid_file)]
     stopped = StopFlag()
-    evaluation = LedgerEvaluator(database, command, timeout_seconds=600.0, stopped=stopped)
+    evaluation = Evaluator(database, command, timeout_seconds=600.0, stopped=stopped)
     with database.write() as connection:
         versions.publish_version(connection, PolicyVersion(version=1, path="v1"))
         serving.fail_version(connection, 1, "so that nobody waits for it")
@@ -152,7 +152,7 @@ def test_the_command_gets_the_proxys_address_a_temporary_key_and_the_version(pro
             keys.create_key(conn, "default", keys.KeyRole.ADMIN, "operator")
     output = tmp_path / "environment.json"
     command = [sys.executable, "-c", PRINTS_ENVIRONMENT, str(output)]
-    LedgerEvaluator(database, command, proxy_url=proxy.url).evaluate(version)
+    Evaluator(database, command, proxy_url=proxy.url).evaluate(version)
     environment = json.loads(output.read_text())
     assert environment["model"] == "fake"
     assert (environment["TURNWISE_POLICY_VERSION"], environment["TURNWISE_RUN_URL"]) == (str(version), proxy.url)

@@ -18,11 +18,10 @@ from trainer.batch.batch import Batch, build
 from trainer.model import model
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.model.optimizer import make_scheduler
 from trainer.parallel import World
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.versions.state import Progress, State
+from trainer.versions.state import Progress, State, make_scheduler
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BatchRefused
 

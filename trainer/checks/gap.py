@@ -147,7 +147,6 @@ class GapCheck:
         return None
 
     def _judge(self, differed: Sequence[bool], refused: dict[GroupKey, str]) -> None:
-        """Stop the training if nearly all of the latest groups differed."""
         if len(differed) > len(self._verdicts):
             self._verdicts = deque(self._verdicts, maxlen=max(NUM_VERDICTS, len(differed)))
         self._verdicts.extend(differed)
@@ -177,7 +176,6 @@ class GapCheck:
         return _some(found, [m for m in sorted(members) if _version_of(found.batch, m) == most], SAMPLE_TOKENS)
 
     def _with_weights(self, versions: Iterable[int]) -> set[int]:
-        """Return the versions whose weights can be loaded."""
         return self._learner.world.from_first(
             lambda: {one for one in versions if one >= 0 and self._checkpoints.has_state(one)}
         )

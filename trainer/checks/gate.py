@@ -62,14 +62,7 @@ class GateResult:
 def shifts_of(
     batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], rule: TrainerSettings
 ) -> list[Shift]:
-    """Return the mean change of each session's sampled tokens.
-
-    Args:
-        batch: The regression set.
-        logprobs: Of its tokens under the version. [M]
-        labels: Labels of its sessions.
-        rule: What is good and what is bad.
-    """
+    """Return the mean change of each session's sampled tokens."""
     gained = np.asarray(logprobs, np.float64) - batch.table.behaviour
     by_session: dict[SessionKey, list[int]] = defaultdict(list)
     for index, experience in enumerate(batch.experiences):
@@ -121,7 +114,6 @@ class Gate:
         return result
 
     def _comparable(self, found: Sequence[Experience]) -> list[Experience]:
-        """Return the sessions of the regression set that this model can compute."""
         kept = [experience for experience in found if self._learner.why_untrainable(experience) is None]
         if len(kept) < len(found):
             log.warning(
@@ -133,7 +125,6 @@ class Gate:
 
 
 def _is_good(experience: Experience, labels: Collection[str], rule: TrainerSettings) -> bool | None:
-    """Return whether a session is good or bad: by its labels, else by its reward."""
     if any(label in labels for label in BAD_LABELS):
         return False
     if any(label in labels for label in GOOD_LABELS) or experience.reward >= rule.gate_good_reward:

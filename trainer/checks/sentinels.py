@@ -48,7 +48,6 @@ class Alarm:
     session_ids: tuple[str, ...]
 
     def describe(self, version: int, level_of: str) -> str:
-        """Return the alarm as a sentence."""
         named = ", ".join(map(repr, self.session_ids))
         return (
             f"sentinel {self.sentinel!r} of version {version} is {self.value:.3g} against {self.level:.3g} of "
@@ -83,13 +82,7 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
 
 
 def alarms(now: Sequence[Played], level: Sequence[Played], bounds: Mapping[Sentinel, float]) -> list[Alarm]:
-    """Return the sentinels that are beyond their bounds by more than chance.
-
-    Args:
-        now: Sessions of the served version.
-        level: Sessions to compare them with.
-        bounds: By how much each sentinel may rise.
-    """
+    """Return the sentinels that are beyond their bounds by more than chance."""
     found = []
     for name, bound in bounds.items():
         if name not in MEASURES:

@@ -250,7 +250,6 @@ class Claims(Ledger):
         return dataclasses.replace(look, alarm=alarm)
 
     def _read_quota(self, conn: Connection, now: datetime) -> str | None:
-        """Return the quota of the policy's tenant that is used up."""
         rule, policy = self.rule, self.policy
         if policy is None:
             return None

@@ -54,30 +54,19 @@ class StopFlag:
         self._is_set = False
 
     def set(self) -> None:
-        """End all waits, now and later."""
         self._is_set = True
 
     def is_set(self) -> bool:
-        """Return whether waits have ended."""
         return self._is_set
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or until the flag is set."""
         deadline = time.monotonic() + seconds
         while not self._is_set and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, LOOK_SECONDS))
 
 
 def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
-    """Return what an operation on the ledger returns; repeat it while the database is not available.
-
-    Args:
-        operation: It can be repeated, also after a commit whose answer was lost.
-        stopped: Once it is set, an operation that fails is not repeated.
-
-    Raises:
-        StoreUnavailable: The database is not available, and the trainer is to stop, or a repetition fails as well.
-    """
+    """Return what an operation on the ledger returns; repeat it while the database is not available."""
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
@@ -102,7 +91,6 @@ class Renewal:
         self._thread.start()
 
     def stop(self) -> None:
-        """Renew it no more."""
         self._stopped.set()
         self._thread.join()
 
@@ -161,7 +149,6 @@ class UpdateIds:
         self._last = 0
 
     def after(self, stored: int) -> int:
-        """Return the id after those that the ledger has and those that were returned before."""
         self._last = max(self._last, stored) + 1
         return self._last
 
@@ -252,8 +239,6 @@ class Ledger:
             self.db.close()
 
     def read(self, query: Callable[[Connection], Result]) -> Result:
-        """Return what a query finds, also after an outage of the database."""
-
         def read() -> Result:
             with self.db.read() as conn:
                 return query(conn)
@@ -261,8 +246,6 @@ class Ledger:
         return outlast(read, self.stopped)
 
     def write(self, change: Callable[[Connection], None]) -> None:
-        """Make a change in one transaction, also after an outage of the database."""
-
         def write() -> None:
             with self.db.write() as conn:
                 change(conn)
@@ -280,7 +263,6 @@ class Ledger:
         return [group_pk for claim in list(self._leases) for group_pk in claim.group_pks]
 
     def end_lease(self, held: claims.Claim) -> None:
-        """Renew the lease of a claim no more, and hold it no more."""
         lease = self._leases.pop(held, None)
         if lease is not None:
             lease.stop()
@@ -342,11 +324,9 @@ class Ledger:
         return set(sorted(measured, key=lambda version: (measured[version], version))[-count:])
 
     def last_update(self) -> UpdateRecord | None:
-        """Return the policy's update that was committed last."""
         return self.read(lambda conn: updates.last_update(conn, policy_id=self.policy_id))
 
     def updates_after(self, update_id: int) -> list[UpdateRecord]:
-        """Return the policy's updates that were committed after this one, oldest first."""
         return self.read(lambda conn: updates.updates_after(conn, update_id, self.policy_id))
 
     def kept_state(self) -> Json | None:
@@ -354,7 +334,6 @@ class Ledger:
         return self.read(lambda conn: processes.kept_state(conn, self.policy_id))
 
     def next_update_id(self) -> int:
-        """Return the id after those of the ledger and those that this process has given to any policy."""
         return self._update_ids.after(self.read(updates.last_update_id))
 
     def publish(self, policy: PolicyVersion, came_from: Sequence[int] = ()) -> None:
@@ -441,7 +420,6 @@ class Ledger:
             log.warning("the trainer's status was not stored: %s", error)
 
     def note_failure(self, error: BaseException) -> None:
-        """Report that this error ends the trainer."""
         self._has_failed = True
         self.report_status(f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=TrainerState.DIED)
 
@@ -450,7 +428,6 @@ class Ledger:
             processes.note_sign_of_life(conn, self.rule.trainer_id)
 
     def _release(self, held: claims.Claim, reason: str) -> None:
-        """Let others claim the groups of a batch that is not recorded."""
         try:
             claims.release(self.db, held, reason)
         except LeaseLost:

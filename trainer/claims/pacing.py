@@ -60,7 +60,6 @@ class RunProgress:
     until the next batch."""
 
     def staleness_of(self, version: int) -> int:
-        """Return how many versions of this run are newer than the one that sampled something."""
         return sum(known > version for known in self.recent_versions)
 
     def oldest_trainable(self, max_staleness: int | None) -> int | None:
@@ -96,7 +95,6 @@ class Look:
     """The quota of the policy's tenant that is used up, with its numbers."""
 
     def num_filled(self, rule: TrainerSettings) -> int:
-        """Return how many places of a batch can be filled."""
         return self.num_ready + self.num_singles // rule.singles_per_group
 
 
@@ -146,13 +144,11 @@ def why_held(look: Look, at: RunProgress, rule: TrainerSettings) -> str | Rewind
 
 
 def _last_good(look: Look, at: RunProgress) -> int | None:
-    """Return the version before the first failed one; None if none failed, or none came before it."""
     before = [version for version in at.recent_versions if version < min(look.failed, default=0)]
     return max(before, default=None)
 
 
 def _bound(rule: TrainerSettings) -> int | None:
-    """Return how many versions the next one may be ahead of what samples."""
     if rule.max_versions_in_flight is None:
         return None
     if rule.max_staleness is None:
@@ -161,7 +157,6 @@ def _bound(rule: TrainerSettings) -> int | None:
 
 
 def describe_claim(claim: Claim) -> str:
-    """Return what a claim holds, in words."""
     num_singles = sum(group.is_single for group in claim.groups)
     num_groups = len(claim.groups) - num_singles
     counted = [f"{num_groups} groups"] if num_groups or not num_singles else []
@@ -186,13 +181,7 @@ class Wait:
     def __init__(
         self, rule: TrainerSettings, report: Callable[[str, float | None], None], *, is_first: bool = False
     ) -> None:
-        """Begin to wait.
-
-        Args:
-            rule: When a batch is complete.
-            report: Takes each line on what is waited for, and the seconds until the batch starts in any case.
-            is_first: Whether it is the first batch of a run, which waits shorter.
-        """
+        """Begin to wait."""
         self._rule = rule
         self._report = report
         self._patience = rule.wait_seconds
@@ -240,7 +229,6 @@ class Wait:
 
 
 def describe_wait(look: Look, rule: TrainerSettings, seconds_left: float | None, held: str | None) -> str:
-    """Return one line on what the trainer waits for."""
     each_counts = rule.singles_per_group == 1
     num_ready = look.num_filled(rule) if each_counts else look.num_ready
     counted = f"{num_ready} of {rule.groups_per_batch} groups are ready"
@@ -255,7 +243,6 @@ def describe_wait(look: Look, rule: TrainerSettings, seconds_left: float | None,
 
 
 def describe_refill(claim: Claim, num_groups: int, rule: TrainerSettings) -> str:
-    """Return one line on the wait for groups in the place of those with equal rewards."""
     singles = "" if rule.singles_per_group == 1 else f" ({rule.singles_per_group} single sessions count as one)"
     return (
         f"waiting: too many of {describe_claim(claim)} have equal rewards, which teach nothing; "
@@ -284,11 +271,7 @@ class SteadyClock:
         self._jumped_at = -math.inf
 
     def seconds_since_jump(self, now: datetime) -> float:
-        """Return for how long the database's clock has run evenly; infinite if no jump was seen.
-
-        Args:
-            now: The database's time.
-        """
+        """Return for how long the database's clock has run evenly; infinite if no jump was seen."""
         monotonic = time.monotonic()
         offset = now.timestamp() - monotonic
         if self._offset is not None and abs(offset - self._offset) > JUMP_SECONDS:

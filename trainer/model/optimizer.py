@@ -1,4 +1,4 @@
-"""The optimizer, its learning rate schedule, and how many updates a batch makes.
+"""The optimizer, and where it keeps the state of the weights.
 
 Weights in bfloat16, or an optimizer's state on the host, need AdamW over float32 copies of the weights: a small step
 changes no bit of a bfloat16 weight, so the steps are added up in a float32 master of each weight, which the weight is
@@ -10,13 +10,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import lr_scheduler
 from torch.optim.adamw import adamw
 
 from trainer.settings import TrainerSettings
@@ -70,38 +68,6 @@ def check_optimizer(rule: TrainerSettings, *, has_coarse_weights: bool) -> None:
             "optimizer_state='8bit' keeps no float32 masters, which weights in bfloat16 need: set "
             "weights_dtype='float32', or optimizer_state='host'"
         )
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer, rule: TrainerSettings) -> lr_scheduler.LambdaLR:
-    """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
-
-    The rate is a function of the count of updates alone, so a run can resume under another schedule or rate.
-
-    Raises:
-        SettingsError: `schedule` needs `total_batches`, which is not set.
-    """
-    warmup = rule.num_warmup_updates
-    if rule.schedule == "constant":
-        return lr_scheduler.LambdaLR(optimizer, lambda update: min((update + 1) / (warmup + 1), 1.0))
-    if rule.total_batches is None:
-        raise SettingsError(f"schedule={rule.schedule!r} needs total_batches: set it, or use schedule='constant'")
-    length = max(rule.total_batches * rule.num_minibatches * rule.reuse_epochs - warmup, 1)
-
-    def factor(update: int) -> float:
-        if update < warmup:
-            return (update + 1) / (warmup + 1)
-        done = min((update - warmup) / length, 1.0)
-        return 1.0 - done if rule.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-
-    return lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def set_position(scheduler: lr_scheduler.LambdaLR, num_updates: int) -> None:
-    """Move the schedule to so many updates, and set the learning rates of that place."""
-    scheduler.last_epoch = num_updates
-    groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    for group, rate, factor in groups:
-        group["lr"] = rate * factor(num_updates)
 
 
 class MasterAdamW(torch.optim.Optimizer):

@@ -75,7 +75,6 @@ class HeldVersions:
         return True
 
     def find(self, version: int) -> HeldVersion | None:
-        """Return a version; None if it is not in memory."""
         with self._lock:
             return self._versions.get(version)
 
@@ -93,7 +92,6 @@ class Transfer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for its end."""
         self._thread.join()
 
     def _send(self, payload: Tensor, rendezvous: Rendezvous) -> None:
@@ -118,7 +116,6 @@ class WeightServer:
     """Answers on its own port; each request has a thread."""
 
     def __init__(self, rule: TrainerSettings) -> None:
-        """Start to answer."""
         self._rule = rule
         self.held = HeldVersions()
         self._transfers: dict[str, Transfer] = {}
@@ -159,7 +156,6 @@ class WeightServer:
         self._thread.join()
 
     def answer(self, method: str, path: str, body: Json) -> tuple[HTTPStatus, Json]:
-        """Return status and body of the answer to a request."""
         key, *words = urllib.parse.unquote(path).strip("/").split("/")
         if not secrets.compare_digest(key.encode(), self._key.encode()):
             return HTTPStatus.NOT_FOUND, {"error": "no such page"}

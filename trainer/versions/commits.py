@@ -108,7 +108,6 @@ class Commits:
         """The probe of version 0, which every version carries; None if this run never had its weights."""
 
     def start(self, version: int, probe: Json | None) -> None:
-        """Begin with the state of this version on disk, and with its probe."""
         self._written = {version}
         self._base_probe = (probe or {}).get("base")
 
@@ -122,7 +121,6 @@ class Commits:
         return probe if self._base_probe is None else probe | {"base": self._base_probe}
 
     def go_back(self, version: int) -> None:
-        """Note that the weights are those of this version again."""
         self._written = self._written | {version}
 
     def next_version(self, state: State) -> int:
@@ -226,7 +224,6 @@ class Commits:
         self.settle()
 
     def close(self) -> None:
-        """Wait for the thread."""
         self._thread.shutdown()
 
     def _published(self, after: State, parent: int, made: NewVersion) -> PolicyVersion:
@@ -249,7 +246,6 @@ class Commits:
         return policy
 
     def _write_directory(self, policy: PolicyVersion, after: State, parent: int, made: NewVersion) -> None:
-        """Write the directory of a version, and publish its digest."""
         model, spec = after.policy, after.policy.spec
         manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": made.probe}
         path = self._checkpoints.write_policy(made.version, lambda place: model.save(place, made.weights), manifest)
@@ -290,13 +286,11 @@ class Commits:
         return taken
 
     def _wait_for_directory(self) -> None:
-        """Wait for the directory that is being written."""
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.result()
 
     def _wait(self) -> None:
-        """Wait for the state that is being written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -305,7 +299,6 @@ class Commits:
         return state.values() | {"settings": self._settings}
 
     def _prune(self, versions: set[int]) -> None:
-        """Remove the versions that nothing needs any more."""
         every = self._config.keep_every
         kept = set() if every is None else {one for one in self._checkpoints.versions() if one % every == 0}
         kept |= self._ledger.best_versions(self._config.keep_best)
@@ -316,7 +309,6 @@ class Commits:
         return {group: reason for group, reason in reasons.items() if group in keys}
 
     def _record_of(self, after: State, chosen: Selection | None) -> UpdateRecord:
-        """Return the ledger's line for a batch."""
         metrics, progress = after.metrics, after.progress
         learnt = (0, 0, 0)
         if chosen is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter
+from torch.optim import lr_scheduler
 
 from trainer.batch.advantages import Row
 from trainer.claims.ledger import Ledger
@@ -27,7 +29,6 @@ from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
-from trainer.model.optimizer import make_scheduler, set_position
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
@@ -57,7 +58,7 @@ class State:
     progress: RunProgress
     policy: Policy
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scheduler: lr_scheduler.LambdaLR
     metrics: Json = dataclasses.field(default_factory=dict)
     """Gauges of the latest batch."""
     buffer: tuple[Json, ...] = ()
@@ -75,7 +76,6 @@ class State:
             self.adapter.put()
 
     def with_progress(self, **changes: Any) -> State:
-        """Return this state with other counts."""
         return dataclasses.replace(self, progress=dataclasses.replace(self.progress, **changes))
 
     def rng(self) -> np.random.Generator:
@@ -85,7 +85,6 @@ class State:
         return np.random.default_rng(sequence)
 
     def values(self) -> dict[str, Any]:
-        """Return the plain values that a resume needs."""
         return {
             "progress": dataclasses.asdict(self.progress),
             "metrics": self.metrics,
@@ -127,7 +126,6 @@ class State:
         return dataclasses.replace(self, buffer=tuple(saved["buffer"]), singles=singles)
 
     def _load_tensors(self, fill: Callable[[dict[str, Any]], None], *, has_critic: bool) -> None:
-        """Load weights and moments; a critic only where one was saved."""
         tensors = self.tensors()
         if self.critic is not None and not has_critic:
             log.warning("the checkpoint has no critic: a new one is trained")
@@ -162,7 +160,6 @@ class States:
         return 0 if self.first is None else self.first.version
 
     def policy_directory(self, version: int) -> Path:
-        """Return where a version's files are."""
         if self.first is not None and version == self.first.version:
             return Path(self.first.path)
         return self._checkpoints.policy_directory(version)
@@ -225,7 +222,6 @@ class States:
         return 8 * sum(parameter.numel() for parameter in self._learner.parameters()) if on_device else 0
 
     def _first(self, seed: int) -> State:
-        """Return the state of a run without a version."""
         state = self._new(seed)
         if self.first is None:
             return state
@@ -257,8 +253,6 @@ class States:
         return self._optimizer(parameters)
 
     def _read(self, version: int) -> dict[str, Any]:
-        """Read the plain values of a version's state in the first process, for all; each reads its own tensors."""
-
         def read() -> dict[str, Any] | BadCheckpoint:
             try:
                 return self._checkpoints.read_state(version)
@@ -273,6 +267,38 @@ class States:
     def _newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
         held = [one for one in known if one == self.first_version or self._checkpoints.has_state(one)]
         return max(held, default=otherwise)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, rule: TrainerSettings) -> lr_scheduler.LambdaLR:
+    """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
+
+    The rate is a function of the count of updates alone, so a run can resume under another schedule or rate.
+
+    Raises:
+        SettingsError: `schedule` needs `total_batches`, which is not set.
+    """
+    warmup = rule.num_warmup_updates
+    if rule.schedule == "constant":
+        return lr_scheduler.LambdaLR(optimizer, lambda update: min((update + 1) / (warmup + 1), 1.0))
+    if rule.total_batches is None:
+        raise SettingsError(f"schedule={rule.schedule!r} needs total_batches: set it, or use schedule='constant'")
+    length = max(rule.total_batches * rule.num_minibatches * rule.reuse_epochs - warmup, 1)
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        done = min((update - warmup) / length, 1.0)
+        return 1.0 - done if rule.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+
+    return lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def set_position(scheduler: lr_scheduler.LambdaLR, num_updates: int) -> None:
+    """Move the schedule to so many updates, and set the learning rates of that place."""
+    scheduler.last_epoch = num_updates
+    groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, rate, factor in groups:
+        group["lr"] = rate * factor(num_updates)
 
 
 def check_resumable(saved: Json, settings: TrainerSettings) -> None:

@@ -14,7 +14,7 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import StopFlag
-from trainer.evaluate import LedgerEvaluator
+from trainer.evaluate import Evaluator
 from turnwise.errors import StoreUnavailable
 from turnwise.store import serving, turns, versions
 from turnwise.store.database import Database
@@ -64,7 +64,7 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     publish(ledger, 5)
     started = tmp_path / "started"
     stopped = StopFlag()
-    evaluation = LedgerEvaluator(ledger, [sys.executable, "-c", PLAYS_FOR_EVER, str(started)], stopped=stopped)
+    evaluation = Evaluator(ledger, [sys.executable, "-c", PLAYS_FOR_EVER, str(started)], stopped=stopped)
     found: list[Json] = []
     playing = threading.Thread(target=lambda: found.append(evaluation.evaluate(5)))
     playing.start()
@@ -90,7 +90,7 @@ def test_sessions_of_an_evaluation_that_an_outage_ended_do_not_count_for_the_nex
     database = InterruptedDatabase(f"sqlite:///{tmp_path}/ledger.db")
     database.outage = tmp_path / "outage"
     command = [sys.executable, "-c", CAUSES_AN_OUTAGE_OF_VERSION_5, str(database.outage)]
-    evaluation = LedgerEvaluator(database, command)
+    evaluation = Evaluator(database, command)
     assert evaluation.evaluate(5) == {}
     play(ledger, "s5", 5)
     database.outage.unlink()

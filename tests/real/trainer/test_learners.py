@@ -13,8 +13,8 @@ from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts
 
 from trainer.main import run
-from trainer.model.optimizer import make_scheduler
 from trainer.settings import TrainerSettings
+from trainer.versions.state import make_scheduler
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
