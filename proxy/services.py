@@ -16,7 +16,7 @@ from fastapi import Request
 from proxy.auth import Authenticator
 from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
-from proxy.calls.replays import Replays
+from proxy.calls.retries import Retries
 from proxy.engines.activity import ActivityRecorder
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -33,7 +33,7 @@ from proxy.recent_counts import RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.reloader import Reloader
 from proxy.reload.version_files import VersionFiles
-from proxy.sessions.sessions import Sessions
+from proxy.sessions.place import Sessions
 from proxy.settings import ProxySettings
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
@@ -90,7 +90,8 @@ class Services:
         )
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         self.sessions = Sessions(database, self.writer, settings, metrics, faults)
-        self.relay = Relay(database, self.pool, self.sessions, self.writer, settings, metrics, faults)
+        self.retries = Retries(database, settings.replay_bytes)
+        self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
         self.reloader = Reloader(
             database,
             self.writer,
@@ -111,7 +112,6 @@ class Services:
         self.bodies = Bodies(settings.max_body_bytes)
         self.budgets = Budgets(settings, database, self.writer, metrics)
         self.counts = RecentCounts(database)
-        self.replays = Replays(settings.replay_bytes)
         self.events = Events(database, metrics)
         self.searches = asyncio.Semaphore(MAX_SEARCHES)
         """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""

@@ -30,8 +30,7 @@ from recipes import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from proxy.routes.feedback import hint_of
-from proxy.sessions.template import ChatTemplate
-from proxy.sessions.template_checks import load_chat_template
+from proxy.sessions.template import ChatTemplate, load_chat_template
 from turnwise.default_models import small_model, trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.exchange.imports import chat_sets

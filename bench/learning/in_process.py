@@ -23,8 +23,7 @@ import torch
 from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from proxy.sessions.outline import Continued
-from proxy.sessions.template import ChatTemplate
+from proxy.sessions.template import ChatTemplate, Continued
 from turnwise.store import serving
 from turnwise.store.database import Database
 from turnwise.store.sessions import create_session
@@ -202,7 +201,7 @@ class InProcessProxy:
             return self._template.tokenise(self._template.render(messages, tools, {}, generate=True))
         last = chain.tokens[-1]
         replied = chain.num_messages - 1
-        between = self._template.continuation(Continued(messages, replied, last, "", tools, {}, keep_thinking=False))
+        between = self._template.next_ids(Continued(messages, replied, last, "", tools, {}, keep_thinking=False))
         return chain.tokens + between.tolist()
 
     def _answer(self) -> None:

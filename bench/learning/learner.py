@@ -21,7 +21,7 @@ from teacher import serving_policy
 from transformers import AutoTokenizer
 
 from examples.demos.plain_agent import load_agent
-from proxy.sessions.template_checks import load_chat_template
+from proxy.sessions.template import load_chat_template
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.default_models import trail

@@ -10,32 +10,30 @@ import dataclasses
 import datetime
 import time
 from array import array
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
 
-from proxy.calls.replays import Attempt
+from proxy.calls.retries import Attempt
 from proxy.dialects import sse
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
-from proxy.sessions.digests import has_media
-from proxy.sessions.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
-from proxy.sessions.forest import NO_ROOT, KnownTurn, Root
-from proxy.sessions.plan import NO_IDS, Plan
-from proxy.sessions.roles import find_role, read_root
-from proxy.sessions.sessions import Placement
+from proxy.sessions.conversation import has_media
+from proxy.sessions.forest import EncodedIds, KnownTurn, count_ids, encoded, ids_as_text
+from proxy.sessions.memory import known_turn
+from proxy.sessions.place import Place
+from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
-from turnwise.types import Outcome, Role, Session, TokenIds, utc_now
+from turnwise.types import Outcome, utc_now
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 """Other finish reasons of engines."""
 NO_LOGPROBS = np.empty(0, np.float32)
-UNPLANNED = Plan()
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
 CHOICES = b'"choices"'
@@ -46,18 +44,14 @@ NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError, AttributeError)
 
 @dataclasses.dataclass(slots=True)
 class Running:
-    """A call with its session, its prompt and what the engine has answered so far."""
+    """A call with its place and what the engine has answered so far."""
 
     call: Call
-    placement: Placement
+    place: Place
     attempt: Attempt
     """What a retry of the call refers to."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
-    plan: Plan = UNPLANNED
-    session: Session = dataclasses.field(init=False)
-    turn_id: str = dataclasses.field(init=False)
-    """The completion's id, as the engine derives it from the request id."""
     lane: Lane | None = None
     """The engine and weights that serve the call; None until the call is admitted."""
     captured: Captured = dataclasses.field(default_factory=Captured)
@@ -73,20 +67,11 @@ class Running:
     root: Root | None = None
     """What a call without a parent shows about its chain; None until its turns are built."""
 
-    def __post_init__(self) -> None:
-        self.session = self.placement.live.session
-        self.turn_id = f"{self.call.dialect.id_prefix}{self.attempt.call_id}"
-
     @property
     def is_finished(self) -> bool:
         """Whether every choice has a finish reason."""
         choices = self.captured.choices.values()
         return len(choices) >= self.call.num_choices and all(each.finish_reason is not None for each in choices)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and sampled tokens so far."""
-        return self.num_prompt_tokens + sum(len(choice.token_ids) for choice in self.captured.choices.values())
 
 
 def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
@@ -124,7 +109,7 @@ def take_parts(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
     call = running.call
     inside, requested = lane.model, call.model or lane.engine.model
     try:
-        shown = lane.engine.read_reply(parts, running.captured, call, running.plan)
+        shown = lane.engine.read_reply(parts, running.captured, call, running.place)
     except NOT_A_COMPLETION as error:
         raise EngineUnavailable(
             f"the engine at {lane.engine.url} answered something that is no completion ({error}); retry"
@@ -140,8 +125,8 @@ def failed_turn(running: Running, reason: str) -> NewTurn:
     call = running.call
     return NewTurn(
         **_common(running),
-        turn_id=running.turn_id,
-        chain_id=running.turn_id,
+        turn_id=running.attempt.turn_id,
+        chain_id=running.attempt.turn_id,
         model=call.model,
         messages=call.messages,
         tools=call.tools,
@@ -157,59 +142,50 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         running: the call.
         aborted: what cut the reply off; None for a complete reply.
     """
-    call, plan, captured, placement = running.call, running.plan, running.captured, running.placement
-    history = placement.conversation.history
+    call, place, captured, own_id = running.call, running.place, running.captured, running.attempt.turn_id
     common = _common(running)
-    if plan.parent is None:
+    if place.parent is None:
         running.root = read_root(call.messages, call.tools, common["sampling"])
-    found = find_role(call, plan, placement.live.forest, running.root, is_named=placement.inferred_by is None)
-    echo = _echoed_prompt(captured.prompt_ids, plan)
+    common["role"], common["role_reason"] = find_role(
+        call, place.parent, place.reason, place.live.forest, running.root, is_named=place.inferred_by is None
+    )
     unsampled = _unsampled_reason(running)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
-        prompt = _echoed_prompt(choice.prompt_ids, plan) if choice.prompt_ids else echo
-        parent = prompt.parent
-        unplanned = None if index < call.num_choices else "unplanned_choice"
-        outcome, reason = _outcome(prompt, choice, plan, unplanned or unsampled, aborted=aborted)
         message = choice.message()
-        digests = history.extended(message)
-        own_id = running.turn_id if index == 0 else f"{running.turn_id}#{index}"
-        is_whole = aborted is None and choice.finish_reason is not None
-        key = call.idempotency_key if is_whole else None  # a retry of a reply that was cut off samples again
+        full, messages, dialogue = place.conversation.extended(message)
+        turn_id = own_id if index == 0 else f"{own_id}#{index}"
         turn = NewTurn(
             **common,
-            turn_id=own_id,
-            parent_turn_id=None if parent is None else parent.turn_id,
-            chain_id=own_id,  # the store sets the chain of a turn that extends another
+            **_prompt(running, choice.prompt_ids or captured.prompt_ids),
+            turn_id=turn_id,
+            chain_id=turn_id,  # the store sets the chain of a turn that extends another
             model=call.model or next(iter(captured.models), ""),
-            messages=call.messages if parent is None else call.messages[parent.num_messages :],
-            tools=call.tools if parent is None else None,
             response={field: value for field in MESSAGE_FIELDS if (value := message.get(field)) is not None},
-            prompt_delta=prompt.between,
-            prompt_length=prompt.length,
             token_ids=np.frombuffer(array("i", choice.token_ids), np.int32),
             finish_reason=choice.finish_reason,
-            outcome=outcome,
-            reason=reason,
-            role=found.role,
-            role_reason=found.reason,
-            history_digest=digests.full,
-            messages_digest=digests.messages,
-            dialogue_digest=digests.dialogue,
-            request_key=None if key is None else running.attempt.identity.stored_key(index),
-            request_digest=None if key is None else running.attempt.identity.digest,
+            history_digest=full,
+            messages_digest=messages,
+            dialogue_digest=dialogue,
             encoded_logprobs=choice.logprobs,
-            encoded_prompt=prompt.echo,
-            encoded_routing=_routing(choice, prompt),
         )
+        unplanned = None if index < call.num_choices else "unplanned_choice"
+        turn.outcome, turn.reason = _outcome(turn, place, unplanned or unsampled, aborted=aborted)
+        if call.idempotency_key is not None and aborted is None and choice.finish_reason is not None:
+            # Not of a reply that was cut off: a retry of it samples again.
+            turn.request_key, turn.request_digest = running.attempt.stored_key(index), running.attempt.digest
+        if choice.routed_experts is not None:
+            start = 0 if turn.parent_turn_id is None else turn.prompt_length - len(turn.prompt_delta)
+            turn.encoded_routing = choice.routed_experts, start, turn.prompt_length + len(choice.token_ids)
         turns.append(turn)
     return turns
 
 
 def _common(running: Running) -> dict[str, Any]:
     """Return the fields that all turns of a call have in common: of the request, the session, and times so far."""
-    call, lane, session, first = running.call, running.lane, running.session, running.first_token_at
+    call, lane, first = running.call, running.lane, running.first_token_at
+    session = running.place.live.session
     return {
         "session_id": session.session_id,
         "tenant": session.tenant,
@@ -220,40 +196,33 @@ def _common(running: Running) -> dict[str, Any]:
         "logprobs": NO_LOGPROBS,
         "policy_version_first": running.version_first,
         "policy_version_last": running.version_last,
-        "inferred_by": running.placement.inferred_by,
+        "inferred_by": running.place.inferred_by,
         "created_at": running.created_at,
         "ttft_seconds": None if first is None else first - running.started,
         "duration_seconds": time.perf_counter() - running.started,
     }
 
 
-class _Prompt(NamedTuple):
-    """The prompt of a choice."""
+def _prompt(running: Running, echo: bytes) -> dict[str, Any]:
+    """Return the fields of a turn that depend on the prompt which the engine says it sampled after.
 
-    length: int
-    between: TokenIds
-    """The ids after the parent's; none where `echo` has the whole prompt."""
-    echo: bytes
-    """All ids of a prompt that extends no turn, as the engine's text; empty for a prompt that extends one."""
-    is_as_sent: bool
-    """Whether it is the planned prompt; also where the engine rendered it."""
-    parent: KnownTurn | None
-
-
-def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
-    """Return the prompt that the engine says it sampled after."""
-    sent = plan.prompt
-    if sent is not None and (echo == SENT or echo == sent.json()[1:-1]):
-        return _Prompt(sent.num_ids, plan.between, b"", True, plan.parent)
-    return _Prompt(count_ids(echo), NO_IDS, echo, sent is None, None)
-
-
-def _routing(choice: Choice, prompt: _Prompt) -> tuple[str, int, int] | None:
-    """Return the experts of a call's tokens as the writer decodes them; None where the engine did not return them."""
-    if choice.routed_experts is None:
-        return None
-    start = 0 if prompt.parent is None else prompt.length - len(prompt.between)
-    return choice.routed_experts, start, prompt.length + len(choice.token_ids)
+    A turn stores the messages and ids after its parent's; without a parent all of them, the ids as the engine's text.
+    """
+    call, place = running.call, running.place
+    parent, sent = place.parent, place.prompt
+    if parent is not None and sent is not None and (echo == SENT or echo == sent.json()[1:-1]):
+        return {
+            "parent_turn_id": parent.turn_id,
+            "messages": call.messages[parent.num_messages :],
+            "prompt_delta": place.between,
+            "prompt_length": sent.num_ids,
+        }
+    return {
+        "messages": call.messages,
+        "tools": call.tools,
+        "prompt_length": count_ids(echo),
+        "encoded_prompt": echo,
+    }
 
 
 def _unsampled_reason(running: Running) -> str | None:
@@ -266,54 +235,49 @@ def _unsampled_reason(running: Running) -> str | None:
     return "media" if has_media(call.messages) else None
 
 
-def _outcome(
-    prompt: _Prompt, choice: Choice, plan: Plan, unsampled: str | None, *, aborted: str | None
-) -> tuple[Outcome, str | None]:
-    """Return the outcome of a choice, its logprobs not considered, and the reason: the first problem found."""
+def _outcome(turn: NewTurn, place: Place, unsampled: str | None, *, aborted: str | None) -> tuple[Outcome, str | None]:
+    """Return the outcome of a turn, its logprobs not considered, and the reason: the first problem found."""
     if aborted is not None:
         return Outcome.ABORTED, aborted
-    if not prompt.length:
+    if not turn.prompt_length:
         return Outcome.UNTRAINABLE, "no_prompt_ids"
-    if not choice.token_ids:
+    if not len(turn.token_ids):
         return Outcome.UNTRAINABLE, "no_token_ids"
     if unsampled is not None:
         return Outcome.UNTRAINABLE, unsampled
-    if choice.finish_reason not in SAMPLED_ENDS:
-        known = choice.finish_reason in CUT_OFF_ENDS
-        return Outcome.UNTRAINABLE, f"engine_{choice.finish_reason}" if known else "engine_cut_off"
-    if not prompt.is_as_sent:
+    if turn.finish_reason not in SAMPLED_ENDS:
+        known = turn.finish_reason in CUT_OFF_ENDS
+        return Outcome.UNTRAINABLE, f"engine_{turn.finish_reason}" if known else "engine_cut_off"
+    if place.prompt is not None and turn.parent_turn_id is None:
         return Outcome.RETOKENISED, "echo_differs"
-    return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
+    # The conversation contains replies, and no stored tokens are used for them.
+    is_retokenised = place.parent is None and place.reason is not None and place.conversation.num_replied > 0
+    return (Outcome.RETOKENISED if is_retokenised else Outcome.EXACT), place.reason
 
 
-def known_turn(turn: NewTurn, running: Running, chain_id: str) -> KnownTurn:
-    """Return what a session in memory needs to extend a turn of a call that was just stored in a chain."""
-    plan, history, root = running.plan, running.placement.conversation.history, NO_ROOT
-    if turn.parent_turn_id is None:
-        root = running.root or read_root(turn.messages, turn.tools, turn.sampling)
-    return KnownTurn.of(
-        turn,
-        root,
-        chain_id=chain_id,
-        num_messages=len(history.full) + 1,
-        prompt_digest=history.messages[-1] if history.messages else b"",
-        role=_chain_role(turn, plan),
-        tokens=_all_ids(turn, plan),
-    )
+def remembered(running: Running, turns: list[NewTurn]) -> list[KnownTurn]:
+    """Return what a session in memory needs to extend the turns of a call that were just stored."""
+    place, before = running.place, running.place.conversation.messages
+    prompt_digest = before[-1] if before else b""
+    return [
+        known_turn(
+            turn,
+            None if turn.parent_turn_id is None else place.parent,
+            prompt_digest,
+            root=running.root,
+            tokens=_all_ids(turn, place.prompt),
+        )
+        for turn in turns
+        if len(turn.token_ids)
+    ]
 
 
-def _all_ids(turn: NewTurn, plan: Plan) -> EncodedIds:
-    """Return a turn's prompt and sampled ids, with those of its parent."""
-    sampled_ids, num_ids = ids_as_text(turn.token_ids), turn.prompt_length + len(turn.token_ids)
-    if turn.encoded_prompt:  # a piece of its own, because a long one would be copied
-        return encoded(sampled_ids, num_ids, encoded(turn.encoded_prompt, turn.prompt_length))
-    own = [ids_as_text(turn.prompt_delta), sampled_ids]
-    before = plan.parent_tokens if turn.parent_turn_id is not None else None
-    return encoded(b",".join(filter(None, own)), num_ids, before)
-
-
-def _chain_role(turn: NewTurn, plan: Plan) -> Role:
-    """Return the role that the turns after this one have: a side call does not change the role of its chain."""
-    if plan.parent is not None and turn.parent_turn_id is not None and plan.parent.role is not Role.RETRY:
-        return plan.parent.role
-    return turn.role or Role.MAIN
+def _all_ids(turn: NewTurn, sent: EncodedIds | None) -> EncodedIds:
+    """Return a turn's prompt and sampled ids; the ids after its parent's are one piece."""
+    own, before = ids_as_text(turn.token_ids), None
+    if turn.parent_turn_id is None and turn.encoded_prompt:  # a piece of its own, because a long one would be copied
+        before = encoded(turn.encoded_prompt, turn.prompt_length)
+    elif turn.parent_turn_id is not None and sent is not None:
+        before = sent if not len(turn.prompt_delta) else sent.before
+        own = own if not len(turn.prompt_delta) else sent.piece + b"," + own
+    return encoded(own, turn.prompt_length + len(turn.token_ids), before)

@@ -16,7 +16,7 @@ from typing import Any
 from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.capture import Running, take_events, take_parts
-from proxy.calls.replays import Attempt, check_same_request, rebuilt_answer
+from proxy.calls.retries import Attempt, Retries
 from proxy.dialects import sse
 from proxy.dialects.base import Call
 from proxy.engines.engine import Lane
@@ -26,11 +26,12 @@ from proxy.fault import FaultPoints
 from proxy.http import problems
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.metrics import Metrics
+from proxy.sessions.forest import KnownTurn
+from proxy.sessions.place import Sessions
 from proxy.sessions.roles import corrections
-from proxy.sessions.sessions import Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from proxy.writer.process import Ending, NewTurn
+from proxy.writer.process import NewTurn
 from turnwise.errors import (
     ClientLeft,
     Conflict,
@@ -43,9 +44,7 @@ from turnwise.errors import (
     StoreError,
     TurnwiseError,
 )
-from turnwise.store.database import Connection, Database
-from turnwise.store.turns import SESSION_ENDED, find_turn, read_turn, set_roles
-from turnwise.types import Turn
+from turnwise.store.turns import SESSION_ENDED, set_roles
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -63,31 +62,31 @@ class Relay:
 
     def __init__(
         self,
-        database: Database,
         pool: EnginePool,
         sessions: Sessions,
+        retries: Retries,
         writer: Writer,
         settings: ProxySettings,
         metrics: Metrics,
         faults: FaultPoints,
     ) -> None:
         self._faults = faults
-        self._database = database
         self._pool = pool
         self._sessions = sessions
+        self._retries = retries
         self._writer = writer
         self._metrics = metrics
         self._max_reply_bytes = settings.max_reply_bytes
 
     async def begin(self, call: Call, principal: Principal, attempt: Attempt) -> Running:
-        """Find the call's session; the caller gives the placement to `Sessions.release` once.
+        """Find the call's session; the caller gives the place to `Sessions.release` once.
 
         Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         """
         must_wait = self._sessions.template is None and not self._pool.serving
         has_waited = must_wait and not await self._pool.wait_for_first()
-        placement = await self._sessions.find(call, principal, attempt.identity.digest)
-        return Running(call, placement, attempt, has_waited)
+        place = await self._sessions.find(call, principal, attempt.digest)
+        return Running(call, place, attempt, has_waited)
 
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
@@ -128,7 +127,7 @@ class Relay:
             mode = "stream" if call.stream else "whole"
             self._metrics.call_seconds.labels(mode).observe(time.perf_counter() - running.started)
         if not is_first:
-            return await self._stored_reply(running)
+            return await self._first_answer(running)
         return held if call.stream else call.dialect.encode_reply(held, call)
 
     async def _record_failure(self, running: Running, error: BaseException) -> None:
@@ -158,19 +157,21 @@ class Relay:
 
     async def _sample(self, running: Running, send: Send) -> bytes:
         """Return the whole reply in the engine's format, or a stream's finishing events."""
-        call, session = running.call, running.session
-        running.plan = await self._sessions.plan(running.placement, call)
-        lane = running.lane = await self._pool.admit(session, call.policy_version, has_waited=running.has_waited)
+        call, place = running.call, running.place
+        await self._sessions.plan(place, call)
+        lane = running.lane = await self._pool.admit(
+            place.live.session, call.policy_version, has_waited=running.has_waited
+        )
         running.version_first = running.version_last = lane.sampled_version
         self._faults.point("before_engine")
         headers = {"content-type": "application/json", "x-request-id": running.attempt.call_id}
         try:
-            sent = await lane.engine.sample(call, running.plan, lane.model, headers)
+            sent = await lane.engine.sample(call, place, lane.model, headers)
         except EngineRefused as refused:
             if lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
                 raise
             await self._pool.load_again(lane)
-            sent = await lane.engine.sample(call, running.plan, lane.model, headers)
+            sent = await lane.engine.sample(call, place, lane.model, headers)
         with sent as answer:
             try:
                 if call.stream:
@@ -211,11 +212,12 @@ class Relay:
             raise Disconnected
         return held
 
-    async def _stored_reply(self, running: Running) -> bytes:
-        """Return the stored reply of another process's call under the same key, if no other reply was begun."""
+    async def _first_answer(self, running: Running) -> bytes:
+        """Return the stored answer of another process's call under the same key, if no other reply was begun."""
+        key = running.call.idempotency_key
         if running.has_sent:
             raise Conflict(
-                f"another call with the Idempotency-Key {running.call.idempotency_key!r} was stored first; "
+                f"another call with the Idempotency-Key {key!r} was stored first; "
                 "discard this stream and retry to get the stored reply",
                 code="idempotency_key_in_use",
             )
@@ -223,39 +225,19 @@ class Relay:
         answer = await self._repeated(running)
         if answer is None:
             raise Conflict(
-                f"a reply to the Idempotency-Key {running.call.idempotency_key!r} is stored, but it is not whole; "
-                "retry with a new key",
+                f"a reply to the Idempotency-Key {key!r} is stored, but it is not whole; retry with a new key",
                 code="idempotency_key_in_use",
             )
         return answer
 
     async def _repeated(self, running: Running) -> bytes | None:
-        """Return the answer to an earlier call under the same `Idempotency-Key`, from its turns, one for each choice.
-
-        It has the token ids and logprobs that this call asks for. None if no whole reply is stored.
-
-        Raises:
-            Conflict: the key was used with another request.
-        """
-        call, session, identity = running.call, running.session, running.attempt.identity
-
-        def read(connection: Connection) -> list[Turn]:
-            names = [identity.stored_key(index) for index in range(call.num_choices)]
-            own = session.tenant, session.session_id
-            found = [find_turn(connection, *own, request_key=name) for name in names]
-            return [turn for turn in found if turn is not None and turn.finish_reason is not None]
-
-        stored, prompt, template = await self._database.fetch(read), None, self._sessions.template
-        for turn in stored:
-            check_same_request(identity, turn.request_digest)
-        if len(stored) != call.num_choices:
+        stored = await self._retries.stored_answer(
+            running.call, running.attempt, running.place.live.session, self._sessions.template
+        )
+        if stored is None:
             return None
-        running.version_first = stored[0].policy_version_first
-        if call.wants_token_ids:
-            prompt = (await self._database.fetch(read_turn, session.tenant, stored[0].turn_id)).prompt_token_ids
-        ids = {token for turn in stored for token in turn.token_ids.tolist()} if call.wants_logprobs else set()
-        texts = template.token_texts(ids) if template is not None else {}
-        return rebuilt_answer(call, stored, prompt, texts)
+        answer, running.version_first = stored
+        return answer
 
     async def _commit(self, running: Running, turns: list[NewTurn]) -> bool:
         """Store the call's turns, then add them to the session in memory.
@@ -263,52 +245,52 @@ class Relay:
         Returns:
             Whether they are stored; not if another process has stored a reply under the same key.
         """
-        placement, forest, metrics = running.placement, running.placement.live.forest, self._metrics
+        place, metrics = running.place, self._metrics
         running.num_prompt_tokens = turns[0].prompt_length
         self._faults.point("before_commit")
-        endings = await self._append(running, turns)
+        is_first = await self._append(running, turns)
         self._faults.point("after_commit_before_reply")
-        if endings[0].turn_id != running.turn_id:
+        if not is_first:
             metrics.coalesced.inc()
             return False
-        for turn, ending in zip(turns, endings, strict=True):
-            metrics.turns.labels(ending.outcome, ending.reason or "").inc()
+        for turn in turns:
+            metrics.turns.labels(turn.outcome.value, turn.reason or "").inc()
             metrics.turns_by_role.labels(turn.role).inc()
             metrics.tokens.labels("sampled").inc(len(turn.token_ids))
         metrics.tokens.labels("prompt").inc(running.num_prompt_tokens)
-        if running.plan.reason is not None:
-            metrics.breaks.labels(running.plan.reason).inc()
+        if place.reason is not None:
+            metrics.breaks.labels(place.reason).inc()
         if running.first_token_at is not None:
             metrics.ttft_seconds.observe(running.first_token_at - running.started)
-        known = [
-            capture.known_turn(turn, running, ending.chain_id)
-            for turn, ending in zip(turns, endings, strict=True)
-            if len(turn.token_ids)
-        ]
-        self._sessions.remember(placement.live, known, inferred_for=placement.inferred_by, continued=placement.parent)
+        known = capture.remembered(running, turns)
+        self._sessions.remember(place, known)
         for first in known[:1]:
-            # What earlier turns have turned out to be.
-            for correction in corrections(first, forest, placement.conversation.history):
-                try:
-                    await self._writer.do(set_roles, correction.turn_ids, *correction.found)
-                except StoreError as error:  # the call's own turn is stored
-                    log.warning("the turns %s keep their roles: %s", ", ".join(correction.turn_ids), error)
-                    continue
-                for turn_id in correction.turn_ids:
-                    forest.by_id[turn_id].role = correction.found.role
+            await self._correct_roles(running, first)
         return True
 
-    async def _append(self, running: Running, turns: list[NewTurn]) -> list[Ending]:
-        """Store turns, or count the call as not stored.
+    async def _correct_roles(self, running: Running, turn: KnownTurn) -> None:
+        """Correct the roles of earlier turns by what a new one shows about them."""
+        forest = running.place.live.forest
+        for turn_ids, (role, reason) in corrections(turn, forest, running.place.conversation):
+            try:
+                await self._writer.do(set_roles, turn_ids, role, reason)
+            except StoreError as error:  # the call's own turn is stored
+                log.warning("the turns %s keep their roles: %s", ", ".join(turn_ids), error)
+                continue
+            for turn_id in turn_ids:
+                forest.by_id[turn_id].role = role
+
+    async def _append(self, running: Running, turns: list[NewTurn]) -> bool:
+        """Store turns, or count the call as not stored; return whether they are what is stored under their key.
 
         Forget a session that another proxy has ended or deleted: the next call reads it again.
 
         Raises:
             SessionDeleted: the session was deleted, during the call or by another proxy before it.
         """
-        key = running.placement.live.key
+        key = running.place.live.key
         try:
-            endings = await self._writer.append(turns)
+            is_first = await self._writer.append(turns)
         except BaseException as error:
             self._metrics.turns.labels("error", NOT_STORED).inc()
             if isinstance(error, NotFound):
@@ -318,6 +300,6 @@ class Relay:
                     param="session_id",
                 ) from error
             raise
-        if any(ending.reason == SESSION_ENDED for ending in endings):
+        if any(turn.reason == SESSION_ENDED for turn in turns):
             self._sessions.cache.drop(key)
-        return endings
+        return is_first

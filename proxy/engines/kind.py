@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Answer
-from proxy.sessions.plan import Plan
+from proxy.sessions.place import Place
 from turnwise.errors import EngineRefused
 from turnwise.types import Json
 
@@ -34,7 +34,7 @@ class EngineKind(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def sample(self, call: Call, plan: Plan, model: str, headers: dict[str, str]) -> Answer:
+    async def sample(self, call: Call, place: Place, model: str, headers: dict[str, str]) -> Answer:
         """Send a call to a served model, so that its reply has all that capture needs.
 
         The caller reads the answer in a `with` block.
@@ -50,7 +50,7 @@ class EngineKind(abc.ABC):
         """Return how it samples a call: its parameters, the engine's defaults, and what the engine makes of both."""
 
     @abc.abstractmethod
-    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, plan: Plan) -> list[bytes]:
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: Place) -> list[bytes]:
         """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
 
         Raises:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from proxy.engines.engine import Engine
-from proxy.sessions.template import ChatTemplate, Unsafe
-from proxy.sessions.template_checks import load_chat_template
+from proxy.sessions.template import ChatTemplate, Unsafe, load_chat_template
 from turnwise.errors import EngineRefused
 from turnwise.types import Json
 

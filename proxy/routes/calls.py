@@ -14,12 +14,11 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
-from blake3 import blake3
 from starlette.types import Receive, Scope
 
 from proxy.auth import Principal
 from proxy.calls.capture import Running
-from proxy.calls.replays import DIGEST_BYTES, Attempt, identify_request, keyed_digest
+from proxy.calls.retries import Attempt, attempt_of, request_digest
 from proxy.dialects.base import Call
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
@@ -29,7 +28,7 @@ from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import Endpoint, ReplySender
 from proxy.sessions.which import EXPLICIT_SOURCES, name_session, newest_turn
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import selection, turns
+from turnwise.store import turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
 
@@ -91,10 +90,11 @@ class Place:
         """Return all of it, and count the call's tokens."""
         services, num_tokens = self.services, 0
         if self.running is not None:
-            services.sessions.release(self.running.placement, has_failed=self.answer is None)
-            num_tokens = self.running.num_tokens
+            services.sessions.release(self.running.place, has_failed=self.answer is None)
+            choices = self.running.captured.choices.values()
+            num_tokens = self.running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
         if self.attempt is not None:
-            services.replays.settle(self.attempt, self.answer)
+            services.retries.settle(self.attempt, self.answer)
         if self.body is not None:
             self.body.close()
         if self.limited is not None:
@@ -139,9 +139,7 @@ class SampleEndpoint(Endpoint):
         """Read the call and return the one that it retries, with its answer, or find the session of a new one."""
         services, principal = self._services, place.principal
         is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
-        may_be_answered = b"idempotency-key" in headers or (
-            is_marked and services.replays.has_undelivered(principal.tenant, principal.key_id)
-        )
+        may_be_answered = b"idempotency-key" in headers or (is_marked and services.retries.has_undelivered(principal))
         if not may_be_answered:  # the answer of a retry may be known, and needs no place
             await place.take()
         if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
@@ -153,24 +151,19 @@ class SampleEndpoint(Endpoint):
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None or call.conversation_id is not None:
             await self._resume(call, principal)
-        identity = identify_request(call, principal, digest)
-        if is_marked or identity.idempotency_key is not None:
-            earlier = await services.replays.find(identity, is_retry=is_marked)
-            if earlier is not None and await self._is_stored(earlier, principal):
-                return earlier
-        place.attempt = services.replays.begin(identity, place.left)
-        place.attempt.headers = reply.headers
+        attempt = attempt_of(call, principal, digest, place.left)
+        earlier = await services.retries.find(attempt, call)
+        if earlier is not None:
+            return earlier
+        services.retries.begin(attempt)
+        place.attempt, attempt.headers = attempt, reply.headers
         if place.limited is None:
             await place.take()
         if place.body is not None:
             place.body.close()
-        place.running = await services.relay.begin(call, principal, place.attempt)
-        reply.headers[SESSION] = place.running.session.session_id
+        place.running = await services.relay.begin(call, principal, attempt)
+        reply.headers[SESSION] = place.running.place.live.session.session_id
         return None
-
-    async def _is_stored(self, earlier: Attempt, principal: Principal) -> bool:
-        turn_id = f"{self._dialect.id_prefix}{earlier.call_id}"
-        return turn_id in await self._services.database.fetch(selection.sessions_of_turns, principal.tenant, [turn_id])
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""
@@ -259,7 +252,7 @@ class SampleEndpoint(Endpoint):
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}
         call.dialect = self._dialect
         identify(call, scope, headers, settings.ignored_ids, principal)
-        return call, blake3(raw).digest(DIGEST_BYTES) if call.idempotency_key is None else keyed_digest(call)
+        return call, request_digest(call, raw)
 
 
 def identify(

@@ -1,4 +1,9 @@
-"""The messages of a call with their digests; those of an earlier call that begins with the same messages are reused.
+"""The digests of a call's messages: one after every message, over what the chat template reads and nothing else.
+
+A request extends a turn when the digest of its first messages equals the digest of the turn's messages and reply. A
+digest covers role, text and tool calls with their arguments as values. It covers names and the ids of tool calls only
+where the served template prints them. It ignores all other fields, such as `provider_specific_fields`, `cache_control`
+or thinking: no template reads them, and clients add, change and drop them.
 
 An agent repeats its whole conversation with every call. The messages of every dialect have one canonical text: the JSON
 array that the engine gets. An earlier call is recognised by the length of its text and a hash of that many bytes, so no
@@ -8,195 +13,284 @@ message is kept, and a call digests only the messages that are new to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import itertools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, TypeAlias
 
+import cachetools
+import orjson
 from blake3 import blake3
 
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import with_readable_arguments
-from proxy.sessions.digests import History, context_digest, tool_call_ids
-from turnwise.json_text import dumps
+from turnwise.json_text import dumps, json_object, loads, unify_numbers
 from turnwise.types import Json
 
-DIGEST_BYTES = 16
-PREFIX_BYTES = 1_200
-"""Memory of a prefix without messages, roughly."""
+DIGEST_BYTES = 8
+"""Digests of conversations are compared within one session, or one API key's sessions, so 64 bits are plenty."""
+LONG_DIGEST_BYTES = 16
+"""Length of the digest of one message, and of a text that begins another."""
+CONVERSATION_BYTES = 1_200
+"""Memory of a conversation without messages, roughly."""
 MESSAGE_BYTES = 210
 """Memory of the digests and the kind of one message, roughly."""
 TAIL_BYTES = 48
-"""Bytes at the end of a prefix that are compared before the text is hashed."""
+"""Bytes at the end of a text that are compared before the text is hashed."""
 MAX_COMPARED = 256
-"""Prefixes of one owner, the newest ones, that a text is compared with."""
+"""Conversations of one owner that are kept, the newest ones."""
 MAX_HASHED = 4
-"""Prefixes with an equal tail that a text is hashed for."""
-
-Owner = tuple[str, str, str, bytes]
+"""Conversations with an equal tail that a text is hashed for."""
+HELD_SECONDS = 0.002
+"""How long messages are encoded or digested before other calls run."""
+SLICE_MESSAGES = 64
+"""Messages that are encoded or digested between two looks at the clock."""
+MIN_TASK = 8
+"""Characters of an argument that may be the task of a sub-agent."""
+MIN_REPLY = 32
+"""Characters of a reply that is recognised by its text alone."""
+SYSTEM_ROLES = ("system", "developer")
+"""A tuple, not a set, because a client may send an unhashable value as a role or a type."""
+TEXT_PARTS = ("text", "refusal", None)
+"""Types of content parts that are text."""
+NAME, CALL_IDS = "name", "call_ids"
+"""What a template may print besides role, content and tool calls: the sender's name, the ids of tool calls."""
+CALL_TEXT = "call_text"
+"""Not printed by templates: text beside tool calls is left out where the calls' ids are those that were sampled."""
+NO_FIELDS: frozenset[str] = frozenset()
+Owner: TypeAlias = tuple[str, str, str, bytes]
 """A tenant, `session` or `key`, the id of the session or, for calls that name none, of the API key, and then the digest
 of the first message that is no system message: one key may have thousands of conversations."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Prefix:
-    """The messages of one call, and what was derived from them."""
-
-    num_bytes: int
-    """Length of their JSON array without the bracket that closes it."""
-    digest: bytes
-    """Of these bytes."""
-    tail: bytes
-    history: History
-    num_old_bytes: int
-    """Length of the prefix that it extends; 0 without one."""
-    kinds: list[int]
-    """`Outliner.kind` of each message up to the turn that was extended last; shorter than the messages."""
-    memory: int
-    """Bytes of memory that it takes, roughly."""
-
-
-def prefix_of(text: bytes, history: History, earlier: Prefix | None = None, hashed: blake3 | None = None) -> Prefix:
-    """Return the prefix that a JSON array of messages is for later ones.
-
-    Args:
-        text: the array.
-        history: the digests of its messages.
-        earlier: the prefix that it extends.
-        hashed: the hash of the bytes of that one.
-    """
-    num_bytes, num_old_bytes = len(text) - 1, 0 if earlier is None else earlier.num_bytes
-    hashed = (hashed or blake3()).update(memoryview(text)[num_old_bytes:num_bytes])
-    return Prefix(
-        num_bytes=num_bytes,
-        digest=hashed.digest(DIGEST_BYTES),
-        tail=text[max(0, num_bytes - TAIL_BYTES) : num_bytes],
-        history=history,
-        num_old_bytes=num_old_bytes,
-        kinds=[] if earlier is None else earlier.kinds,
-        memory=PREFIX_BYTES + len(history.full) * MESSAGE_BYTES,
-    )
-
-
-class Prefixes:
-    """The last prefix of each conversation, up to an amount of memory; those that were kept first are dropped."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-        """Memory of all prefixes, roughly."""
-        self._owners: dict[Prefix, Owner] = {}
-        self._by_owner: dict[Owner, dict[Prefix, None]] = {}
-
-    def find(self, owner: Owner, text: bytes) -> tuple[Prefix | None, blake3]:
-        """Return the owner's longest prefix that a JSON array of messages begins with, and the hash of these bytes."""
-        alike = [
-            prefix
-            for prefix in itertools.islice(reversed(self._by_owner.get(owner, {})), MAX_COMPARED)
-            if text.endswith(prefix.tail, 0, prefix.num_bytes) and text.startswith((b",", b"]"), prefix.num_bytes)
-        ]
-        alike.sort(key=operator.attrgetter("num_bytes"), reverse=True)
-        for prefix in alike[:MAX_HASHED]:
-            hashed = blake3(memoryview(text)[: prefix.num_bytes])
-            if hashed.digest(DIGEST_BYTES) == prefix.digest:
-                return prefix, hashed
-        return None, blake3()
-
-    def keep(self, owner: Owner, prefix: Prefix, replaced: Prefix | None) -> None:
-        """Add a prefix, in the place of the one that it extends; drop others above the limit."""
-        if replaced in self._owners:
-            self._drop(replaced)
-        if prefix.memory > self._max_bytes:
-            return
-        self._owners[prefix] = owner
-        self._by_owner.setdefault(owner, {})[prefix] = None
-        self.num_bytes += prefix.memory
-        while self.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._owners)))
-
-    def clear(self) -> None:
-        """Drop all prefixes."""
-        self.num_bytes, self._owners, self._by_owner = 0, {}, {}
-
-    def _drop(self, prefix: Prefix) -> None:
-        owner = self._owners.pop(prefix)
-        self.num_bytes -= prefix.memory
-        del self._by_owner[owner][prefix]
-        if not self._by_owner[owner]:
-            del self._by_owner[owner]
-
-
-HELD_SECONDS = 0.002
-"""How long messages are encoded or digested before other calls run."""
-SLICE_MESSAGES = 64
-"""Messages that are encoded or digested between two looks at the clock."""
-
-
-@dataclasses.dataclass(slots=True)
 class Conversation:
-    """The messages of one call."""
+    """The digests of a list of messages: entry i of three lists covers the first i + 1 messages."""
 
-    messages: Sequence[Json]
-    history: History
-    """Digests of every prefix of the messages."""
-    prefix: Prefix
-    """All messages, for a later call that begins with them."""
-
-    @property
-    def num_replied(self) -> int:
-        replies = self.history.replies
-        return replies[-1] + 1 if replies else 0
-
-    def call_ids(self) -> frozenset[str]:
-        return frozenset().union(*(tool_call_ids(message) for message in self.messages if "tool_calls" in message))
+    context: bytes
+    """The digest of tools and template arguments."""
+    fields: frozenset[str] = NO_FIELDS
+    """What the template prints of `NAME` and `CALL_IDS`."""
+    full: list[bytes] = dataclasses.field(default_factory=list)
+    """With tools and template arguments."""
+    messages: list[bytes] = dataclasses.field(default_factory=list)
+    """Without tools and template arguments."""
+    dialogue: list[bytes] = dataclasses.field(default_factory=list)
+    """Without system messages as well."""
+    replies: list[int] = dataclasses.field(default_factory=list)
+    """Positions of the assistant messages."""
+    num_replied: int = 0
+    """Number of messages up to the last reply."""
+    num_bytes: int = 0
+    """Length of the messages' JSON array without the bracket that closes it."""
+    digest: bytes = b""
+    """Digest of these bytes."""
+    tail: bytes = b""
+    """The last of these bytes."""
+    num_old_bytes: int = 0
+    """`num_bytes` of the earlier call's conversation that it extends; 0 without one."""
+    kinds: list[int] = dataclasses.field(default_factory=list)
+    """What the template distinguishes each message by, up to the turn that was extended last; may be shorter than the
+    messages."""
 
     def after_replies(self, digests: list[bytes]) -> list[bytes]:
-        return [digests[end] for end in reversed(self.history.replies)]
+        """Return those of the digests that end with a reply, the longest conversation first."""
+        return [digests[end] for end in reversed(self.replies)]
+
+    def extend(self, messages: Iterable[Json]) -> None:
+        """Add the next messages."""
+        for message in messages:
+            if message.get("role") == "assistant":
+                self.replies.append(len(self.full))
+                self.num_replied = len(self.full) + 1
+            full, plain, dialogue = self.extended(message)
+            self.full.append(full)
+            self.messages.append(plain)
+            self.dialogue.append(dialogue)
+
+    def extended(self, message: Json) -> tuple[bytes, bytes, bytes]:
+        """Return the last entries of `full`, `messages` and `dialogue` after one more message."""
+        digest = message_digest(message, self.fields)
+        messages = chained(self.messages[-1] if self.messages else b"", digest)
+        dialogue = self.dialogue[-1] if self.dialogue else b""
+        return (
+            chained(self.full[-1] if self.full else self.context, digest) if self.context else messages,
+            messages,
+            dialogue if message.get("role") in SYSTEM_ROLES else chained(dialogue, digest),
+        )
 
 
-@dataclasses.dataclass(slots=True)
-class _Pauses:
-    """Lets the event loop run between the steps of a long calculation."""
+class Conversations(cachetools.FIFOCache[Owner, tuple[Conversation, ...]]):
+    """The conversations of recent calls, up to an amount of memory; of the owner that called least recently first."""
 
-    since: float = dataclasses.field(default_factory=time.perf_counter)
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(
+            max_bytes, lambda kept: sum(CONVERSATION_BYTES + len(each.full) * MESSAGE_BYTES for each in kept)
+        )
 
-    async def pause(self) -> None:
-        """Let other calls run, if this one has run for long."""
-        if time.perf_counter() - self.since > HELD_SECONDS:
-            await asyncio.sleep(0)
-            self.since = time.perf_counter()
+    def find(self, owner: Owner, text: bytes) -> tuple[Conversation | None, blake3]:
+        """Return the owner's longest conversation that a JSON array of messages begins with, and the hash of it."""
+        alike = [
+            each
+            for each in self.get(owner, ())
+            if text.endswith(each.tail, 0, each.num_bytes) and text.startswith((b",", b"]"), each.num_bytes)
+        ]
+        alike.sort(key=operator.attrgetter("num_bytes"), reverse=True)
+        for each in alike[:MAX_HASHED]:
+            hashed = blake3(memoryview(text)[: each.num_bytes])
+            if hashed.digest(LONG_DIGEST_BYTES) == each.digest:
+                return each, hashed
+        return None, blake3()
+
+    def keep(self, owner: Owner, conversation: Conversation, replaced: Conversation | None) -> None:
+        """Add a conversation, in the place of the one that it extends."""
+        others = [each for each in self.get(owner, ()) if each is not replaced]
+        for kept in ((*others, conversation)[-MAX_COMPARED:], (conversation,)):
+            with contextlib.suppress(ValueError):  # these alone are too long
+                self[owner] = kept
+                return
 
 
-async def read_conversation(call: Call, fields: frozenset[str], prefixes: Prefixes, owner: Owner) -> Conversation:
-    """Encode the messages of a call for the engine, digest those that no earlier call of the owner had, and keep them.
+async def read_conversation(
+    call: Call, fields: frozenset[str], conversations: Conversations, owner: Owner
+) -> Conversation:
+    """Encode the messages of a call for the engine, digest those that no earlier call of the owner had, and keep both.
 
     Args:
         call: the call; its `messages_json` is set.
         fields: what the template prints beside the text.
-        prefixes: the messages of earlier calls.
+        conversations: those of earlier calls.
         owner: whose calls these are.
     """
-    pauses = _Pauses()
-    call.messages_json = await _encode(call.messages, pauses)
-    earlier, hashed = prefixes.find(owner, call.messages_json)
-    context = context_digest(call.tools, template_arguments(call.body))
-    is_usable = earlier is not None and (earlier.history.context, earlier.history.fields) == (context, fields)
-    history = earlier.history.copy() if earlier is not None and is_usable else History(context, fields)
-    for start in range(len(history.full), len(call.messages), SLICE_MESSAGES):
-        history.extend(call.messages[start : start + SLICE_MESSAGES])
-        await pauses.pause()
-    prefix = prefix_of(call.messages_json, history, earlier, hashed)
-    prefixes.keep(owner, prefix, earlier)
-    return Conversation(call.messages, history, prefix)
+    pieces = [dumps(with_readable_arguments(some)) async for some in _slices(call.messages)]
+    text = pieces[0] if len(pieces) == 1 else b"[%b]" % b",".join(piece[1:-1] for piece in pieces)
+    call.messages_json = text
+    earlier, hashed = conversations.find(owner, text)
+    conversation = Conversation(context_digest(call.tools, template_arguments(call.body)), fields)
+    if earlier is not None:
+        conversation.num_old_bytes, conversation.kinds = earlier.num_bytes, earlier.kinds
+        if (earlier.context, earlier.fields) == (conversation.context, fields):
+            conversation.full, conversation.messages = earlier.full[:], earlier.messages[:]
+            conversation.dialogue, conversation.replies = earlier.dialogue[:], earlier.replies[:]
+            conversation.num_replied = earlier.num_replied
+    async for some in _slices(call.messages, len(conversation.full)):
+        conversation.extend(some)
+    conversation.num_bytes = end = len(text) - 1
+    conversation.digest = hashed.update(memoryview(text)[conversation.num_old_bytes : end]).digest(LONG_DIGEST_BYTES)
+    conversation.tail = text[max(0, end - TAIL_BYTES) : end]
+    conversations.keep(owner, conversation, earlier)
+    return conversation
 
 
-async def _encode(messages: Sequence[Json], pauses: _Pauses) -> bytes:
-    """Return the JSON array of messages as an engine accepts them."""
-    if len(messages) <= SLICE_MESSAGES:
-        return dumps(with_readable_arguments(messages))
-    pieces = []
-    for start in range(0, len(messages), SLICE_MESSAGES):
-        pieces.append(dumps(with_readable_arguments(messages[start : start + SLICE_MESSAGES]))[1:-1])
-        await pauses.pause()
-    return b"[%b]" % b",".join(pieces)
+async def _slices(messages: Sequence[Json], first: int = 0) -> AsyncIterator[Sequence[Json]]:
+    """Yield some messages at a time; let other calls run if this one has run for long."""
+    since = time.perf_counter()
+    for start in range(first, len(messages), SLICE_MESSAGES):
+        yield messages[start : start + SLICE_MESSAGES]
+        if time.perf_counter() - since > HELD_SECONDS:
+            await asyncio.sleep(0)
+            since = time.perf_counter()
+
+
+def chained(before: bytes, digest: bytes) -> bytes:
+    return blake2b(before + digest, digest_size=DIGEST_BYTES).digest()
+
+
+def context_digest(tools: Any, template: Json) -> bytes:
+    """Return the digest of what a chat template renders besides messages: tool schemas and template arguments."""
+    if not tools and not template:
+        return b""
+    return blake2b(dumps([tools, template], option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()
+
+
+def message_digest(message: Json, fields: frozenset[str] = NO_FIELDS) -> bytes:
+    """Return the digest of one message."""
+    content = canonical_content(message.get("content"))
+    canonical: Json = {"r": message.get("role"), "c": content}
+    if calls := message.get("tool_calls"):
+        canonical["t"] = [_canonical_call(call, fields) for call in calls] if isinstance(calls, list) else calls
+    if message.get("role") == "assistant" and isinstance(content, str):
+        canonical["c"] = "" if CALL_TEXT in fields and calls and _have_ids(calls) else content.strip()
+    if NAME in fields and message.get("name"):
+        canonical["n"] = message["name"]
+    if CALL_IDS in fields and message.get("tool_call_id"):
+        canonical["i"] = message["tool_call_id"]
+    return blake2b(dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=LONG_DIGEST_BYTES).digest()
+
+
+def canonical_content(content: Any) -> Any:
+    """Return content that is only text as one string; return other content without `cache_control`."""
+    if content is None:
+        return ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    if all(part.get("type") in TEXT_PARTS for part in content):
+        return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+    return [{field: value for field, value in part.items() if field != "cache_control"} for part in content]
+
+
+def _canonical_call(call: Any, fields: frozenset[str]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    canonical = [function.get("name"), canonical_arguments(function.get("arguments"))]
+    return canonical if fields.isdisjoint((CALL_IDS, CALL_TEXT)) else [*canonical, call.get("id")]
+
+
+def _have_ids(calls: Any) -> bool:
+    return isinstance(calls, list) and all(isinstance(call, dict) and call.get("id") for call in calls)
+
+
+def canonical_arguments(arguments: Any) -> Any:
+    """Return tool arguments as a JSON object, so that spaces, key order and the spelling of numbers do not count.
+
+    Invalid JSON, and JSON that is not an object, is an empty object: so vLLM renders it, and so formats whose arguments
+    are objects send it back.
+    """
+    if isinstance(arguments, str):
+        return json_object(arguments) or {}
+    if isinstance(arguments, dict):
+        arguments = loads(dumps(arguments))
+        unify_numbers(arguments)
+    return {} if arguments is None else arguments
+
+
+def tool_call_ids(message: Json) -> frozenset[str]:
+    """Return the ids of a message's tool calls."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return frozenset()
+    return frozenset(call_id for call in calls if isinstance(call, dict) and isinstance(call_id := call.get("id"), str))
+
+
+def text_digest(text: str) -> bytes:
+    return blake2b(text.strip().encode(errors="replace"), digest_size=DIGEST_BYTES).digest()
+
+
+def reply_digest(message: Json) -> bytes:
+    text = canonical_content(message.get("content")) if message.get("role") == "assistant" else None
+    return text_digest(text) if isinstance(text, str) and len(text.strip()) >= MIN_REPLY else b""
+
+
+def argument_digests(message: Json) -> frozenset[bytes]:
+    """Return the digests of the texts among the arguments of a message's tool calls."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return frozenset()
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    given = [canonical_arguments(each.get("arguments")) for each in functions if isinstance(each, dict)]
+    texts = (value for each in given if isinstance(each, dict) for value in each.values() if isinstance(value, str))
+    return frozenset(text_digest(text) for text in texts if len(text) >= MIN_TASK)
+
+
+def has_media(messages: Sequence[Json]) -> bool:
+    """Return whether any message has content that is not text: only vLLM can render such prompts."""
+    return any(
+        isinstance(part, dict) and part.get("type") not in TEXT_PARTS
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+    )

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterable, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import cachetools
 
-from proxy.sessions.conversation import Conversation
-from proxy.sessions.digests import tool_call_ids
-from proxy.sessions.forest import KnownTurn
+from proxy.sessions.conversation import Conversation, tool_call_ids
+from proxy.sessions.forest import KnownTurn, repeated_calls
 from proxy.sessions.memory import LiveSession, SessionCache
 from proxy.settings import ProxySettings
 from turnwise.store import conversations
 from turnwise.store.database import Connection, Database
-from turnwise.types import DEFAULT_POLICY, SessionStatus
+from turnwise.types import Json, SessionStatus
 
 MAX_CANDIDATES = 16
 """Sessions with the same conversation that are compared, the newest ones."""
@@ -28,13 +27,10 @@ MAX_COMPARED = 1_000
 """Sessions with the same conversation that one call is compared with, the newest ones."""
 
 
-class Caller(NamedTuple):
-    """Whose conversations a call may continue."""
-
-    tenant: str
-    key_id: str
-    policy_id: int = DEFAULT_POLICY
-    """The policy of the sessions that it may continue without naming them."""
+Caller: TypeAlias = tuple[str, str, int]
+"""Whose conversations a call may continue: a tenant, an API key, and the policy of the sessions."""
+Candidate: TypeAlias = tuple[LiveSession, KnownTurn]
+"""A session that contains the conversation, and the turn that the call would extend in it."""
 
 
 class SessionIds(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
@@ -53,13 +49,6 @@ class SessionIds(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
         session_ids = self.find(caller, digest)
         if session_id not in session_ids:
             self[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]
-
-
-class Candidate(NamedTuple):
-    """A session that contains the conversation, and the turn that the call would extend in it."""
-
-    live: LiveSession
-    turn: KnownTurn
 
 
 class InferredSessions:
@@ -81,7 +70,7 @@ class InferredSessions:
     def add(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
         """Let calls of an API key find a session by these turns."""
         session = live.session
-        caller = Caller(session.tenant, key_id, session.policy_id)
+        caller = session.tenant, key_id, session.policy_id
         for turn in turns:
             self._ids.add(caller, turn.history_digest, session.session_id)
             for call_id in turn.call_ids:
@@ -105,19 +94,19 @@ class InferredSessions:
         self._ids.clear()
         self._unanswered.clear()
 
-    async def find(self, conversation: Conversation, caller: Caller) -> Candidate | None:
+    async def find(self, conversation: Conversation, messages: Sequence[Json], caller: Caller) -> Candidate | None:
         """Return the session that contains the longest part of the conversation, where that is decidable.
 
         A match in memory up to the last reply is used at once; otherwise the store may have a better one.
         """
-        digests = conversation.after_replies(conversation.history.full)
+        digests = conversation.after_replies(conversation.full)
         if not digests:
             return None
-        call_ids = conversation.call_ids()
+        call_ids = repeated_calls(messages)
         candidates = await self._candidates(self._ids.find(caller, digests[0]), digests[0], caller)
         chosen = self._choose(candidates, call_ids, is_complete=False)
         # Another worker may have extended it, and another proxy may have completed a reply that was cut off here.
-        if chosen is not None and not self._is_shared and not chosen.turn.is_aborted:
+        if chosen is not None and not self._is_shared and not chosen[1].is_aborted:
             return chosen
         is_handoff, digest, stored = await self._database.fetch(_read_candidates, caller, conversation)
         candidates = await self._candidates(stored, digest, caller, refresh=True)
@@ -134,29 +123,26 @@ class InferredSessions:
             call_ids: ids of the tool calls that the conversation repeats.
             is_complete: whether these are all candidates of the store, not only those in memory.
         """
-        candidates = [candidate for candidate in candidates if not candidate.turn.is_aborted] or candidates
-        known_ids = [candidate.live.forest.call_ids(candidate.turn) for candidate in candidates]
+        candidates = [(live, turn) for live, turn in candidates if not turn.is_aborted] or candidates
+        known_ids = [live.forest.call_ids(turn) for live, turn in candidates]
         same_run = [candidate for candidate, ids in zip(candidates, known_ids, strict=True) if ids & call_ids]
         is_other_run = bool(call_ids) and any(known_ids)
         if not same_run and is_other_run and not is_complete:
             return None
         alike = same_run or candidates
-        free = [candidate for candidate in alike if self._is_free(candidate.turn)]
-        num_sessions = len({candidate.live.session.session_id for candidate in candidates})
+        free = [(live, turn) for live, turn in alike if not turn.has_child and turn.turn_id not in self._reserved]
+        num_sessions = len({live.session.session_id for live, _ in candidates})
         is_branch = is_complete and num_sessions == 1 and not is_other_run
         if free or same_run or is_branch:
             return (free or alike)[-1]
         return None
 
-    def _is_free(self, turn: KnownTurn) -> bool:
-        return not turn.has_child and turn.turn_id not in self._reserved
-
-    async def find_by_calls(self, conversation: Conversation, caller: Caller) -> LiveSession | None:
+    async def find_by_calls(self, messages: Sequence[Json], caller: Caller) -> LiveSession | None:
         """Return the newest open session that sampled one of the repeated tool calls: the client has cut its history.
 
         An id that several sessions sampled says nothing: some models number their calls.
         """
-        for message in reversed(conversation.messages):
+        for message in reversed(messages):
             for call_id in tool_call_ids(message):
                 sessions = self._ids.find(caller, call_id.encode())
                 if len(sessions) == 1 and (live := await self._if_open(sessions[0], caller)):
@@ -165,16 +151,17 @@ class InferredSessions:
 
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
-        live = await self._cache.find_stored(caller.tenant, session_id)
+        tenant, _, policy_id = caller
+        live = await self._cache.find_stored(tenant, session_id)
         if live is None or live.session.status is not SessionStatus.OPEN:
             return None
-        return live if live.session.policy_id == caller.policy_id else None
+        return live if live.session.policy_id == policy_id else None
 
     async def _candidates(
         self, session_ids: Iterable[str], digest: bytes, caller: Caller, *, refresh: bool = False
     ) -> list[Candidate]:
         """Return the open sessions of these that contain the conversation."""
-        found = []
+        found: list[Candidate] = []
         for session_id in session_ids:
             live = await self._if_open(session_id, caller)
             if live is None:
@@ -183,7 +170,7 @@ class InferredSessions:
                 await self._cache.refresh(live)
             forest = live.forest
             turns = forest.by_history.get(digest) or forest.by_dialogue.get(digest, ())
-            found += [Candidate(live, turn) for turn in turns]
+            found += [(live, turn) for turn in turns]
         return found
 
 
@@ -195,15 +182,11 @@ def _read_candidates(
     Returns:
         Whether only the dialogue is equal, its digest, and the ids of the sessions.
     """
+    tenant, key_id, policy_id = caller
     find = functools.partial(
-        conversations.sessions_of_conversation,
-        connection,
-        caller.tenant,
-        caller.key_id,
-        policy_id=caller.policy_id,
-        limit=MAX_CANDIDATES,
+        conversations.sessions_of_conversation, connection, tenant, key_id, policy_id=policy_id, limit=MAX_CANDIDATES
     )
-    digest, session_ids = find(conversation.after_replies(conversation.history.full))
+    digest, session_ids = find(conversation.after_replies(conversation.full))
     if session_ids:
         return False, digest, session_ids
-    return True, *find(conversation.after_replies(conversation.history.dialogue), by="dialogue_digest")
+    return True, *find(conversation.after_replies(conversation.dialogue), by="dialogue_digest")

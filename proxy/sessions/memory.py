@@ -11,27 +11,36 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from proxy.auth import Principal, session_deleted
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.sessions.digests import NO_FIELDS, chained, message_digest
-from proxy.sessions.encoded_ids import EncodedIds, encode_ids
-from proxy.sessions.forest import NO_ROOT, Forest, KnownTurn
-from proxy.sessions.roles import read_root
+from proxy.sessions.conversation import (
+    NO_FIELDS,
+    argument_digests,
+    canonical_content,
+    chained,
+    message_digest,
+    reply_digest,
+    tool_call_ids,
+)
+from proxy.sessions.forest import EncodedIds, Forest, KnownTurn, encode_ids
+from proxy.sessions.roles import COMPACTION_PROMPT, Root, read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
 from turnwise.json_text import dumps
 from turnwise.store import conversations, forks, sessions
 from turnwise.store.database import Connection, Database
-from turnwise.types import Session, SessionKey, Turn
+from turnwise.types import Outcome, Role, Session, SessionKey, Turn
 
 SESSION_BYTES = 1_000
 """Memory of a session without turns and documents."""
 DECODED = 10
 """Memory of a decoded document, in bytes for each byte of its JSON."""
+TRUNCATION = "truncate_prompt_tokens"
+"""Request field, stored with a turn's sampling, that lets the engine leave out the begin of a prompt."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -281,24 +290,69 @@ class SessionCache(LiveSessions):
         return known_turns(unknown, by_id, self.fields_read), num_read
 
 
-def known_turns(turns: Sequence[Turn], by_id: Mapping[str, KnownTurn], fields: frozenset[str]) -> list[KnownTurn]:
-    """Return the turns with sampled tokens, in the order of their commits, as they are kept in memory.
+def known_turns(turns: Sequence[Turn], by_id: dict[str, KnownTurn], fields: frozenset[str]) -> list[KnownTurn]:
+    """Return stored turns with sampled tokens, in the order of their commits, as they are kept in memory.
 
     Args:
         turns: stored turns that are not in memory, each with the messages that it adds to its parent's.
-        by_id: the session's turns in memory.
+        by_id: the session's turns in memory; these are added.
         fields: what the template prints of `NAME` and `CALL_IDS`.
     """
-    found: dict[str, KnownTurn] = {}
+    found = []
     for turn in turns:
-        if not len(turn.token_ids):
-            continue
-        parent = found.get(turn.parent_turn_id or "") or by_id.get(turn.parent_turn_id or "")
-        digests = (message_digest(message, fields) for message in turn.messages)
-        found[turn.turn_id] = KnownTurn.of(
-            turn,
-            read_root(turn.messages, turn.tools, turn.sampling) if turn.parent_turn_id is None else NO_ROOT,
-            num_messages=(0 if parent is None else parent.num_messages) + len(turn.messages) + 1,
-            prompt_digest=functools.reduce(chained, digests, b"" if parent is None else parent.messages_digest),
-        )
-    return list(found.values())
+        if len(turn.token_ids):
+            parent = by_id.get(turn.parent_turn_id or "")
+            digests = (message_digest(message, fields) for message in turn.messages)
+            before = functools.reduce(chained, digests, b"" if parent is None else parent.messages_digest)
+            known = by_id[turn.turn_id] = known_turn(turn, parent, before)
+            found.append(known)
+    return found
+
+
+def known_turn(
+    turn: Turn,
+    parent: KnownTurn | None,
+    prompt_digest: bytes,
+    *,
+    root: Root | None = None,
+    tokens: EncodedIds | None = None,
+) -> KnownTurn:
+    """Return what is kept in memory of a stored turn: what is needed to extend it.
+
+    Args:
+        turn: the turn, with the messages that it adds to its parent's.
+        parent: the turn that it extends; None at the root of a chain.
+        prompt_digest: the digest of its prompt's messages alone.
+        root: `read_root` of its call, if that was read before.
+        tokens: its prompt and sampled ids; None if they are to be read from the store.
+    """
+    side_task, system_digest = None, b""
+    if turn.parent_turn_id is None:
+        side_task, system_digest = root or read_root(turn.messages, turn.tools, turn.sampling)
+    role = turn.role or Role.MAIN
+    if turn.role_reason == COMPACTION_PROMPT and parent is not None and parent.role is not Role.RETRY:
+        role = parent.role  # a side call does not change the role of its chain
+    started_at = turn.created_at.timestamp()
+    return KnownTurn(
+        turn_id=turn.turn_id,
+        parent_turn_id=turn.parent_turn_id,
+        chain_id=turn.chain_id,
+        num_messages=(0 if parent is None else parent.num_messages) + len(turn.messages) + 1,
+        history_digest=turn.history_digest,
+        messages_digest=turn.messages_digest,
+        dialogue_digest=turn.dialogue_digest,
+        prompt_digest=prompt_digest,
+        reasoning=turn.response.get("reasoning") or "",
+        call_ids=tuple(tool_call_ids(turn.response)),
+        arguments=argument_digests(turn.response),
+        reply_digest=reply_digest(turn.response),
+        is_aborted=turn.outcome is Outcome.ABORTED,
+        is_truncated=turn.sampling.get(TRUNCATION) is not None,
+        is_empty=not turn.response.get("tool_calls") and not canonical_content(turn.response.get("content")),
+        role=role,
+        side_task=side_task,
+        system_digest=system_digest,
+        started_at=started_at,
+        ended_at=started_at + turn.duration_seconds,
+        tokens=tokens,
+    )

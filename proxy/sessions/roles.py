@@ -13,20 +13,24 @@ import functools
 import operator
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from proxy.dialects.base import Call
-from proxy.sessions.digests import SYSTEM_ROLES, History, canonical_content, text_digest
-from proxy.sessions.forest import Forest, KnownTurn, Root
-from proxy.sessions.plan import Plan
+from proxy.sessions.conversation import SYSTEM_ROLES, Conversation, canonical_content, text_digest
+from proxy.sessions.forest import Forest, KnownTurn
 from turnwise.types import Json, Role
 
 SCANNED_CHARACTERS = 4000
-"""Of a message that is searched for what it asks for."""
+"""Characters of a message that are searched for what it asks for."""
 MAX_SEARCHED = 256
 """Searches whose result is kept: an agent sends its system message with every call."""
 PROBE_TOKENS = 4
 """A call that may sample no more than these tokens only tests the connection."""
+COMPACTION_PROMPT = "compaction_prompt"
+"""Reason of a turn that asks for a summary in the chain that is summarised: the turn alone is a side call."""
+Root: TypeAlias = tuple[str | None, bytes]
+"""What a chain's first turn shows about it: `side_task` of its call, and the digest of the system messages before the
+first other message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -99,104 +103,99 @@ TASKS = {
 """What harnesses ask for beside an agent's own work, by the reason that is stored."""
 
 
-class Found(NamedTuple):
-    """A role and why the chain has it."""
-
-    role: Role
-    reason: str
-
-
-class Correction(NamedTuple):
-    """Stored turns whose role a later turn has shown to be another one."""
-
-    turn_ids: list[str]
-    found: Found
-
-
 def read_root(messages: Sequence[Json], tools: Any, parameters: Json) -> Root:
     """Return what a call without a parent shows about the chain that it starts."""
-    return Root(side_task(messages, tools, parameters), text_digest(_system_text(messages, None)))
+    return side_task(messages, tools, parameters), text_digest(_system_text(messages, None))
 
 
-def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None, *, is_named: bool = True) -> Found:
-    """Return the role of a call's turn.
+def find_role(
+    call: Call,
+    parent: KnownTurn | None,
+    reason: str | None,
+    forest: Forest,
+    root: Root | None,
+    *,
+    is_named: bool = True,
+) -> tuple[Role, str]:
+    """Return the role of a call's turn, and why it has that.
 
     Args:
         call: the call.
-        plan: its plan.
+        parent: the turn that it extends.
+        reason: why it extends no turn, although its messages contain replies.
         forest: the turns of its session.
         root: `read_root` of a call without a parent.
         is_named: whether the call names its session. Without a name, a harness's request for a summary may have a
             session of its own.
     """
-    parent = plan.parent
     if parent is not None:
         if COMPACTION.is_in(_last_text(call.messages)):
-            return Found(Role.SIDE, "compaction_prompt")
-        return Found(continued_role(parent, forest), "extends")
+            return Role.SIDE, COMPACTION_PROMPT
+        return continued_role(parent, forest), "extends"
     if call.agent_id is not None:
-        return Found(Role.SUB_AGENT, "agent_id")
+        return Role.SUB_AGENT, "agent_id"
     assert root is not None
+    task, system_digest = root
     if not forest.agent_roots:
-        is_compaction = not is_named and root.side_task == "asks_for_summary"
+        is_compaction = not is_named and task == "asks_for_summary"
         is_shipped = is_compaction and SHIPPED.is_in(*_asked_texts(call.messages))
-        return Found(Role.SIDE, "asks_for_summary") if is_shipped else Found(Role.MAIN, "first_chain")
-    if root.side_task is not None:
-        return Found(Role.SIDE, root.side_task)
-    return _later_role(call, plan, forest, root)
+        return (Role.SIDE, "asks_for_summary") if is_shipped else (Role.MAIN, "first_chain")
+    if task is not None:
+        return Role.SIDE, task
+    return _later_role(call, reason, forest, system_digest)
 
 
-def _later_role(call: Call, plan: Plan, forest: Forest, root: Root) -> Found:
+def _later_role(call: Call, reason: str | None, forest: Forest, system_digest: bytes) -> tuple[Role, str]:
     """Return the role of a chain that starts beside an agent's."""
-    if plan.reason is not None and plan.reason != "edited_history":
-        return Found(Role.MAIN, "continues_conversation")
-    same = forest.agent_roots.get(root.system_digest)
+    if reason is not None and reason != "edited_history":
+        return Role.MAIN, "continues_conversation"
+    same = forest.agent_roots.get(system_digest)
     has_replies = any(message.get("role") == "assistant" for message in call.messages)
     if same is not None and not has_replies and _is_asked_by_call(call.messages, forest):
-        return Found(Role.SUB_AGENT, "asked_by_tool_call")
+        return Role.SUB_AGENT, "asked_by_tool_call"
     if same is not None:
-        return Found(same.role, "same_system")
+        return same.role, "same_system"
     continued = forest.find_reply(call.messages) if has_replies else None
-    return (
-        Found(Role.SUB_AGENT, "other_system") if continued is None else Found(continued.role, "continues_conversation")
-    )
+    return (Role.SUB_AGENT, "other_system") if continued is None else (continued.role, "continues_conversation")
 
 
-def corrections(turn: KnownTurn, forest: Forest, history: History) -> list[Correction]:
-    """Return what a new turn shows about the turns before it.
+def corrections(
+    turn: KnownTurn, forest: Forest, conversation: Conversation
+) -> list[tuple[list[str], tuple[Role, str]]]:
+    """Return what a new turn shows about the turns before it: ids of stored turns, their true role and its reason.
 
     Args:
         turn: the new turn.
         forest: the turns of its session.
-        history: the messages of its call.
+        conversation: the messages of its call.
     """
-    found = []
+    found: list[tuple[list[str], tuple[Role, str]]] = []
     if turn.parent_turn_id is None and turn.side_task is None:
         for root in forest.side_roots:
             if root.role is Role.MAIN and root.side_task is not None:
                 chain = [each.turn_id for each in forest.by_id.values() if each.chain_id == root.chain_id]
-                found.append(Correction(chain, Found(Role.SIDE, root.side_task)))
+                found.append((chain, (Role.SIDE, root.side_task)))
     siblings = [other for other in forest.siblings(turn) if other.is_aborted]
     parent = forest.by_id.get(turn.parent_turn_id or "")
     if parent is not None and parent.role is Role.RETRY:
         marked = [each.turn_id for each in forest.ancestors(parent) if each.role is Role.RETRY]
-        found.append(Correction(marked, Found(continued_role(parent, forest), "continued")))
+        found.append((marked, (continued_role(parent, forest), "continued")))
     if parent is not None:
         siblings += [
             other for other in forest.siblings(parent) if not other.has_child and other.ended_at <= parent.started_at
         ]
     discarded = [other.turn_id for other in siblings if other.role is not Role.RETRY]
     if discarded:
-        found.append(Correction(discarded, Found(Role.RETRY, "sampled_again")))
+        found.append((discarded, (Role.RETRY, "sampled_again")))
     # The session's reward is not for a reply with nothing in it, after which the harness asks again.
     empty = [
         other.turn_id
-        for other in (forest.left_out(parent, history) if forest.has_empty_reply else ())
+        for other in (forest.left_out(parent, conversation) if forest.has_empty_reply else ())
         if other.is_empty and not other.has_child and other.ended_at <= turn.started_at and other.role is not Role.RETRY
         if other is not turn
     ]
     if empty:
-        found.append(Correction(empty, Found(Role.RETRY, "empty_reply")))
+        found.append((empty, (Role.RETRY, "empty_reply")))
     return found
 
 

@@ -21,14 +21,14 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
-from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work
+from proxy.writer.process import Job, NewTurn, Report, Setup, Work
 from turnwise.errors import StoreUnavailable
 from turnwise.store import keys, retention, rows
 from turnwise.store.database import Connection
 from turnwise.store.retention import Deleted
 from turnwise.store.turns import TurnRow
 from turnwise.telemetry.tracing import current_request
-from turnwise.types import Session
+from turnwise.types import Outcome, Session
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -109,8 +109,11 @@ class Writer:
         if self._watch is None:
             self._watch = loop.call_later(CHECK_SECONDS, self._check_deadline)
 
-    async def append(self, turns: list[NewTurn]) -> list[Ending]:
-        """Store the turns of one call and return how each is stored.
+    async def append(self, turns: list[NewTurn]) -> bool:
+        """Store the turns of one call, and set each one's chain, outcome and reason as it is stored.
+
+        Returns:
+            Whether they are stored; not if turns with the same request key were stored first.
 
         Raises:
             StoreUnavailable: they could not be committed in time; whether they are stored is then not known.
@@ -126,11 +129,13 @@ class Writer:
             }
             span = context.trace.commit(named)
         with span:
-            endings = [Ending(*fields) for fields in await self._submit(list(map(row_of, turns)))]
-        for ending in endings:
-            if ending.routing_problem is not None:
-                self._metrics.unreadable_routing.labels(ending.routing_problem.value).inc()
-        return endings
+            stored = await self._submit(list(map(row_of, turns)))
+        for turn, (_, outcome, reason, chain_id, routing_problem) in zip(turns, stored, strict=True):
+            turn.outcome, turn.reason, turn.chain_id = Outcome(outcome), reason, chain_id
+            if routing_problem is not None:
+                self._metrics.unreadable_routing.labels(routing_problem.value).inc()
+        first_id: str = stored[0][0]
+        return first_id == turns[0].turn_id
 
     async def open(self, session: Session) -> tuple[Session, bool]:
         """Create a session; return the stored one, and whether this call created it.

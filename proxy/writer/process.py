@@ -98,24 +98,11 @@ class Job(NamedTuple):
     """Turns to append, a session to open, or anything else."""
 
 
-class Ending(NamedTuple):
-    """How a turn is stored; it is sent as a plain tuple."""
-
-    turn_id: str
-    """Another id than the turn's own if a turn with the same request key was stored first."""
-    outcome: str
-    """The value of an `Outcome`: pickling an enum takes as long as the rest."""
-    reason: str | None
-    chain_id: str
-    routing_problem: RoutingProblem | None = None
-    """Why the turn is stored without the routing that the engine returned; None if it is not."""
-
-
 class Report(NamedTuple):
     """The results of one batch; it is sent as a plain tuple."""
 
     results: dict[int, Any]
-    """By the jobs' numbers: a value, or an exception to raise. For appended turns the fields of their endings."""
+    """By the jobs' numbers: a value, or an exception to raise. For appended turns what `_stored` returns of each."""
     num_retries: int
     num_errors: int
     """Unexpected failures; the log has the tracebacks."""
@@ -245,15 +232,18 @@ class Committer:
 
 def _append(connection: Connection, appends: dict[int, list[TurnRow]]) -> dict[int, list[tuple[Any, ...]]]:
     added = iter(turns.append_rows(connection, list(itertools.chain.from_iterable(appends.values()))))
-    return {number: [_ending(connection, row, is_new=next(added)) for row in job] for number, job in appends.items()}
+    return {number: [_stored(connection, row, is_new=next(added)) for row in job] for number, job in appends.items()}
 
 
-def _ending(connection: Connection, row: TurnRow, *, is_new: bool) -> tuple[Any, ...]:
-    """Return the fields of an `Ending`."""
+def _stored(connection: Connection, row: TurnRow, *, is_new: bool) -> tuple[Any, ...]:
+    """Return id, outcome, reason and chain of the stored turn, and why it lacks the routing that the engine returned.
+
+    The id is another one than the row's if a turn with the same request key was stored first.
+    """
     if is_new:
         return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("routing_problem")
     turn = turns.find_replayed(connection, row)
-    return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id
+    return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id, None
 
 
 def _arriving(link: socket.socket, frames: Frames) -> Iterator[list[Any]]:

@@ -11,7 +11,7 @@ from turnwise_fake_engine.tokens import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 LOADS = (
-    "import sys, proxy.main; from proxy.sessions.template_checks import load_chat_template;"
+    "import sys, proxy.main; from proxy.sessions.template import load_chat_template;"
     "template = load_chat_template(sys.argv[1], 'string'); print(template.shortens_tools);"
     "print(*sorted({'transformers', 'torch', 'alembic', 'httpx2'} & sys.modules.keys()))"
 )

@@ -16,7 +16,7 @@ from proxy.engines.engine import Engine
 from proxy.engines.http_client import Answer
 from proxy.engines.vllm import requirements
 from proxy.engines.vllm.reply import read_parts, without_thinking
-from proxy.sessions.plan import Plan
+from proxy.sessions.place import Place
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.types import TOOL_GRAMMAR, Json
@@ -64,9 +64,9 @@ class Vllm(Engine):
         self.defaults = await requirements.find_sampling_defaults(self)
         self.dtype, self.has_tool_grammar = await requirements.read_server_info(self)
 
-    async def sample(self, call: Call, plan: Plan, model: str, headers: dict[str, str]) -> Answer:
+    async def sample(self, call: Call, place: Place, model: str, headers: dict[str, str]) -> Answer:
         """Send a call."""
-        body = request(call, plan, returns_routing=self.returns_routing)
+        body = request(call, place, returns_routing=self.returns_routing)
         body["model"] = model
         if self.may_have_lora:
             reject_prompt_logprobs(body)
@@ -83,12 +83,12 @@ class Vllm(Engine):
             unset[TOOL_GRAMMAR] = True
         return {**sampling, **unset} if unset else sampling
 
-    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, plan: Plan) -> list[bytes]:
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: Place) -> list[bytes]:
         """Capture a whole reply, or chunks of a stream."""
         shown = read_parts(
             parts,
             captured,
-            plan.prompt,
+            place.prompt,
             shows_logprobs=call.wants_logprobs,
             shows_token_ids=call.wants_token_ids,
             shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
@@ -193,7 +193,7 @@ class Vllm(Engine):
             await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
 
-def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
+def request(call: Call, place: Place, *, returns_routing: bool) -> Json:
     """Return the request of a call, with the options that capture needs, for `dumps`."""
     body = dict(call.body)
     if call.dialect.engine_route != CHAT_ROUTE:
@@ -205,12 +205,12 @@ def request(call: Call, plan: Plan, *, returns_routing: bool) -> Json:
     is_refused = not body.get("messages") or (body.get("top_logprobs") and not body.get("logprobs"))
     if not is_refused:
         body |= FORCED
-    if plan.prompt is not None:
-        body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(plan.prompt.json())}
-        if returns_routing and plan.parent is not None:
+    if place.prompt is not None:
+        body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(place.prompt.json())}
+        if returns_routing and place.parent is not None:
             # Leaves out the experts of earlier turns' tokens. The last token before this turn's own was not routed when
             # it was sampled, so its experts are this turn's.
-            body["routed_experts_prompt_start"] = plan.prompt.num_ids - len(plan.between) - 1
+            body["routed_experts_prompt_start"] = place.prompt.num_ids - len(place.between) - 1
     return body
 
 

@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from proxy.dialects.base import SENT, Captured, Choice
-from proxy.sessions.encoded_ids import EncodedIds
+from proxy.sessions.forest import EncodedIds
 from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')

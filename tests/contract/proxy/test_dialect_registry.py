@@ -15,7 +15,7 @@ from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
 from proxy.routes.calls import SampleEndpoint
 from proxy.routes.upstream import Upstream
-from proxy.sessions.sessions import Sessions
+from proxy.sessions.place import Sessions
 
 
 class Shouted(ChatCompletions):

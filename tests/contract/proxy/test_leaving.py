@@ -13,12 +13,12 @@ from starlette.types import ASGIApp
 from support.in_process import in_process_proxy
 
 from proxy.calls import relay
-from proxy.calls.replays import Replays
+from proxy.calls.retries import Retries
 from proxy.engines.http_client import HttpClient
 from proxy.engines.pool import EnginePool
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import Bodies
-from proxy.sessions.sessions import Sessions
+from proxy.sessions.place import Sessions
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound, ReloadFailed, StoreUnavailable
 from turnwise.store import retention
@@ -70,7 +70,7 @@ def test_a_retry_does_not_wait_for_the_first_call_after_its_client_has_left(
     http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, marked: dict[str, str]
 ):
     """The first call of each kind never settles here."""
-    monkeypatch.setattr(Replays, "settle", lambda *_: None)
+    monkeypatch.setattr(Retries, "settle", lambda *_: None)
     first = KEYED if marked is KEYED else LEAVES
     http.post("/v1/chat/completions", json=CHAT, headers=first)
     assert http.post("/v1/chat/completions", json=CHAT, headers=LEAVES | marked).status_code == 499

@@ -25,7 +25,7 @@ from proxy.settings import ProxySettings
 from proxy.writer import client
 from proxy.writer.client import Writer, row_of
 from proxy.writer.frames import Frames, frame
-from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work
+from proxy.writer.process import Job, NewTurn, Report, Setup, Work
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import sessions, turns
 from turnwise.store.database import Connection, Database
@@ -82,7 +82,7 @@ def test_a_refused_job_does_not_fail_the_others_of_its_commit(database, database
 
     a, b, raised, refused, c = asyncio.run(run())
     assert [type(b), type(raised), type(refused)] == [NotFound, StoreError, NotFound]
-    assert (a, c) == ([Ending("a", Outcome.EXACT, None, "a")], [Ending("c", Outcome.EXACT, None, "c")])
+    assert (a, c) == (True, True)
     assert sorted(stored(database)) == ["a", "c"]
 
 
@@ -120,7 +120,7 @@ def locked(tmp_path, sqlite_template):
 def test_a_job_waits_for_a_locked_store(locked):
     database, url, holder = locked
 
-    async def run() -> list[list[Ending]]:
+    async def run() -> list[bool]:
         async with writing(url) as writer:
             calls = [asyncio.ensure_future(writer.append([turn(f"t{number}")])) for number in range(3)]
             threading.Timer(0.3, holder.rollback).start()
@@ -175,21 +175,24 @@ def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missi
     pieces = [b'{"content":[{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}]}', b"null"]
     other = b'{"content":[{"token":"\\"b","logprob":-1.25}]}'
 
-    async def run() -> list[list[Ending]]:
+    appended = [
+        turn("whole", token_ids=two, encoded_logprobs=[*pieces, other]),
+        turn("short", token_ids=two, encoded_logprobs=pieces),
+        turn("b", token_ids=two, encoded_logprobs=[*pieces, b"{"]),
+        turn("none", outcome=Outcome.ERROR, reason="engine_500"),
+    ]
+
+    async def run() -> None:
         async with writing(database_url) as writer:
             await writer.do(sessions.create_session, SESSION)
-            return [
-                await writer.append([turn("whole", token_ids=two, encoded_logprobs=[*pieces, other])]),
-                await writer.append([turn("short", token_ids=two, encoded_logprobs=pieces)]),
-                await writer.append([turn("b", token_ids=two, encoded_logprobs=[*pieces, b"{"])]),
-                await writer.append([turn("none", outcome=Outcome.ERROR, reason="engine_500")]),
-            ]
+            assert all([await writer.append([each]) for each in appended])
 
-    assert asyncio.run(run()) == [
-        [Ending("whole", Outcome.EXACT, None, "whole")],
-        [Ending("short", Outcome.UNTRAINABLE, "no_logprobs", "short")],
-        [Ending("b", Outcome.UNTRAINABLE, "no_logprobs", "b")],
-        [Ending("none", Outcome.ERROR, "engine_500", "none")],
+    asyncio.run(run())
+    assert [(each.outcome, each.reason, each.chain_id) for each in appended] == [
+        (Outcome.EXACT, None, "whole"),
+        (Outcome.UNTRAINABLE, "no_logprobs", "short"),
+        (Outcome.UNTRAINABLE, "no_logprobs", "b"),
+        (Outcome.ERROR, "engine_500", "none"),
     ]
     with database.read() as connection:
         views, _ = turns.read_turns(connection, "default", "s")

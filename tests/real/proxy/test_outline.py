@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
-from proxy.sessions.outline import Continued, Outliner
-from proxy.sessions.template import ChatTemplate, Unsafe
-from proxy.sessions.template_checks import shorten_if_alike
+from proxy.sessions.template import ChatTemplate, Continued, Outliner, Unsafe, shorten_if_alike
 
 LONG = "A text that is much longer than what is kept of it. " * 20
 TEXTS = st.sampled_from(
@@ -65,8 +63,8 @@ def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls: int, lat
     other = [*messages[:-1], {**messages[-1], "tool_call_id": "c2"}]
     for sent in (messages, [*messages, *late], other):
         continued = Continued(sent, replied, end, "", None, {}, keep_thinking=False)
-        found = template.continuation(continued)
-        assert found.tolist() == template.whole_continuation(continued).tolist()
+        found = template.next_ids(continued)
+        assert found.tolist() == template.next_ids_of_whole(continued).tolist()
         assert ("f.do_2" in template.text_of(list(found))) == (sent is other or sent[-1:] == late)
 
 
@@ -148,7 +146,7 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
     """
     template, (messages, replied) = shortened(family), conversation
     ending = (min(template.end_tokens) if ended else 5), messages[replied].get("reasoning", "")
-    whole = answered(template.whole_continuation, messages, replied, ending, keep_thinking=keep_thinking)
+    whole = answered(template.next_ids_of_whole, messages, replied, ending, keep_thinking=keep_thinking)
     assert answered(template.continuation, messages, replied, ending, keep_thinking=keep_thinking) == whole
     sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
     thinking = {at: message["reasoning"] for at, message in enumerate(messages) if "reasoning" in message}
@@ -187,6 +185,6 @@ def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
     messages.append({"role": "user", "content": LONG})
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": name}} for name in ("a", "b", "c")]
     continued = Continued(messages, 39, min(template.end_tokens), "", tools, {}, keep_thinking=False)
-    found = template.continuation(continued)
+    found = template.next_ids(continued)
     assert template.shortens_tools is not None
-    assert found.tolist() == template.whole_continuation(continued).tolist()
+    assert found.tolist() == template.next_ids_of_whole(continued).tolist()

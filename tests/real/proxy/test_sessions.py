@@ -8,17 +8,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.conversations import history_of
+from support.conversations import conversation_of
 from support.ledger_samples import add_session
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
-from proxy.sessions.encoded_ids import encode_ids
-from proxy.sessions.forest import KnownTurn
-from proxy.sessions.inferred_sessions import Caller, SessionIds
-from proxy.sessions.sessions import Placement, Sessions
+from proxy.sessions.forest import KnownTurn, encode_ids
+from proxy.sessions.inferred_sessions import SessionIds
+from proxy.sessions.place import Place, Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
@@ -73,14 +72,14 @@ def call_of(*messages: Json, **fields) -> Call:
     return call
 
 
-async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) -> Placement:
+async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) -> Place:
     return await sessions.find(call, principal)
 
 
-def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
+def replied(sessions: Sessions, place: Place, call: Call) -> None:
     """Add a reply to the call, as a commit does."""
-    live = placement.live
-    full, messages, dialogue = history_of(call).extended(REPLY)
+    live = place.live
+    full, messages, dialogue = conversation_of(call).extended(REPLY)
     turn = KnownTurn(
         turn_id=f"{live.session.session_id}-{len(call.messages)}",
         parent_turn_id=None,
@@ -91,18 +90,18 @@ def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
         dialogue_digest=dialogue,
         tokens=encode_ids(np.zeros(1, np.int32)),
     )
-    sessions.remember(live, [turn], inferred_for=placement.inferred_by)
+    sessions.remember(place, [turn])
 
 
 async def test_a_conversation_in_memory_needs_no_database_read(sessions: Sessions, database: CountedReads):
     """A new conversation needs no read either."""
     first = call_of(HELLO)
-    placement = await found(sessions, first)
-    replied(sessions, placement, first)
+    place = await found(sessions, first)
+    replied(sessions, place, first)
     reads = database.num_reads
-    assert (await found(sessions, call_of(HELLO, REPLY, HELLO))).live is placement.live
+    assert (await found(sessions, call_of(HELLO, REPLY, HELLO))).live is place.live
     assert database.num_reads == reads
-    assert placement.inferred_by == "key"
+    assert place.inferred_by == "key"
 
 
 async def test_a_conversation_that_is_not_in_memory_is_read_once(sessions: Sessions, database: CountedReads):
@@ -207,12 +206,12 @@ async def test_the_memory_of_ended_sessions_is_bounded_and_the_store_has_those_t
         assert (await found(sessions, call)).live.session.session_id == f"{name}~2"
     assert len(sessions.cache) == 2
     again = [await found(sessions, call_of(HELLO, session_id=name, session_source="x-session-id")) for name in names]
-    assert [placement.live.session.session_id for placement in again] == ["first~2", "second~2", "third~2"]
+    assert [place.live.session.session_id for place in again] == ["first~2", "second~2", "third~2"]
 
 
 def test_the_sessions_of_a_conversation_are_bounded_too():
     """Otherwise an evaluation that repeats one greedy conversation would fill the memory with its sessions."""
-    inferred, caller = SessionIds(3), Caller("default", "key")
+    inferred, caller = SessionIds(3), ("default", "key", 0)
     for name in ("s0", "s1", "s2", "s2"):
         inferred.add(caller, b"often", name)
     assert inferred.find(caller, b"often") == ("s0", "s1", "s2")
@@ -220,7 +219,7 @@ def test_the_sessions_of_a_conversation_are_bounded_too():
     assert inferred.find(caller, b"often") == ("s1", "s2", "s3")
     inferred.add(caller, b"once", "s9")
     assert (inferred.find(caller, b"often"), inferred.find(caller, b"once")) == ((), ("s9",))
-    assert inferred.find(Caller("other", "key"), b"once") == ()
+    assert inferred.find(("other", "key", 0), b"once") == ()
 
 
 async def test_a_keyed_retry_at_another_proxy_belongs_to_the_session_that_the_first_call_found(
@@ -228,13 +227,13 @@ async def test_a_keyed_retry_at_another_proxy_belongs_to_the_session_that_the_fi
 ):
     """The other proxy does not know the conversation, whose last turn is not stored yet."""
     first = call_of(HELLO)
-    placement = await found(sessions, first)
-    replied(sessions, placement, first)
+    place = await found(sessions, first)
+    replied(sessions, place, first)
     retried = [
         await found(each, call_of(HELLO, REPLY, HELLO, idempotency_key="k"))
         for each in (sessions, Sessions(database, writer, ProxySettings(), Metrics()))
     ]
-    assert [each.live.key for each in retried] == [placement.live.key] * 2
+    assert [each.live.key for each in retried] == [place.live.key] * 2
 
 
 async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sessions: Sessions, database: CountedReads):
@@ -256,15 +255,15 @@ async def test_a_session_that_another_proxy_has_deleted_is_created_anew_and_foun
     """It is still in this proxy's memory. What only looks for a session creates none."""
     named = await sessions.cache.create(Session(session_id="named"))
     first = call_of(HELLO)
-    placement = await found(sessions, first)
-    replied(sessions, placement, first)
+    place = await found(sessions, first)
+    replied(sessions, place, first)
     with database.write() as connection:
-        for session_id in ("named", placement.live.session.session_id):
+        for session_id in ("named", place.live.session.session_id):
             retention.delete_session(connection, "default", session_id)
     again = await sessions.cache.create(Session(session_id="named"))
     assert again.created_at > named.created_at
     assert (await found(sessions, call_of(HELLO, session_id="named"))).live.session == again
-    sessions.cache.drop(placement.live.key)
+    sessions.cache.drop(place.live.key)
     assert await sessions.continued_length(call_of(HELLO, REPLY, HELLO), AGENT) is None
     with database.read() as connection:
         listed, _ = list_sessions(connection, SessionFilter())

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 from support.conversations import conversation_of
 
-from proxy.calls.capture import Running, build_turns, failed_turn, known_turn
-from proxy.calls.replays import Attempt, RequestIdentity
+from proxy.calls.capture import Running, build_turns, failed_turn, remembered
+from proxy.calls.retries import Attempt
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.engine import Lane
 from proxy.engines.vllm.engine import Vllm
-from proxy.sessions.encoded_ids import encode_ids
-from proxy.sessions.forest import KnownTurn
+from proxy.sessions.forest import KnownTurn, encode_ids
 from proxy.sessions.memory import LiveSession, known_turns
-from proxy.sessions.plan import Plan
-from proxy.sessions.sessions import Placement
+from proxy.sessions.place import Place
 from proxy.writer.client import row_of
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
@@ -47,9 +45,15 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
     return Choice(fields=dict(REPLY), token_ids=list(token_ids), logprobs=[encoded], finish_reason="stop", **fields)
 
 
-def extending() -> Plan:
-    """Return the plan of a call whose prompt is [1, 2, 3, 4]: the parent's [1, 2, 3] and one token after it."""
-    parent = KnownTurn(
+def place_of(call: Call, reason: str | None = None) -> Place:
+    """Return the place of a call that starts a chain."""
+    return Place(LiveSession(SESSION), conversation_of(call), reason=reason)
+
+
+def extending(call: Call) -> Place:
+    """Return the place of a call whose prompt is [1, 2, 3, 4]: the parent's [1, 2, 3] and one token after it."""
+    place = place_of(call)
+    place.parent = KnownTurn(
         turn_id="parent",
         parent_turn_id=None,
         chain_id="root",
@@ -58,8 +62,9 @@ def extending() -> Plan:
         messages_digest=b"",
         dialogue_digest=b"",
     )
-    tokens, between = encode_ids(np.array([1, 2, 3], np.int32)), np.array([4], np.int32)
-    return Plan(parent=parent, parent_tokens=tokens, between=between, prompt=encode_ids(between, tokens))
+    tokens, place.between = encode_ids(np.array([1, 2, 3], np.int32)), np.array([4], np.int32)
+    place.prompt = encode_ids(place.between, tokens)
+    return place
 
 
 def stored(turn: NewTurn) -> NewTurn:
@@ -74,18 +79,24 @@ def stored(turn: NewTurn) -> NewTurn:
     )
 
 
-def running(call: Call, plan: Plan, captured: Captured, **fields: Any) -> Running:
+def running(call: Call, place: Place, captured: Captured, **fields: Any) -> Running:
     """Return a call with what the engine has answered: the first token came after half a second."""
-    identity = RequestIdentity(("team", "key", "s"), call.idempotency_key, b"digest", ("chat", False), ())
-    attempt = Attempt(identity, "1", Future())
+    attempt = Attempt(
+        ("team", "key", "s"), call.idempotency_key, b"digest", ("chat", False), (), "1", "chatcmpl-1", Future()
+    )
     given = {"started": 100.0, "first_token_at": 100.5, "version_first": 3, "version_last": 4, **fields}
-    placement = Placement(LiveSession(SESSION), conversation_of(call))
-    return Running(call, placement, attempt, plan=plan, captured=captured, **given)
+    return Running(call, place, attempt, captured=captured, **given)
 
 
-def built(call: Call, plan: Plan, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
+def built(call: Call, place: Place, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
     """Return the turns as they are stored."""
-    return list(map(stored, build_turns(running(call, plan, captured), aborted=aborted)))
+    return list(map(stored, build_turns(running(call, place, captured), aborted=aborted)))
+
+
+def in_memory(turn: NewTurn, sampled: Running, chain_id: str) -> KnownTurn:
+    """Return a turn as a session keeps it once it is stored in a chain."""
+    (known,) = remembered(sampled, [dataclasses.replace(turn, chain_id=chain_id)])
+    return known
 
 
 def only(turns: list[NewTurn]) -> NewTurn:
@@ -98,7 +109,7 @@ def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
     captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, {"served"})
     captured.choices[0].fields |= {"unheard_of": 1, "refusal": None}
-    turn = only(built(call, Plan(), captured))
+    turn = only(built(call, place_of(call), captured))
     assert (turn.turn_id, turn.chain_id, turn.parent_turn_id) == ("chatcmpl-1", "chatcmpl-1", None)
     assert (turn.session_id, turn.tenant, turn.model, turn.dialect) == ("s", "team", "served", "chat")
     assert (turn.messages, turn.tools, turn.response) == ([USER], [{"type": "function"}], REPLY)
@@ -122,29 +133,29 @@ def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
 def test_a_turn_that_cannot_be_trained_is_stored_with_its_reason(captured: Captured, reason: str):
     """A missing logprob would be NaN, and so would the loss."""
     call = call_of(USER)
-    turn = only(built(call, Plan(), captured))
+    turn = only(built(call, place_of(call), captured))
     assert (turn.outcome, turn.reason) == (Outcome.UNTRAINABLE, reason)
 
 
 def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
     """The cut takes precedence over the reason; the partial reply is stored."""
-    call = call_of(USER)
-    plan = Plan(reason="edited_history", is_retokenised=True)
-    turn = only(built(call, plan, Captured(PROMPT_TEXT, {0: choice(7)})))
+    call = call_of(USER, REPLY, USER)
+    turn = only(built(call, place_of(call, "edited_history"), Captured(PROMPT_TEXT, {0: choice(7)})))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "edited_history")
-    turn = only(built(call, plan, Captured(PROMPT_TEXT, {0: choice(7, logprobs=[])}), aborted="client_left"))
+    cut_off = Captured(PROMPT_TEXT, {0: choice(7, logprobs=[])})
+    turn = only(built(call, place_of(call, "edited_history"), cut_off, aborted="client_left"))
     assert (turn.outcome, turn.reason, turn.token_ids.tolist()) == (Outcome.ABORTED, "client_left", [7])
 
 
 def test_an_extension_stores_the_messages_after_its_parent():
     """[1, 2, 3] belongs to the parent; [4] and the new message belong to this turn. The store assigns its chain."""
     call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
-    plan = extending()
-    sampled = running(call, plan, Captured(b"1,2,3,4", {0: choice(7)}))
+    place = extending(call)
+    sampled = running(call, place, Captured(b"1,2,3,4", {0: choice(7)}))
     turn = stored(only(build_turns(sampled)))
     assert (turn.parent_turn_id, turn.outcome) == ("parent", Outcome.EXACT)
     assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.messages, turn.tools) == ([4], 4, [USER], None)
-    known = known_turn(turn, sampled, "root")
+    known = in_memory(turn, sampled, "root")
     assert known.tokens.decoded().tolist() == [1, 2, 3, 4, 7]
     assert (known.num_messages, known.history_digest, known.chain_id) == (4, turn.history_digest, "root")
 
@@ -152,13 +163,13 @@ def test_an_extension_stores_the_messages_after_its_parent():
 def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
     """The echoed prompt is stored as the turn's own, and the parent is dropped."""
     call = call_of(USER, REPLY, USER)
-    plan = extending()
-    sampled = running(call, plan, Captured(b"1,2,9,4", {0: choice(7)}))
+    place = extending(call)
+    sampled = running(call, place, Captured(b"1,2,9,4", {0: choice(7)}))
     turn = stored(only(build_turns(sampled)))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
     assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
     assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
-    assert known_turn(turn, sampled, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
+    assert in_memory(turn, sampled, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
 
 
 @pytest.mark.parametrize(("limit", "task"), [(None, "probe"), (2, "probe"), (50, "asks_for_title")])
@@ -167,19 +178,19 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
     engine = Vllm("http://127.0.0.1:1", timeout_seconds=1.0)
     engine.defaults, engine.has_tool_grammar = {"max_tokens": 2}, False
-    sampled = running(call, Plan(), Captured(PROMPT_TEXT, {0: choice(7)}), lane=Lane(engine))
+    sampled = running(call, place_of(call), Captured(PROMPT_TEXT, {0: choice(7)}), lane=Lane(engine))
     (built_turn,) = build_turns(sampled)
-    in_memory = known_turn(built_turn, sampled, "chatcmpl-1")
+    kept = in_memory(built_turn, sampled, "chatcmpl-1")
     turn = stored(built_turn)
     (read,) = known_turns([turn], {}, frozenset())
-    assert (in_memory.side_task, in_memory.system_digest) == (task, read.system_digest)
+    assert (kept.side_task, kept.system_digest) == (task, read.system_digest)
     assert read.side_task == task
 
 
 def test_each_of_several_choices_extends_the_parent():
     call = call_of(USER, REPLY, USER, n=2, key="k")
     captured = Captured(SENT, {1: choice(8), 0: choice(7)})
-    turns = built(call, extending(), captured)
+    turns = built(call, extending(call), captured)
     assert [(turn.turn_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
         ("chatcmpl-1", "parent", "key\nk#0"),
         ("chatcmpl-1#1", "parent", "key\nk#1"),
@@ -189,7 +200,7 @@ def test_each_of_several_choices_extends_the_parent():
 def test_each_choice_of_several_prompts_keeps_its_own_prompt():
     call = call_of(USER)
     captured = Captured(b"1", {0: choice(7, prompt_ids=b"1"), 1: choice(8, prompt_ids=b"2,3")})
-    turns = built(call, Plan(), captured)
+    turns = built(call, place_of(call), captured)
     assert [(turn.prompt_delta.tolist(), turn.prompt_length) for turn in turns] == [([1], 1), ([2, 3], 2)]
 
 
@@ -197,25 +208,28 @@ def test_only_a_complete_reply_is_found_by_its_key():
     """A retry of a reply that was cut off samples again."""
     call = call_of(USER, key="k")
     captured = Captured(PROMPT_TEXT, {0: choice(7)})
-    assert only(built(call, Plan(), captured)).request_key == "key\nk#0"
-    assert only(built(call, Plan(), captured, aborted="client_left")).request_key is None
+    assert only(built(call, place_of(call), captured)).request_key == "key\nk#0"
+    assert only(built(call, place_of(call), captured, aborted="client_left")).request_key is None
 
 
 def test_a_call_without_a_reply_stores_its_request():
     call = call_of(USER, key="k")
-    failed = running(call, Plan(), Captured())
-    failed.placement.inferred_by = "key"
+    failed = running(call, place_of(call), Captured())
+    failed.place.inferred_by = "key"
     turn = failed_turn(failed, "engine_500")
     assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)
     assert (turn.messages, turn.inferred_by, turn.token_ids.size) == ([USER], "key", 0)
 
 
 def test_the_turns_after_a_side_call_have_the_role_of_their_chain():
-    call = call_of(USER)
-    plan = extending()
-    assert plan.parent is not None
-    plan.parent.role = Role.SUB_AGENT
-    sampled = running(call, plan, Captured(b"1,2,3,4", {0: choice(7)}))
+    """In memory, and after a restart, which reads the side call from the store."""
+    call = call_of(USER, REPLY, {"role": "user", "content": "Summarize our conversation so far."})
+    place = extending(call)
+    assert place.parent is not None
+    place.parent.role = Role.SUB_AGENT
+    sampled = running(call, place, Captured(SENT, {0: choice(7)}))
     turn = only(build_turns(sampled))
-    turn.role = Role.SIDE
-    assert known_turn(turn, sampled, "root").role is Role.SUB_AGENT
+    assert (turn.role, turn.role_reason) == (Role.SIDE, "compaction_prompt")
+    assert in_memory(turn, sampled, "root").role is Role.SUB_AGENT
+    (read,) = known_turns([stored(turn)], {"parent": place.parent}, frozenset())
+    assert read.role is Role.SUB_AGENT

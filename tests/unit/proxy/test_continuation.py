@@ -7,16 +7,15 @@ import threading
 
 import numpy as np
 import pytest
-from support.conversations import conversation_of, history_of
+from support.conversations import conversation_of
 
 from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.digests import tool_call_ids
-from proxy.sessions.encoded_ids import encode_ids
-from proxy.sessions.forest import Forest, KnownTurn
-from proxy.sessions.outline import Continued, restored
-from proxy.sessions.plan import Plan, break_reason, plan_call, sampled_thinking
-from proxy.sessions.template import ChatTemplate, Unsafe
-from turnwise.types import Json
+from proxy.sessions.conversation import tool_call_ids
+from proxy.sessions.forest import Forest, KnownTurn, encode_ids
+from proxy.sessions.memory import LiveSession
+from proxy.sessions.place import Place, break_reason, extend
+from proxy.sessions.template import ChatTemplate, Continued, Unsafe, restored
+from turnwise.types import Json, Session
 
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "U"}
@@ -39,7 +38,7 @@ def stored(
 ):
     """Store a turn as the proxy does."""
     reasoning = str(fields.pop("reasoning", ""))
-    history = history_of(call(messages, **fields))
+    history = conversation_of(call(messages, **fields))
     message = said(reply) if isinstance(reply, str) else reply
     full, plain, dialogue = history.extended(message)
     turn = KnownTurn(
@@ -71,7 +70,7 @@ def test_a_request_extends_the_deepest_turn_that_it_repeats():
     messages = [USER, said("A"), NEXT, said("B"), USER]
     conversation = conversation_of(call(messages))
     assert conversation.num_replied == 4
-    assert forest.deepest(conversation) is deep
+    assert forest.deepest(conversation, messages) is deep
     assert forest.by_id["t1"].has_child
 
 
@@ -80,7 +79,8 @@ def test_a_branch_extends_the_turn_it_leaves_from():
     forest = Forest()
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
-    assert forest.deepest(conversation_of(call([USER, said("A"), {"role": "user", "content": "other"}]))) is first
+    branch = [USER, said("A"), {"role": "user", "content": "other"}]
+    assert forest.deepest(conversation_of(call(branch)), branch) is first
 
 
 def test_of_equal_turns_a_request_extends_that_of_its_calls_then_a_whole_reply_then_the_newest():
@@ -92,7 +92,8 @@ def test_of_equal_turns_a_request_extends_that_of_its_calls_then_a_whole_reply_t
 
     def repeating(call_id: str) -> KnownTurn | None:
         result = {"role": "tool", "tool_call_id": call_id, "content": "R"}
-        return forest.deepest(conversation_of(call([USER, calling(call_id), result])))
+        messages = [USER, calling(call_id), result]
+        return forest.deepest(conversation_of(call(messages)), messages)
 
     first, second, cut_off = (stored(forest, f"t{name}", [USER], calling(name)) for name in "123")
     cut_off.is_aborted = True
@@ -115,7 +116,7 @@ def test_a_history_that_extends_no_turn_has_a_reason(messages, fields, reason):
     forest = Forest()
     stored(forest, "t1", [SYSTEM, USER], "A")
     conversation = conversation_of(call(messages, **fields))
-    assert forest.deepest(conversation) is None
+    assert forest.deepest(conversation, messages) is None
     assert break_reason(conversation, forest) == reason
 
 
@@ -141,10 +142,9 @@ async def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
     stored(forest, "t2", [USER, said("A"), S2, NEXT], "B", parent="t1")
     wanted = call(messages)
     conversation = conversation_of(wanted)
-    parent = forest.deepest(conversation)
-    tokens = encode_ids(np.arange(3, dtype=np.int32))
-    plan = await plan_call(wanted, conversation, forest, Canned(), parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
-    assert (plan.reason, plan.is_retokenised) == (reason, False)
+    parent = forest.deepest(conversation, messages)
+    plan = await extended(forest, parent, Canned(), messages)
+    assert plan.reason == reason
     assert plan.parent is (forest.by_id["t2"] if messages[-2:-1] == [said("B")] and reason is None else first)
 
 
@@ -162,14 +162,6 @@ def test_a_first_call_with_a_foreign_history_has_no_break_reason():
     assert break_reason(conversation_of(call([USER, said("A"), NEXT])), Forest()) is None
 
 
-async def test_the_plan_of_a_call_that_extends_no_turn_has_its_reason():
-    forest = Forest()
-    stored(forest, "t1", [USER], "A")
-    wanted = call([USER, said("edited"), NEXT])
-    plan = await plan_call(wanted, conversation_of(wanted), forest, None, None, None, keep_thinking=False)
-    assert (plan.parent, plan.reason) == (None, "edited_history")
-
-
 class Canned:
     """A template that puts two tokens after every reply, or refuses."""
 
@@ -177,19 +169,26 @@ class Canned:
         self.refuses = refuses
         self.seen: list[Continued] = []
 
-    def continuation(self, continued, kinds, thinking):
+    def next_ids(self, continued, kinds, thinking):
         self.seen.append(continued._replace(messages=restored(continued.messages, thinking)))
         if self.refuses:
             raise self.refuses
         return np.array([8, 9], np.int32)
 
 
-async def planned(template: ChatTemplate | Canned | None, messages: list[Json], **fields: object) -> Plan:
-    forest = Forest()
-    parent = stored(forest, "t1", [USER], "A", reasoning="hm")
+async def extended(
+    forest: Forest, parent: KnownTurn, template: Canned | None, messages: list[Json], **fields: object
+) -> Place:
+    """Return the place of a call that may extend a turn."""
     wanted = call(messages, **fields)
-    conversation = conversation_of(wanted)
-    return await plan_call(wanted, conversation, forest, template, parent, parent.tokens, keep_thinking=False)  # type: ignore[arg-type]
+    place = Place(LiveSession(Session(session_id="s"), forest), conversation_of(wanted))
+    await extend(place, wanted, parent, parent.tokens, template, keep_thinking=False)  # type: ignore[arg-type]
+    return place
+
+
+async def planned(template: Canned | None, messages: list[Json], **fields: object) -> Place:
+    forest = Forest()
+    return await extended(forest, stored(forest, "t1", [USER], "A", reasoning="hm"), template, messages, **fields)
 
 
 async def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
@@ -212,9 +211,9 @@ class Waiting(Canned):
         super().__init__()
         self.loop_ran = threading.Event()
 
-    def continuation(self, *args, **options):
+    def next_ids(self, *args, **options):
         assert self.loop_ran.wait(60)
-        return super().continuation(*args, **options)
+        return super().next_ids(*args, **options)
 
 
 @pytest.mark.parametrize(
@@ -266,17 +265,16 @@ async def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_
     assert (await planned(Canned(Unsafe("thinking_stripped")), [USER, said("A"), NEXT])).reason == "thinking_stripped"
 
 
-def test_thinking_is_restored_in_every_reply_that_had_some():
+async def test_thinking_is_restored_in_every_reply_that_had_some():
     """Also in ancestors, each at its own position; a reply without thinking stays unchanged."""
-    forest = Forest()
+    forest, template = Forest(), Canned()
     stored(forest, "t1", [USER], "A", reasoning="one")
     parent = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1", reasoning="two")
     messages = [USER, said("A"), NEXT, said("B"), USER]
-    thinking = sampled_thinking(forest, parent)
-    assert [message.get("reasoning") for message in restored(messages, thinking)] == [None, "one", None, "two", None]
+    await extended(forest, parent, template, messages)
+    (continued,) = template.seen
+    assert [message.get("reasoning") for message in continued.messages] == [None, "one", None, "two", None]
     assert "reasoning" not in messages[1]
-    plain = stored(Forest(), "t3", [USER], "C")
-    assert sampled_thinking(Forest(), plain) == {}
 
 
 class Characters:
@@ -306,8 +304,8 @@ def test_a_tokenizer_that_splits_the_end_of_a_turn_extends_only_a_reply_without_
     cut_at_a_length = Continued(
         messages=messages, replied=1, last_token=ord("A"), reasoning="", tools=None, arguments={}, keep_thinking=False
     )
-    between = template.continuation(cut_at_a_length)
+    between = template.next_ids(cut_at_a_length)
     assert "".join(map(chr, between)) == "<end><user>V<end><assistant>"
     with pytest.raises(Unsafe) as refused:
-        template.continuation(cut_at_a_length._replace(last_token=END))
+        template.next_ids(cut_at_a_length._replace(last_token=END))
     assert refused.value.reason == "tokenizer_differs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.conversations import digest_history
 
-from proxy.sessions.digests import (
+from proxy.sessions.conversation import (
     CALL_IDS,
     CALL_TEXT,
     NAME,

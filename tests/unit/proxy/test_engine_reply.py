@@ -11,7 +11,7 @@ import pytest
 
 from proxy.dialects.base import SENT, Captured, read_logprobs
 from proxy.engines.vllm.reply import read_parts
-from proxy.sessions.encoded_ids import encode_ids
+from proxy.sessions.forest import encode_ids
 from proxy.settings import ProxySettings
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proxy.sessions.encoded_ids import PIECE_BYTES, EncodedIds, encode_ids
-from proxy.sessions.forest import KnownTurn
+from proxy.sessions.forest import PIECE_BYTES, EncodedIds, KnownTurn, encode_ids
 from proxy.sessions.memory import LiveSession, LiveSessions
 from turnwise.types import Session
 

@@ -11,8 +11,15 @@ from support.conversations import digest_history
 
 from proxy.dialects import registry
 from proxy.dialects.base import Dialect
-from proxy.sessions.conversation import Conversation, Owner, Prefixes, prefix_of, read_conversation
-from proxy.sessions.digests import NO_FIELDS, message_digest
+from proxy.dialects.chat import ChatCompletions
+from proxy.sessions.conversation import (
+    NO_FIELDS,
+    Conversation,
+    Conversations,
+    Owner,
+    message_digest,
+    read_conversation,
+)
 from turnwise.types import Json
 
 OWNER = ("tenant", "session", "s", b"")
@@ -22,20 +29,26 @@ TEXTS = [f"text {number} {'x' * 50}" for number in range(300)]
 ROLES = ["assistant" if number % 2 else "user" for number in range(300)]
 
 
-def kept(*owners: Owner, max_bytes: int = 10**6) -> Prefixes:
-    prefixes = Prefixes(max_bytes)
-    for owner in owners:
-        prefixes.keep(owner, prefix_of(orjson.dumps(FIRST), digest_history(FIRST, b"")), None)
-    return prefixes
+def read_chat(messages: list[Json], conversations: Conversations, owner: Owner = OWNER) -> Conversation:
+    call = ChatCompletions().parse({"messages": messages}, max_choices=1, max_messages=99)
+    return asyncio.run(read_conversation(call, NO_FIELDS, conversations, owner))
+
+
+def kept() -> Conversations:
+    """Return the conversations after the first call."""
+    conversations = Conversations(10**6)
+    read_chat(FIRST, conversations)
+    return conversations
 
 
 def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
-    earlier = kept(OWNER).find(OWNER, orjson.dumps(SECOND))[0]
-    assert earlier is not None
-    continued, whole = earlier.history.copy(), digest_history(SECOND, b"")
-    continued.extend(SECOND[2:])
+    conversations = kept()
+    earlier = conversations.find(OWNER, orjson.dumps(SECOND))[0]
+    continued, whole = read_chat(SECOND, conversations), digest_history(SECOND, b"")
     assert (continued.full, continued.messages, continued.dialogue) == (whole.full, whole.messages, whole.dialogue)
-    assert len(earlier.history.full) == 2  # it was not changed
+    assert earlier is not None
+    assert continued.num_old_bytes == earlier.num_bytes
+    assert len(earlier.full) == 2  # it was not changed
 
 
 @pytest.mark.parametrize(
@@ -51,7 +64,7 @@ def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
 )
 def test_other_messages_are_digested_as_a_whole(messages: list[Json]) -> None:
     """Also those that Python calls equal: JSON distinguishes 1, 1.0 and true, and so does the engine."""
-    assert kept(OWNER).find(OWNER, orjson.dumps(messages))[0] is None
+    assert kept().find(OWNER, orjson.dumps(messages))[0] is None
 
 
 @pytest.mark.parametrize(
@@ -64,19 +77,29 @@ def test_other_messages_are_digested_as_a_whole(messages: list[Json]) -> None:
     ],
 )
 def test_the_messages_of_another_owner_are_not_used(other: Owner) -> None:
-    assert kept(OWNER).find(other, orjson.dumps(SECOND))[0] is None
+    assert kept().find(other, orjson.dumps(SECOND))[0] is None
 
 
-def test_the_longest_prefix_is_found_and_replaced_by_what_extends_it() -> None:
-    prefixes = kept(OWNER)
-    text = orjson.dumps(SECOND)
-    second = prefix_of(text, digest_history(SECOND, b""))
-    prefixes.keep(OWNER, second, None)
-    assert prefixes.find(OWNER, text)[0] is second
-    num_bytes = prefixes.num_bytes
-    prefixes.keep(OWNER, third := prefix_of(text, second.history), second)
-    assert prefixes.find(OWNER, text)[0] is third
-    assert prefixes.num_bytes == num_bytes
+def test_the_longest_conversation_is_found_and_replaced_by_what_extends_it() -> None:
+    conversations = kept()
+    second = read_chat(SECOND, conversations)
+    assert conversations.find(OWNER, orjson.dumps(SECOND))[0] is second
+    assert conversations[OWNER] == (second,)
+    third = read_chat(SECOND, conversations)
+    assert conversations[OWNER] == (third,)
+    other = read_chat(FIRST[:1], conversations)
+    assert conversations[OWNER] == (third, other)
+    assert conversations.find(OWNER, orjson.dumps(SECOND))[0] is third
+
+
+def test_the_conversations_of_the_owner_that_called_first_are_dropped_above_the_limit() -> None:
+    """Each takes 1,200 bytes and 210 for each of two messages: 4,000 bytes hold two."""
+    conversations = Conversations(4_000)
+    for name in "abc":
+        read_chat(FIRST, conversations, ("tenant", "session", name, b""))
+    assert [name for *_, name, _ in conversations] == ["b", "c"]
+    read_chat(FIRST * 8, conversations)  # too long to be kept
+    assert len(conversations) == 2
 
 
 def body_of(dialect: Dialect, num_messages: int) -> Json:
@@ -109,17 +132,17 @@ def test_every_dialect_digests_only_the_messages_that_are_new(
         digested.append(message)
         return message_digest(message, *args)
 
-    def read(num_messages: int, prefixes: Prefixes) -> tuple[Conversation, bytes]:
+    def read(num_messages: int, conversations: Conversations) -> tuple[Conversation, bytes, list[Json]]:
         call = dialect.parse(body_of(dialect, num_messages), max_choices=1, max_messages=10_000)
-        found = asyncio.run(read_conversation(call, NO_FIELDS, prefixes, OWNER))
-        return found, call.messages_json
+        found = asyncio.run(read_conversation(call, NO_FIELDS, conversations, OWNER))
+        return found, call.messages_json, call.messages
 
-    monkeypatch.setattr("proxy.sessions.digests.message_digest", digest)
-    prefixes = Prefixes(10**7)
-    read(281, prefixes)
+    monkeypatch.setattr("proxy.sessions.conversation.message_digest", digest)
+    conversations = Conversations(10**7)
+    read(281, conversations)
     digested.clear()
-    again, sent = read(283, prefixes)
+    again, sent, messages = read(283, conversations)
     assert [message["content"] for message in digested] == TEXTS[281:283]
-    fresh, expected = read(283, Prefixes(10**7))
-    assert (again.history.full, again.history.replies) == (fresh.history.full, fresh.history.replies)
-    assert sent == expected == orjson.dumps(again.messages)
+    fresh, expected, _ = read(283, Conversations(10**7))
+    assert (again.full, again.replies) == (fresh.full, fresh.replies)
+    assert sent == expected == orjson.dumps(messages)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.conversations import conversation_of
 
 from proxy.calls.capture import Running, take_events
-from proxy.calls.replays import Attempt, RequestIdentity
+from proxy.calls.retries import Attempt
 from proxy.dialects import sse
 from proxy.dialects.base import Dialect, read_logprobs
 from proxy.dialects.chat import ChatCompletions
@@ -23,7 +23,7 @@ from proxy.dialects.responses import Responses
 from proxy.engines.engine import Lane
 from proxy.engines.vllm.engine import Vllm
 from proxy.sessions.memory import LiveSession
-from proxy.sessions.sessions import Placement
+from proxy.sessions.place import Place
 from turnwise.types import Json, Session
 
 TRAPS = [
@@ -105,9 +105,9 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     """Return a call that has been sent to an engine, with a planned prompt."""
     call = dialect.parse(body, max_choices=4, max_messages=10)
-    placement = Placement(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
-    identity = RequestIdentity(("team", "", "s"), None, b"", ("", True), ())
-    state = Running(call, placement, Attempt(identity, "call", Future()))
+    place = Place(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
+    attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
+    state = Running(call, place, attempt)
     engine = Vllm("http://127.0.0.1:9", timeout_seconds=1.0)
     engine.model = MODEL
     return state, Lane(engine)

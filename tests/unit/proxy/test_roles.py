@@ -6,14 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from support.conversations import history_of
+from support.conversations import conversation_of
 
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.digests import argument_digests, reply_digest
+from proxy.sessions.conversation import argument_digests, reply_digest
 from proxy.sessions.forest import Forest, KnownTurn
-from proxy.sessions.plan import Plan
-from proxy.sessions.roles import Correction, Found, corrections, find_role, read_root
+from proxy.sessions.roles import corrections, find_role, read_root
 from turnwise.types import Json, Role
 
 CODER: Json = {"role": "system", "content": "You write code."}
@@ -28,12 +27,16 @@ def call_of(*messages: Json, agent_id: str | None = None, **fields: Any) -> Call
     return call
 
 
-def plan_of(call: Call, parent: KnownTurn | None = None, reason: str | None = None) -> Plan:
-    return Plan(parent=parent, reason=reason)
-
-
-def role_of(call: Call, plan: Plan, forest: Forest, *, is_named: bool = True) -> Found:
-    return find_role(call, plan, forest, read_root(call.messages, call.tools, call.body), is_named=is_named)
+def role_of(
+    call: Call,
+    forest: Forest,
+    parent: KnownTurn | None = None,
+    reason: str | None = None,
+    *,
+    is_named: bool = True,
+) -> tuple[Role, str]:
+    root = read_root(call.messages, call.tools, call.body)
+    return find_role(call, parent, reason, forest, root, is_named=is_named)
 
 
 def stored(
@@ -49,7 +52,10 @@ def stored(
     reply: Json | None = None,
 ) -> KnownTurn:
     """Add a turn that takes one second, as a commit does."""
-    found, root = role_of(call, plan_of(call, parent), forest), read_root(call.messages, call.tools, call.body)
+    (role, _), (side_task, system_digest) = (
+        role_of(call, forest, parent),
+        read_root(call.messages, call.tools, call.body),
+    )
     turn = KnownTurn(
         turn_id=turn_id,
         parent_turn_id=None if parent is None else parent.turn_id,
@@ -58,11 +64,11 @@ def stored(
         history_digest=turn_id.encode(),
         messages_digest=b"",
         dialogue_digest=b"",
-        prompt_digest=history_of(call).messages[-1],
-        role=found.role,
+        prompt_digest=conversation_of(call).messages[-1],
+        role=role,
         is_empty=is_empty,
-        side_task=root.side_task if parent is None else None,
-        system_digest=root.system_digest,
+        side_task=side_task if parent is None else None,
+        system_digest=system_digest,
         started_at=at,
         ended_at=at + 1,
         is_aborted=aborted,
@@ -75,42 +81,44 @@ def stored(
 
 def shown(
     forest: Forest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0
-) -> list[Correction]:
+) -> list[tuple[list[str], tuple[Role, str]]]:
     """Add a turn, and return what it shows about the turns before it."""
-    return corrections(stored(forest, turn_id, call, parent, at=at), forest, history_of(call))
+    return corrections(stored(forest, turn_id, call, parent, at=at), forest, conversation_of(call))
 
 
 @pytest.mark.parametrize(
     ("call", "reason", "found"),
     [
-        (call_of(CODER, USER, USER, tools=TOOLS), None, Found(Role.MAIN, "same_system")),
-        (call_of(CODER, USER, agent_id="a1"), None, Found(Role.SUB_AGENT, "agent_id")),
-        (call_of({**CODER, "content": "You search."}, USER), None, Found(Role.SUB_AGENT, "other_system")),
+        (call_of(CODER, USER, USER, tools=TOOLS), None, (Role.MAIN, "same_system")),
+        (call_of(CODER, USER, agent_id="a1"), None, (Role.SUB_AGENT, "agent_id")),
+        (call_of({**CODER, "content": "You search."}, USER), None, (Role.SUB_AGENT, "other_system")),
         (
             call_of({**CODER, "content": "You search."}, USER),
             "system_changed",
-            Found(Role.MAIN, "continues_conversation"),
+            (Role.MAIN, "continues_conversation"),
         ),
-        (call_of(TITLES, USER), None, Found(Role.SIDE, "asks_for_title")),
-        (call_of(TITLES, USER, tools=TOOLS), None, Found(Role.SUB_AGENT, "other_system")),
-        (call_of({"role": "user", "content": "quota"}, max_tokens=1), None, Found(Role.SIDE, "probe")),
+        (call_of(TITLES, USER), None, (Role.SIDE, "asks_for_title")),
+        (call_of(TITLES, USER, tools=TOOLS), None, (Role.SUB_AGENT, "other_system")),
+        (call_of({"role": "user", "content": "quota"}, max_tokens=1), None, (Role.SIDE, "probe")),
         (
             call_of({"role": "user", "content": "Summarize this coding conversation in under 50 characters."}),
             None,
-            Found(Role.SIDE, "asks_for_summary"),
+            (Role.SIDE, "asks_for_summary"),
         ),
     ],
 )
-def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(call: Call, reason: str | None, found: Found):
+def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(
+    call: Call, reason: str | None, found: tuple[Role, str]
+):
     """In a session whose agent has a system message and tools."""
     forest = Forest()
     stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
-    assert role_of(call, plan_of(call, reason=reason), forest) == found
+    assert role_of(call, forest, reason=reason) == found
 
 
 def test_a_sessions_only_chain_is_the_main_agents_whatever_it_asks_for():
     """A session that trains a model to write titles has no other chain."""
-    assert role_of(call_of(TITLES, USER), plan_of(call_of(TITLES, USER)), Forest()) == Found(Role.MAIN, "first_chain")
+    assert role_of(call_of(TITLES, USER), Forest()) == (Role.MAIN, "first_chain")
 
 
 def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
@@ -118,8 +126,8 @@ def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
     stored(forest, "title", call_of(TITLES, USER))
     main = stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
     assert main.role is Role.MAIN
-    assert [(each.turn_ids, each.found) for each in corrections(main, forest, history_of(call_of(CODER, USER)))] == [
-        (["title"], Found(Role.SIDE, "asks_for_title"))
+    assert corrections(main, forest, conversation_of(call_of(CODER, USER))) == [
+        (["title"], (Role.SIDE, "asks_for_title"))
     ]
 
 
@@ -128,18 +136,18 @@ def test_later_turns_have_their_chains_role_and_a_compaction_prompt_is_a_side_ca
     stored(forest, "main", call_of(CODER, USER))
     sub = stored(forest, "sub", call_of(USER, agent_id="a1"))
     on = call_of(USER, {"role": "assistant", "content": "ok"}, USER)
-    assert role_of(on, plan_of(on, sub), forest) == Found(Role.SUB_AGENT, "extends")
+    assert role_of(on, forest, sub) == (Role.SUB_AGENT, "extends")
     compact = call_of(USER, {"role": "user", "content": "Create a detailed summary: compact the conversation so far."})
-    assert role_of(compact, plan_of(compact, sub), forest) == Found(Role.SIDE, "compaction_prompt")
+    assert role_of(compact, forest, sub) == (Role.SIDE, "compaction_prompt")
 
 
 def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():
     """It is marked once the other attempt is continued. Concurrent attempts are separate samples."""
     forest = Forest()
     first, second = (stored(forest, name, call_of(CODER, USER), at=at) for name, at in (("a", 0.0), ("b", 2.0)))
-    assert corrections(second, forest, history_of(call_of(CODER, USER))) == []
+    assert corrections(second, forest, conversation_of(call_of(CODER, USER))) == []
     found = shown(forest, "d", call_of(CODER, USER, USER), second, at=4.0)
-    assert [(each.turn_ids, each.found.role) for each in found] == [([first.turn_id], Role.RETRY)]
+    assert [(turn_ids, role) for turn_ids, (role, _) in found] == [([first.turn_id], Role.RETRY)]
     parallel = Forest()
     _, second = (stored(parallel, name, call_of(CODER, USER), at=0.5) for name in ("a", "b"))
     assert shown(parallel, "d", call_of(CODER, USER, USER), second) == []
@@ -149,7 +157,7 @@ def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again
     forest = Forest()
     stored(forest, "a", call_of(CODER, USER), aborted=True)
     found = shown(forest, "b", call_of(CODER, USER), at=2.0)
-    assert [(each.turn_ids, each.found) for each in found] == [(["a"], Found(Role.RETRY, "sampled_again"))]
+    assert found == [(["a"], (Role.RETRY, "sampled_again"))]
 
 
 @pytest.mark.parametrize("reminders", [(), ({"role": "user", "content": "You answered nothing."},)])
@@ -162,7 +170,7 @@ def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders: tupl
         asked = (*asked, {"role": "assistant", "content": "I look."}, {"role": "user", "content": "Go on."})
     stored(forest, "empty", call_of(*asked), parent, at=2.0, is_empty=True)
     found = shown(forest, "again", call_of(*asked, *reminders), parent, at=4.0)
-    assert found == [Correction(["empty"], Found(Role.RETRY, "empty_reply"))]
+    assert found == [(["empty"], (Role.RETRY, "empty_reply"))]
 
 
 def test_an_empty_reply_stays_the_agents_where_a_call_repeats_it_or_was_made_beside_it():
@@ -203,9 +211,9 @@ def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and
     asked = {"role": role, "content": SUMMARIES[harness]}
     for messages in ([asked], [CODER, USER, {"role": "assistant", "content": "Done."}, asked]):
         call = call_of(*messages)
-        assert role_of(call, plan_of(call, reason="tools_changed"), forest) == Found(Role.SIDE, "asks_for_summary")
+        assert role_of(call, forest, reason="tools_changed") == (Role.SIDE, "asks_for_summary")
     call = call_of(CODER, USER, {"role": "assistant", "content": "Done."}, asked, tools=TOOLS)
-    assert role_of(call, plan_of(call, agent), forest) == Found(Role.SIDE, "compaction_prompt")
+    assert role_of(call, forest, agent) == (Role.SIDE, "compaction_prompt")
 
 
 @pytest.mark.parametrize(
@@ -228,19 +236,19 @@ def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_his
     }
     messages = ({"role": "system", "content": text}, *history, snapshot)
     call = call_of(*messages)
-    assert role_of(call, plan_of(call, reason="system_changed"), forest) == Found(Role.SIDE, "asks_for_summary")
+    assert role_of(call, forest, reason="system_changed") == (Role.SIDE, "asks_for_summary")
     call = call_of(*messages, tools=TOOLS)
-    assert role_of(call, plan_of(call, reason="system_changed"), forest) == Found(agent.role, "continues_conversation")
+    assert role_of(call, forest, reason="system_changed") == (agent.role, "continues_conversation")
 
 
 @pytest.mark.parametrize("harness", SUMMARIES)
 def test_a_harnesss_compaction_prompt_without_a_session_is_a_side_call_even_alone(harness: str):
     """A session that the call names may train a model to write summaries; so may an application's own prompt."""
     call = call_of({"role": "user", "content": SUMMARIES[harness]})
-    assert role_of(call, plan_of(call), Forest(), is_named=False) == Found(Role.SIDE, "asks_for_summary")
-    assert role_of(call, plan_of(call), Forest()) == Found(Role.MAIN, "first_chain")
+    assert role_of(call, Forest(), is_named=False) == (Role.SIDE, "asks_for_summary")
+    assert role_of(call, Forest()) == (Role.MAIN, "first_chain")
     own = call_of({"role": "user", "content": "Summarize this conversation with a customer."})
-    assert role_of(own, plan_of(own), Forest(), is_named=False) == Found(Role.MAIN, "first_chain")
+    assert role_of(own, Forest(), is_named=False) == (Role.MAIN, "first_chain")
 
 
 def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
@@ -249,9 +257,9 @@ def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
     sampled = {"role": "assistant", "content": "I look at the tests before I change the code."}
     stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), reply=sampled)
     on = call_of(changed, USER, sampled, USER, tools=TOOLS)
-    assert role_of(on, plan_of(on, reason="edited_history"), forest) == Found(Role.MAIN, "continues_conversation")
+    assert role_of(on, forest, reason="edited_history") == (Role.MAIN, "continues_conversation")
     other = call_of(changed, USER, {**sampled, "content": "Another agent wrote this reply."}, USER, tools=TOOLS)
-    assert role_of(other, plan_of(other, reason="edited_history"), forest) == Found(Role.SUB_AGENT, "other_system")
+    assert role_of(other, forest, reason="edited_history") == (Role.SUB_AGENT, "other_system")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +279,7 @@ def test_an_agents_own_work_is_no_compaction(text: str):
     call = call_of(
         CODER, USER, {"role": "assistant", "content": "Done."}, {"role": "user", "content": text}, tools=TOOLS
     )
-    assert role_of(call, plan_of(call, agent), forest) == Found(Role.MAIN, "extends")
+    assert role_of(call, forest, agent) == (Role.MAIN, "extends")
 
 
 @pytest.mark.parametrize("text", ["Find all callers of f.", "Find all callers of f. " * 400])
@@ -282,10 +290,10 @@ def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_as
     asked = argument_digests({"role": "assistant", "tool_calls": [call]})
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), arguments=asked)
     sub_agent, other = call_of(CODER, task, tools=TOOLS), call_of(CODER, USER, tools=TOOLS)
-    assert role_of(sub_agent, plan_of(sub_agent), forest) == Found(Role.SUB_AGENT, "asked_by_tool_call")
-    assert role_of(other, plan_of(other), forest) == Found(Role.MAIN, "same_system")
+    assert role_of(sub_agent, forest) == (Role.SUB_AGENT, "asked_by_tool_call")
+    assert role_of(other, forest) == (Role.MAIN, "same_system")
     stored(forest, "next", call_of(CODER, USER, {"role": "assistant", "content": "a"}, tools=TOOLS), agent)
-    assert role_of(sub_agent, plan_of(sub_agent), forest) == Found(Role.MAIN, "same_system")
+    assert role_of(sub_agent, forest) == (Role.MAIN, "same_system")
 
 
 def test_a_turn_that_extends_an_attempt_that_was_sampled_again_disproves_the_mark():
@@ -295,8 +303,8 @@ def test_a_turn_that_extends_an_attempt_that_was_sampled_again_disproves_the_mar
     twins = [stored(forest, name, task, at=at) for name, at in (("first", 0.0), ("second", 2.0))]
     replied = call_of({"role": "system", "content": "You search."}, USER, {"role": "assistant", "content": "a"}, USER)
     (marked,) = shown(forest, "second-next", replied, twins[1], at=4.0)
-    assert (marked.turn_ids, marked.found.role) == (["first"], Role.RETRY)
+    assert (marked[0], marked[1][0]) == (["first"], Role.RETRY)
     twins[0].role = Role.RETRY
-    assert role_of(replied, plan_of(replied, twins[0]), forest) == Found(Role.SUB_AGENT, "extends")
+    assert role_of(replied, forest, twins[0]) == (Role.SUB_AGENT, "extends")
     (restored,) = shown(forest, "first-next", replied, twins[0], at=6.0)
-    assert restored == (["first"], Found(Role.SUB_AGENT, "continued"))
+    assert restored == (["first"], (Role.SUB_AGENT, "continued"))

@@ -18,10 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proxy.sessions.digests import CALL_IDS, NAME
-from proxy.sessions.outline import Continued
-from proxy.sessions.template import ChatTemplate, Unsafe
-from proxy.sessions.template_checks import fields_read
+from proxy.sessions.conversation import CALL_IDS, NAME
+from proxy.sessions.template import ChatTemplate, Continued, Unsafe, fields_read
 from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer
 
 TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"
@@ -153,7 +151,7 @@ def verdict(family: str, case: str, *, keep_thinking: bool) -> str:
     sampled = tokenise_by_character(template, written + ("" if cut else end))
     last = sampled[-1]
     try:
-        between = template.continuation(
+        between = template.next_ids(
             Continued([*before, reply, *after], len(before), last, thinking, tools, {}, keep_thinking)
         )
     except Unsafe as unsafe:

@@ -11,11 +11,11 @@ from support.in_process import in_process_proxy
 
 from proxy.auth import Principal
 from proxy.calls import relay
-from proxy.calls.replays import Replays, RequestIdentity, identify_request, keyed_digest
+from proxy.calls.retries import Attempt, Retries, attempt_of, request_digest
+from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.digests import History
+from proxy.sessions.conversation import Conversation
 from proxy.sessions.forest import Forest, KnownTurn
-from proxy.sessions.roles import Correction, Found
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, StoreUnavailable
 from turnwise.store.turns import set_roles
@@ -24,102 +24,123 @@ from turnwise.types import Role
 AGENT = Principal(tenant="a", role="agent", key_id="key")
 
 
-def identity(
+class StoredTurns:
+    """A store that has every turn."""
+
+    async def fetch(self, _: Any, __: str, turn_ids: list[str]) -> list[str]:
+        return turn_ids
+
+
+def retries_of(max_bytes: int) -> Retries:
+    return Retries(StoredTurns(), max_bytes)  # type: ignore[arg-type]
+
+
+def asked(
     text: str = "Hello.", *, key: str | None = None, principal: Principal = AGENT, **fields: Any
-) -> RequestIdentity:
+) -> tuple[Call, Principal]:
     call = ChatCompletions().parse(
         {"messages": [{"role": "user", "content": text}], **fields}, max_choices=1, max_messages=9
     )
-    call.idempotency_key, call.session_id = key, principal.session_id
-    digest = repr((text, fields)).encode() if call.idempotency_key is None else keyed_digest(call)
-    return identify_request(call, principal, digest)
+    call.idempotency_key, call.session_id, call.is_retry = key, principal.session_id, key is None
+    return call, principal
 
 
-def answered(replays: Replays, request: RequestIdentity, answer: bytes | None, *, delivered: bool = True) -> None:
-    """Finish a call."""
-    left = asyncio.get_running_loop().create_future()
-    attempt = replays.begin(request, left)
-    if not delivered:
+def attempt(request: tuple[Call, Principal], *, has_left: bool = False) -> Attempt:
+    (call, principal), left = request, asyncio.get_running_loop().create_future()
+    if has_left:
         left.set_result(None)
-    replays.settle(attempt, answer)
+    return attempt_of(call, principal, request_digest(call, repr(call.body).encode()), left)
 
 
-async def answer_of(replays: Replays, request: RequestIdentity, *, is_retry: bool) -> bytes | None:
-    """Return what a call gets without sampling."""
-    attempt = await replays.find(request, is_retry=is_retry)
-    return None if attempt is None else attempt.answer
+def begun(retries: Retries, request: tuple[Call, Principal], *, has_left: bool = False) -> Attempt:
+    started = attempt(request, has_left=has_left)
+    retries.begin(started)
+    return started
+
+
+def answered(
+    retries: Retries, request: tuple[Call, Principal], answer: bytes | None, *, delivered: bool = True
+) -> None:
+    """Finish a call."""
+    retries.settle(begun(retries, request, has_left=not delivered), answer)
+
+
+async def answer_of(retries: Retries, request: tuple[Call, Principal]) -> bytes | None:
+    """Return what a retry gets without sampling."""
+    earlier = await retries.find(attempt(request), request[0])
+    return None if earlier is None else earlier.answer
 
 
 async def test_an_undelivered_answer_is_given_to_one_retry_with_the_same_body():
-    replays = Replays(10_000)
-    answered(replays, identity(), b"delivered")
-    assert await answer_of(replays, identity(), is_retry=True) is None
-    answered(replays, identity(), b"first", delivered=False)
-    answered(replays, identity(), b"second", delivered=False)
-    assert await answer_of(replays, identity(), is_retry=False) is None
-    assert [await answer_of(replays, identity(), is_retry=True) for _ in range(3)] == [b"first", b"second", None]
+    retries = retries_of(10_000)
+    answered(retries, asked(), b"delivered")
+    assert await answer_of(retries, asked()) is None
+    answered(retries, asked(), b"first", delivered=False)
+    answered(retries, asked(), b"second", delivered=False)
+    unmarked = asked()
+    unmarked[0].is_retry = False
+    assert await answer_of(retries, unmarked) is None
+    assert [await answer_of(retries, asked()) for _ in range(3)] == [b"first", b"second", None]
 
 
 async def test_a_call_with_the_same_body_does_not_wait_for_a_call_whose_client_is_connected():
     """It is another rollout of the same prompt."""
-    replays = Replays(10_000)
-    replays.begin(identity(), asyncio.get_running_loop().create_future())
-    assert await asyncio.wait_for(answer_of(replays, identity(), is_retry=True), 5) is None
+    retries = retries_of(10_000)
+    begun(retries, asked())
+    assert await asyncio.wait_for(answer_of(retries, asked()), 5) is None
 
 
 async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
-    replays = Replays(10_000)
-    left = asyncio.get_running_loop().create_future()
-    left.set_result(None)
-    attempt = replays.begin(identity(), left)
-    retry = asyncio.create_task(answer_of(replays, identity(), is_retry=True))
+    retries = retries_of(10_000)
+    first = begun(retries, asked(), has_left=True)
+    retry = asyncio.create_task(answer_of(retries, asked()))
     await asyncio.sleep(0)
     assert not retry.done()
-    replays.settle(attempt, b"answer")
+    retries.settle(first, b"answer")
     assert await retry == b"answer"
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        identity(principal=Principal(tenant="b", role="agent", key_id="key")),
-        identity(principal=Principal(tenant="a", role="agent", key_id="other")),
-        identity(principal=Principal(tenant="a", role="session", key_id="key", session_id="s")),
-        identity("Bye."),
-        identity(stream=True),
+        asked(principal=Principal(tenant="b", role="agent", key_id="key")),
+        asked(principal=Principal(tenant="a", role="agent", key_id="other")),
+        asked(principal=Principal(tenant="a", role="session", key_id="key", session_id="s")),
+        asked("Bye."),
+        asked(stream=True),
     ],
 )
-async def test_another_tenant_caller_session_request_or_form_is_no_retry(other: RequestIdentity):
-    replays = Replays(10_000)
-    answered(replays, identity(), b"answer", delivered=False)
-    assert await answer_of(replays, other, is_retry=True) is None
+async def test_another_tenant_caller_session_request_or_form_is_no_retry(other: tuple[Call, Principal]):
+    retries = retries_of(10_000)
+    answered(retries, asked(), b"answer", delivered=False)
+    assert await answer_of(retries, other) is None
 
 
 async def test_an_idempotency_key_gets_the_same_answer_each_time():
     """Whether or not it was delivered; a failed call is sampled again."""
-    replays = Replays(10_000)
-    answered(replays, identity(key="k"), None)
-    assert await answer_of(replays, identity(key="k"), is_retry=False) is None
-    answered(replays, identity(key="k"), b"answer")
-    assert [await answer_of(replays, identity(key="k"), is_retry=False) for _ in range(2)] == [b"answer", b"answer"]
+    retries = retries_of(10_000)
+    answered(retries, asked(key="k"), None)
+    assert await answer_of(retries, asked(key="k")) is None
+    answered(retries, asked(key="k"), b"answer")
+    assert [await answer_of(retries, asked(key="k")) for _ in range(2)] == [b"answer", b"answer"]
 
 
 async def test_an_idempotency_key_with_another_request_is_refused():
     """It is also refused while the first call is running."""
-    replays = Replays(10_000)
-    attempt = replays.begin(identity(key="k"), asyncio.get_running_loop().create_future())
+    retries = retries_of(10_000)
+    first = begun(retries, asked(key="k"))
     for _ in range(2):
         with pytest.raises(Conflict, match="'k' was used with another request"):
-            await answer_of(replays, identity("Bye.", key="k"), is_retry=False)
-        replays.settle(attempt, b"answer")
+            await answer_of(retries, asked("Bye.", key="k"))
+        retries.settle(first, b"answer")
 
 
 async def test_the_oldest_answers_are_evicted_first():
     """Each takes 800 bytes and its length: 2,000 bytes hold two."""
-    replays = Replays(2_000)
+    retries = retries_of(2_000)
     for key in "abc":
-        answered(replays, identity(key=key), b"answer")
-    found = [await answer_of(replays, identity(key=key), is_retry=False) for key in "abc"]
+        answered(retries, asked(key=key), b"answer")
+    found = [await answer_of(retries, asked(key=key)) for key in "abc"]
     assert found == [None, b"answer", b"answer"]
 
 
@@ -193,8 +214,8 @@ def test_the_answer_of_a_deleted_session_is_not_repeated(path: str, tmp_path: Pa
 def test_a_stored_turn_is_answered_although_the_roles_of_earlier_turns_cannot_be_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def correct(turn: KnownTurn, _: Forest, __: History) -> list[Correction]:
-        return [Correction([turn.turn_id], Found(Role.SIDE, "asks_for_title"))]
+    def correct(turn: KnownTurn, _: Forest, __: Conversation) -> list[tuple[list[str], tuple[Role, str]]]:
+        return [([turn.turn_id], (Role.SIDE, "asks_for_title"))]
 
     async def do(self: Writer, change: Any, *arguments: Any) -> Any:
         if change is set_roles:

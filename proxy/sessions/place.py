@@ -1,0 +1,395 @@
+"""A call's place: its session, the turn in it that the call extends, and the exact prompt ids for it.
+
+The session is the one that the call's session key or the request itself names (see `which`). Without a name it is the
+session of the same API key that contains the conversation which the call extends (see `inferred_sessions`), or a new
+session. In its session a request extends the deepest turn whose messages and reply it repeats; its prompt is that
+turn's stored tokens followed by what the template renders after the reply. A call that extends no stored turn starts a
+new chain. If its conversation contains replies, its place names the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from proxy.auth import Principal
+from proxy.dialects.base import Call, template_arguments
+from proxy.fault import FaultPoints
+from proxy.metrics import Metrics
+from proxy.sessions.conversation import (
+    CALL_TEXT,
+    NO_FIELDS,
+    SYSTEM_ROLES,
+    Conversation,
+    Conversations,
+    has_media,
+    message_digest,
+    read_conversation,
+)
+from proxy.sessions.forest import EncodedIds, Forest, KnownTurn, encoded, ids_as_text
+from proxy.sessions.inferred_sessions import Caller, InferredSessions
+from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
+from proxy.sessions.template import ChatTemplate, Continued, Unsafe
+from proxy.sessions.which import check_has_policy, check_id, end_user, next_id, next_prefix
+from proxy.settings import ProxySettings
+from proxy.writer.client import Writer
+from turnwise.errors import Conflict
+from turnwise.store import conversations
+from turnwise.store.database import Database
+from turnwise.store.rewards import claim_target
+from turnwise.types import Session, SessionStatus, Split, TokenIds
+
+LONG_BYTES = 64 * 2**10
+"""Messages of a call that leaves much freed memory."""
+RENDERED_HERE = 4 * 2**10
+"""Bytes of messages that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
+NO_IDS = np.empty(0, np.int32)
+RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
+"""Threads for rendering only: a text of many megabytes takes seconds, and other calls read the store in others."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Place:
+    """The session of a call, how it was found, and the turn and the prompt with which the call continues it."""
+
+    live: LiveSession
+    conversation: Conversation
+    inferred_by: str | None = None
+    """The API key whose conversations identified the session; None if the call names its session."""
+    repeated_by: tuple[Caller, bytes] | None = None
+    """What a repetition of a request that names no session has in common with it; None for others."""
+    reserved: KnownTurn | None = None
+    """The turn that the call goes on from, also where it starts a new chain, while it is reserved for the call."""
+    parent: KnownTurn | None = None
+    """The turn that the call extends; None starts a new chain."""
+    prompt: EncodedIds | None = None
+    """The prompt to send, which extends the parent's ids; None, without a parent, lets the engine render it."""
+    between: TokenIds = dataclasses.field(default_factory=NO_IDS.copy)
+    """The prompt's ids after the parent's; they belong to this turn."""
+    reason: str | None = None
+    """Why a conversation with replies starts a new chain, or branches from an earlier turn than its last reply's."""
+
+
+class Sessions:
+    """Finds the sessions of calls, and plans the calls in them."""
+
+    def __init__(
+        self,
+        database: Database,
+        writer: Writer,
+        settings: ProxySettings,
+        metrics: Metrics,
+        faults: FaultPoints | None = None,
+    ) -> None:
+        self.template: ChatTemplate | None = None
+        """The served model's chat template; None until an engine has reported its model."""
+        self.cache = SessionCache(database, writer, settings, metrics, faults or FaultPoints())
+        self._database = database
+        self._writer = writer
+        self._settings = settings
+        self._metrics = metrics
+        self._reserved: collections.Counter[str] = collections.Counter()
+        """Ids of the turns that running calls extend."""
+        self._is_shared = settings.workers > 1
+        """Whether calls of a session may reach other processes in its course."""
+        self._inferred = InferredSessions(self.cache, database, settings, self._reserved)
+        self._conversations = Conversations(settings.request_cache_bytes)
+        self.num_bytes_read = 0
+        """Bytes of the messages of long calls so far."""
+        self.learn_template(None)
+
+    async def find(self, call: Call, principal: Principal, request: bytes = b"") -> Place:
+        """Return the session of a call, whose parameters replace the call's; create the session if it does not exist.
+
+        Args:
+            call: the call.
+            principal: its caller.
+            request: the digest of its request.
+
+        Raises:
+            Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`; or
+                it has another policy than the one that the call names as its model.
+            InvalidRequest: the session id is not valid.
+            Unauthorized: the session of a session key was deleted.
+        """
+        session_id, caller = call.session_id, (principal.tenant, principal.key_id, call.policy_id)
+        if session_id is None:
+            return await self._infer(call, principal, caller, request)
+        if principal.session_id is not None:
+            live = await self.cache.find_own(principal)
+        else:
+            live = self.cache.find((principal.tenant, session_id)) or await self.cache.open(
+                _opened_by_call(check_id(session_id), caller, call)
+            )
+        if live.session.status is not SessionStatus.OPEN:
+            is_named_by_app = principal.session_id is None and call.session_source != "path"
+            if not is_named_by_app or live.session.opened_by != "call":
+                raise Conflict(
+                    f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
+                    code="session_not_open",
+                )
+            live = await self._open_next(live, call)
+        return await self._place(live, call, principal)
+
+    async def _place(
+        self, live: LiveSession, call: Call, principal: Principal, inferred_by: str | None = None
+    ) -> Place:
+        """Place a call in a session.
+
+        Pinned parameters replace the call's before its conversation is read, because the template prints some of them.
+        """
+        if call.names_policy:
+            check_has_policy(live.session, call.policy_id, call.model, param="model")
+        if sampling := live.session.sampling:
+            call.body = {**call.body, **sampling}
+        return Place(live, await self._read(call, principal), inferred_by)
+
+    async def _open_next(self, over: LiveSession, call: Call) -> LiveSession:
+        """Return the open session that continues one which is over; create it if there is none.
+
+        An application keeps the id that it has chosen, for example after an hour of silence.
+        """
+        tenant, name = over.key
+        newest = over.newest_number
+        if newest is None:
+            newest = await self._database.fetch(conversations.newest_generation, tenant, next_prefix(name))
+        for number in itertools.count(max(newest, 2)):
+            wanted = _opened_by_call(next_id(name, number), (tenant, "", over.session.policy_id), call)
+            user_id = over.session.user_id if wanted.user_id is None else wanted.user_id
+            wanted = dataclasses.replace(wanted, continues=next_id(name, number - 1), user_id=user_id)
+            live = await self.cache.open(wanted)
+            if live.session.status is SessionStatus.OPEN:
+                over.newest_number = number
+                return live
+        raise AssertionError("an endless count has ended")
+
+    def learn_template(self, template: ChatTemplate | None) -> None:
+        """Set the template, and remove all sessions from memory, because their digests cover what it reads."""
+        self.template = template
+        fields = NO_FIELDS if template is None else template.fields_read
+        self.cache.fields_read = fields | {CALL_TEXT} if self._settings.call_text == "ignore" else fields
+        self.cache.clear()
+        self._inferred.clear()
+        self._conversations.clear()
+
+    async def _read(self, call: Call, principal: Principal) -> Conversation:
+        """Compute the digests of a call's conversation, over what the served template reads."""
+        if call.session_id is not None:
+            owner = principal.tenant, "session", call.session_id, b""
+        else:
+            asked = next((each for each in call.messages if each.get("role") not in SYSTEM_ROLES), {})
+            owner = principal.tenant, "key", principal.key_id, message_digest(asked)
+        conversation = await read_conversation(call, self.cache.fields_read, self._conversations, owner)
+        if len(call.messages_json) >= LONG_BYTES:
+            self.num_bytes_read += len(call.messages_json)
+        return conversation
+
+    async def plan(self, place: Place, call: Call) -> None:
+        """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
+        live, conversation = place.live, place.conversation
+        if not conversation.num_replied:
+            if self._is_shared and live.forest.by_id:
+                await self.cache.refresh(live)  # the role of a new chain depends on the session's others
+            place.reason = break_reason(conversation, live.forest)
+        elif not self._settings.continuation:
+            place.reason = "continuation_off"
+        elif (parent := place.reserved or await self._reserve_deepest(place, call)) is None:
+            place.reason = break_reason(conversation, live.forest)
+        else:
+            tokens, keep_thinking = await self.cache.tokens(live, parent), self._settings.thinking == "keep"
+            await extend(place, call, parent, tokens, self.template, keep_thinking=keep_thinking)
+
+    async def _reserve_deepest(self, place: Place, call: Call) -> KnownTurn | None:
+        live, conversation = place.live, place.conversation
+        parent = live.forest.deepest(conversation, call.messages)
+        # Another proxy may have stored a longer history, or the complete reply to a retry of a call cut off here.
+        if parent is None or parent.num_messages < conversation.num_replied or parent.is_aborted:
+            await self.cache.refresh(live)
+            parent = live.forest.deepest(conversation, call.messages)
+        if parent is not None:
+            self._reserve(place, parent)
+        return parent
+
+    async def continued_length(self, call: Call, principal: Principal) -> int | None:
+        """Return the number of prompt tokens of a call that would extend a stored turn; None if it extends none.
+
+        It stores nothing: a session that does not exist is not created.
+        """
+        caller, live = (principal.tenant, principal.key_id, call.policy_id), None
+        if principal.session_id is not None:
+            live = await self.cache.find_own(principal)
+        elif call.session_id is not None:
+            live = await self.cache.find_stored(principal.tenant, call.session_id)
+        elif found := await self._inferred.find(await self._read(call, principal), call.messages, caller):
+            live, _ = found
+        if live is None or live.session.status is not SessionStatus.OPEN:
+            return None
+        place = await self._place(live, call, principal)
+        try:
+            await self.plan(place, call)
+        finally:
+            self.release(place)
+        return None if place.prompt is None else place.prompt.num_ids
+
+    def _reserve(self, place: Place, parent: KnownTurn) -> None:
+        place.reserved = parent
+        self._reserved[parent.turn_id] += 1
+
+    def release(self, place: Place, *, has_failed: bool = False) -> None:
+        """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
+        if has_failed and place.repeated_by is not None and not place.live.forest.by_id:
+            self._inferred.add_unanswered(*place.repeated_by, place.live)
+        if place.reserved is not None:
+            turn_id, place.reserved = place.reserved.turn_id, None
+            self._reserved[turn_id] -= 1
+            if not self._reserved[turn_id]:
+                del self._reserved[turn_id]
+
+    async def _infer(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> Place:
+        """Return the open session of this caller that contains what the call extends, or a new session."""
+        conversation = await self._read(call, principal)
+        live, turn = await self._inferred.find(conversation, call.messages, caller) or (None, None)
+        if live is None:
+            live = await self._inferred.find_by_calls(call.messages, caller)
+        if live is None:
+            live = await self._inferred.take_unanswered(caller, request)
+        session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
+        if call.idempotency_key is not None:
+            target = await self._writer.do(claim_target, *caller[:2], call.idempotency_key, session_id)
+            if target != session_id:
+                first = await self.cache.open(_opened_by_call(target, caller, call))
+                if first.session.status is SessionStatus.OPEN:
+                    return await self._place(first, call, principal, principal.key_id)
+        if live is None:
+            self._metrics.sessions.labels("inferred").inc()
+            live = await self.cache.open(_opened_by_call(session_id, caller, call))
+        place = Place(live, conversation, principal.key_id, repeated_by=(caller, request))
+        if turn is not None and turn.history_digest in conversation.full:
+            self._reserve(place, turn)
+        return place
+
+    def remember(self, place: Place, turns: list[KnownTurn]) -> None:
+        """Add the committed turns of a call, so that the next call can extend them."""
+        self.cache.add_turns(place.live, turns)
+        if place.reserved is not None and any(not turn.is_aborted for turn in turns):
+            place.reserved.has_child = True
+        if place.inferred_by is not None:
+            self._inferred.add(place.inferred_by, place.live, turns)
+
+
+def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
+    """Return a new session that nobody has created explicitly; one of a version that its call names is not trained."""
+    tenant, _, policy_id = caller
+    return Session(
+        session_id=session_id,
+        tenant=tenant,
+        policy_id=policy_id,
+        split=Split.TRAIN if call.policy_version is None else Split.EVAL,
+        user_id=end_user(call),
+        opened_by="call",
+    )
+
+
+async def extend(
+    place: Place,
+    call: Call,
+    parent: KnownTurn,
+    tokens: EncodedIds,
+    template: ChatTemplate | None,
+    *,
+    keep_thinking: bool,
+) -> None:
+    """Let a call extend a turn, or set the reason why it starts a new chain.
+
+    Args:
+        place: the call's place, which gets parent, prompt and reason; its conversation gets the messages' kinds.
+        call: the call.
+        parent: the turn.
+        tokens: prompt and sampled ids of the turn.
+        template: the served model's; None while it is not known.
+        keep_thinking: whether to stay on the chain although the template drops earlier thinking.
+    """
+    conversation, forest = place.conversation, place.live.forest
+    place.reason = _reason_not_to_extend(call, parent, template)
+    if place.reason is not None or template is None:
+        return
+    # Thinking is put back into the replies, which clients send without it.
+    thinking = {turn.num_messages - 1: turn.reasoning for turn in forest.ancestors(parent) if turn.reasoning}
+    continued = Continued(
+        messages=call.messages,
+        replied=parent.num_messages - 1,
+        last_token=tokens.last_id,
+        reasoning=parent.reasoning,
+        tools=call.tools,
+        arguments=template_arguments(call.body),
+        keep_thinking=keep_thinking,
+    )
+    # A copy: another call that begins with the same messages may complete the list at the same time.
+    kinds = conversation.kinds[:]
+
+    def render() -> tuple[TokenIds, EncodedIds]:
+        between = template.next_ids(continued, kinds, thinking)
+        if not len(between):
+            return between, tokens
+        return between, encoded(ids_as_text(between), tokens.num_ids + len(between), tokens)
+
+    is_outlined = bool(kinds) and continued.replied >= len(kinds) and template.renders_in_short(continued)
+    num_rendered = conversation.num_bytes - (conversation.num_old_bytes if is_outlined else 0)
+    try:
+        if num_rendered > RENDERED_HERE:
+            place.between, place.prompt = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+        else:
+            place.between, place.prompt = render()
+    except Unsafe as unsafe:
+        place.reason = unsafe.reason
+        return
+    conversation.kinds = kinds
+    place.parent, place.reason = parent, break_reason(conversation, forest, parent)
+
+
+def _reason_not_to_extend(call: Call, parent: KnownTurn, template: ChatTemplate | None) -> str | None:
+    """Return why this call cannot extend the turn, whatever its messages are; None if it can."""
+    if template is None:
+        return "template_unknown"
+    if has_media(call.messages):
+        return "media"
+    body = call.body
+    # With these fields the prompt ends inside the last message, which the client wrote.
+    if body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False:
+        return "prefill"
+    if parent.is_truncated or body.get(TRUNCATION) is not None:
+        return "truncated_prompt"
+    return None
+
+
+def break_reason(conversation: Conversation, forest: Forest, parent: KnownTurn | None = None) -> str | None:
+    """Return why a conversation extends no turn, or an earlier turn than its last reply's; None if it breaks nothing.
+
+    Args:
+        conversation: what the call sends.
+        forest: the turns of its session.
+        parent: the turn that it extends; None without one.
+    """
+    num_replied = conversation.num_replied
+    first = 0 if parent is None else parent.num_messages
+    if not forest.by_id or num_replied <= first:
+        left_out = [
+            turn for turn in forest.left_out(parent, conversation) if turn.prompt_digest != conversation.messages[-1]
+        ]
+        return None if all(turn.is_aborted for turn in left_out) else "edited_history"
+    messages_digests = {turn.messages_digest for turn in forest.by_id.values()}
+    if not messages_digests.isdisjoint(conversation.messages[first:num_replied]):
+        return "tools_changed"
+    if any(
+        conversation.dialogue[index] in forest.by_dialogue
+        for index in conversation.replies
+        if first <= index < num_replied
+    ):
+        return "system_changed"
+    return "edited_history"
