@@ -1,4 +1,4 @@
-"""Compare the proxy's HTTP client with aiohttp's: `python bench/engine_client.py`.
+"""Compare the proxy's calls to engines with aiohttp's client alone: `python bench/engine_client.py`.
 
 One process holds the client and the server, which sends a stream's next event only once the client has read the one
 before, so that both clients get the same parts. Prints CPU microseconds a call with the sending end, the best of some
@@ -78,7 +78,7 @@ async def ours(url: str) -> AsyncIterator[Callable[[], Awaitable[None]]]:
             await read_answer(answer.next_part)
 
     yield call
-    client.close()
+    await client.close()
 
 
 @asynccontextmanager

@@ -18,8 +18,8 @@ from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.engines.activity import ActivityRecorder
-from proxy.engines.engine import Engine
-from proxy.engines.http_client import Access
+from proxy.engines.engine import CONNECT_SECONDS, Engine
+from proxy.engines.http_client import Access, HttpClient
 from proxy.engines.pool import EnginePool
 from proxy.engines.served_template import find_template
 from proxy.events import Events
@@ -88,6 +88,17 @@ class Services:
             gone_seconds=settings.engine_gone_seconds,
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
         )
+        self.upstream = (
+            None
+            if settings.upstream is None
+            else HttpClient(
+                settings.upstream,
+                connect_seconds=CONNECT_SECONDS,
+                silence_seconds=settings.engine_timeout_seconds,
+                access=Access(bearer_key=settings.upstream_api_key),
+            )
+        )
+        """Where routes that no engine serves are passed to; None if nowhere."""
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         self.sessions = Sessions(database, self.writer, settings, metrics, faults)
         self.retries = Retries(database, settings.replay_bytes)
@@ -211,7 +222,9 @@ class Services:
         """Wait for running calls to be stored, then close engines, writer and store."""
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
             await asyncio.wait_for(self.limits.idle.wait(), self.settings.commit_timeout_seconds)
-        self.pool.close()
+        await self.pool.close()
+        if self.upstream is not None:
+            await self.upstream.close()
         self.peers.close()
         await self.budgets.close()
         with contextlib.suppress(StoreError):

@@ -189,9 +189,8 @@ class Engine(EngineKind):
             self.take_out(error)
         return self.wait_for_any is not None and await self.wait_for_any() and self.is_serving
 
-    def close(self) -> None:
-        """Close idle connections."""
-        self._http.close()
+    async def close(self) -> None:
+        await self._http.close()
 
     def _unavailable(self, error: Exception) -> EngineUnavailable:
         return EngineUnavailable(

@@ -1,26 +1,29 @@
-"""An HTTP/1.1 client for one server over persistent connections, with only the features that calls to vLLM need.
+"""Calls to one server, over aiohttp's client: what an engine's calls need beside it.
 
-The parser is httptools, which the server uses as well. Redirects, cookies, compression and pipelining are left out,
-because an engine has none of them; `bench/engine_client.py` measures what that saves over aiohttp's client.
+aiohttp keeps the connections and reads HTTP. The rules of this proxy are here. A request is sent again only if the
+server had closed a kept connection before the request arrived. A silence counts while a reader waits. And the calls on
+a server that is gone end together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
+import contextvars
 import dataclasses
 import errno
+import io
 import math
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-import httptools
+import aiohttp
 from pydantic import SecretStr
+from yarl import URL
 
 from proxy.http.asgi import joined
 
@@ -38,6 +41,11 @@ NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Errors of a process, or a machine, that has too many open files."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Longest answer of a control route."""
+WHOLE_BODY_BYTES = 2**20
+"""aiohttp sends longer bodies in parts, and warns about those that it gets as bytes."""
+KEEP_ALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+"""TCP probes a connection that was silent for 10 s each 5 s, and closes it after three probes without an answer, or
+when sent data is unacknowledged for 25,000 ms."""
 
 
 class Disconnected(Exception):
@@ -68,25 +76,23 @@ class Answer:
     Leaving the `with` block before the body is complete closes the connection, so that the server stops its work.
     """
 
-    __slots__ = ("_error", "_leave", "_loop", "body", "content_type", "head", "is_complete", "status", "waiting_since")
-
-    def __init__(
-        self, leave: Callable[[], None], transport: asyncio.Transport, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, client: HttpClient, patience: float) -> None:
         self.status = 0
         self.content_type = ""
-        self.head: asyncio.Future[None] = loop.create_future()
-        """Done once the status is known, or the connection is lost."""
-        self.body = asyncio.StreamReader(BUFFERED_BYTES // 2, loop)
-        """What has arrived and was not read; it pauses the transport while it holds `BUFFERED_BYTES`."""
-        self.body.set_transport(transport)
-        self.is_complete = False
-        self.waiting_since = loop.time()
+        self.is_new_connection = False
+        """Whether the request did not reuse a connection."""
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._patience = patience
+        """How long the server may be silent, seconds."""
+        self._started_at = self._waiting_since = self._loop.time()
         """When its reader began to wait for more of it; infinite while the reader does something else."""
-        self._loop = loop
-        self._leave = leave
-        """Keeps the connection for the next request, or closes it if the answer is not complete."""
         self._error: Disconnected | None = None
+        """Why this side has ended the answer."""
+        self._response: aiohttp.ClientResponse | None = None
+        self._opening: asyncio.Timeout | None = None
+        """Ends the wait for the head."""
+        self._timer = self._loop.call_later(patience, self._check)
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +100,15 @@ class Answer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave()
+        self._timer.cancel()
+        self._client.running.discard(self)
+        if self._response is not None:
+            self._response.close()  # a complete body has given its connection back already
+
+    @property
+    def num_seconds(self) -> float:
+        """Since the request was sent."""
+        return self._loop.time() - self._started_at
 
     async def read(self, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """Return the whole body.
@@ -116,21 +130,56 @@ class Answer:
         """Return the data that has arrived since the last part, at least one byte; nothing once the body is complete.
 
         Raises:
-            Disconnected: the connection broke; all data before that has been returned.
+            Disconnected: the connection broke.
         """
-        self.waiting_since = self._loop.time()
-        part = await self.body.read(BUFFERED_BYTES)
-        self.waiting_since = math.inf
-        if not part and self._error is not None:
-            raise self._error
+        assert self._response is not None, "an answer has its head when its caller gets it"
+        self._waiting_since = self._loop.time()
+        try:
+            part = await self._response.content.readany()
+        except aiohttp.ClientError as error:
+            raise (self._error or _broken(error)) from error
+        finally:
+            self._waiting_since = math.inf
+        self._client.heard_at = self._loop.time()
         return part
 
-    def end(self, error: Disconnected | None = None) -> None:
-        """End the body, or fail it with an error."""
-        self.is_complete, self._error = error is None, error
-        self.body.feed_eof()
-        if error is not None and not self.head.done():
-            self.head.set_exception(error)
+    async def open(self, request: Any) -> None:
+        """Send a request of aiohttp, and wait for the head of its answer.
+
+        Raises:
+            aiohttp.ClientError: the connection was not opened, or broke.
+            Disconnected: this side has ended the wait.
+        """
+        try:
+            async with asyncio.timeout(None) as self._opening:
+                self._response = response = await request
+        except TimeoutError as error:
+            if self._error is None:  # aiohttp's own
+                raise
+            raise self._error from error
+        finally:
+            self._opening, self._waiting_since = None, math.inf
+        self.status = response.status
+        self.content_type = response.headers.get("content-type", "")
+        self._client.heard_at = self._loop.time()
+
+    def fail(self, error: Disconnected) -> None:
+        """End the answer: its reader gets the error."""
+        self._error = self._error or error
+        if self._opening is not None:
+            self._opening.reschedule(self._loop.time())
+        elif self._response is not None:
+            self._response.close()
+
+    def _check(self, is_second: bool = False) -> None:
+        """Fail the request if the server has been silent for too long while its answer is waited for."""
+        silent = max(0.0, self._loop.time() - self._waiting_since)
+        if silent < self._patience:
+            self._timer = self._loop.call_later(self._patience - silent, self._check)
+        elif not is_second:
+            self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check, True)
+        else:
+            self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,234 +206,152 @@ class HttpClient:
     ) -> None:
         parts = urlsplit(url)
         access = access or Access()
-        self._tls = (access.tls or ssl.create_default_context()) if parts.scheme == "https" else None
-        self._host = parts.hostname or ""
-        self._port = parts.port or (443 if self._tls else 80)
-        self._prefix = parts.path.rstrip("/")
-        self._head = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
+        self._base = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        self._tls = access.tls
+        self._headers: dict[str, str] = {}
         if parts.username is not None:
             secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
-            self._head += f"authorization: Basic {base64.b64encode(secret).decode()}\r\n"
+            self._headers["authorization"] = f"Basic {base64.b64encode(secret).decode()}"
         elif access.bearer_key is not None:
-            self._head += f"authorization: Bearer {access.bearer_key.get_secret_value()}\r\n"
+            self._headers["authorization"] = f"Bearer {access.bearer_key.get_secret_value()}"
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
-        self._idle: list[_Connection] = []
-        self._open: set[_Connection] = set()
+        self._session: aiohttp.ClientSession | None = None
+        """Opened by the first request, in its event loop."""
+        self._targets: dict[str, URL] = {}
+        """URLs by path, without those that have a query."""
+        self.running: set[Answer] = set()
+        self.heard_at = -math.inf
+        """When anything that the server has sent was read last, on the event loop's clock."""
 
     async def request(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float | None = None
     ) -> Answer:
         """Send a request and return its answer once the head has arrived; use the answer in a `with` block.
 
-        A reused connection that the server has closed meanwhile is replaced once.
+        A POST is sent again once if its reused connection was closed by the server meanwhile; aiohttp does so itself
+        with a GET.
 
         Raises:
             NotConnected: no connection could be opened.
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {len(body)}\r\n\r\n"
-        sent = (head.encode("latin-1"), body)
         patience = silence_seconds or self._silence_seconds
-        connection, answer = self._take_idle(), None
-        if connection is not None:
-            with contextlib.suppress(_Stale):
-                answer = await connection.exchange(sent, patience)
-        if answer is None:
-            answer = await (await self._connect()).exchange(sent, patience)
+        answer, error = await self._try(method, path, body, headers, patience)
+        if error is not None and _may_be_stale(answer, error):
+            answer, error = await self._try(method, path, body, headers, patience)
+        if error is not None:
+            raise error if isinstance(error, Disconnected) else self._translated(error) from error
+        if answer.status < 200:
+            with answer:
+                raise Disconnected("its answer is not valid HTTP: it switches the protocol")
         if 300 <= answer.status < 400:
             with answer:
                 raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
 
-    def _take_idle(self) -> _Connection | None:
-        """Return the most recently used idle connection; if even that is too old, close all and return None."""
-        if not self._idle:
-            return None
-        newest = self._idle.pop()
-        if asyncio.get_running_loop().time() - newest.heard_at < IDLE_SECONDS:
-            return newest
-        newest.abort()
-        self.close()
-        return None
-
-    async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
+    async def _try(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], patience: float
+    ) -> tuple[Answer, Exception | None]:
+        """Return the answer and None, or an answer without a head and the error."""
+        answer = Answer(self, patience)
+        self.running.add(answer)
+        _opening.set(answer)
+        request = self._open_session().request(
+            method,
+            self._target(path),
+            data=io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None,
+            headers={**self._headers, **headers},
+            allow_redirects=False,
+            read_bufsize=BUFFERED_BYTES // 2,
+        )
         try:
-            async with asyncio.timeout(self._connect_seconds):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._tls
-                )
-        except TimeoutError as error:
-            raise NotConnected(f"no connection within {self._connect_seconds:g} s") from error
-        except (OSError, ValueError) as error:  # an impossible host name is a ValueError
-            raise NotConnected(str(error) or type(error).__name__, getattr(error, "errno", None)) from error
-        return connection
+            await answer.open(request)
+        except (aiohttp.ClientError, Disconnected, TimeoutError, ValueError) as error:
+            with answer:
+                return answer, error
+        except BaseException:
+            with answer:
+                raise
+        return answer, None
 
-    def close(self) -> None:
-        """Close idle connections."""
-        for connection in list(self._idle):
-            connection.abort()
+    def _translated(self, error: Exception) -> Disconnected:
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                return NotConnected(f"no connection within {self._connect_seconds:g} s")
+            case aiohttp.ClientConnectorError():
+                return NotConnected(str(error.os_error) or type(error).__name__, error.os_error.errno)
+            case aiohttp.ClientSSLError() | ValueError():  # an impossible host name is a ValueError
+                return NotConnected(str(error) or type(error).__name__)
+        return _broken(error)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0,
+                    keepalive_timeout=IDLE_SECONDS,
+                    ssl=True if self._tls is None else self._tls,
+                    socket_factory=_open_socket,
+                ),
+                timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_seconds),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            )
+        return self._session
+
+    def _target(self, path: str) -> URL:
+        target = self._targets.get(path)
+        if target is None:
+            target = URL(self._base + path, encoded=True)
+            if "?" not in path:
+                self._targets[path] = target
+        return target
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
 
     def has_heard(self, since: float) -> bool:
         """Return whether the server has sent anything since this instant of the event loop's clock."""
-        return any(connection.heard_at >= since for connection in self._open)
+        return self.heard_at >= since
 
     def abort_requests(self, reason: str) -> None:
-        for connection in list(self._open):
-            connection.fail(Disconnected(reason))
+        for answer in list(self.running):
+            answer.fail(Disconnected(reason))
 
 
-KEEP_ALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-"""TCP probes a connection that was silent for 10 s each 5 s, and closes it after three probes without an answer, or
-when sent data is unacknowledged for 25,000 ms."""
+_opening: contextvars.ContextVar[Answer] = contextvars.ContextVar("_opening")
+"""The request that this task sends; aiohttp does not tell whether it reuses a connection."""
 
 
-def set_keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Set TCP keep-alive and a limit for unacknowledged data, so that a vanished host is noticed."""
-    given = transport.get_extra_info("socket")
-    if given is None or given.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    same = socket.socket(fileno=given.fileno())  # uvloop's own object for it has no setsockopt
-    try:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEP_ALIVE_OPTIONS.items():
-            if hasattr(socket, name):  # Linux has all of them
-                same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    finally:
-        same.detach()  # the descriptor remains the transport's
+def _open_socket(address: Any) -> socket.socket:
+    """Return a socket on which TCP notices a vanished host."""
+    _opening.get().is_new_connection = True
+    opened = socket.socket(*address[:3])
+    opened.setblocking(False)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE_OPTIONS.items():
+        if hasattr(socket, name):  # Linux has all of them
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return opened
 
 
-class _Stale(Disconnected):
-    """A reused connection was closed before it sent anything."""
+def _may_be_stale(answer: Answer, error: Exception) -> bool:
+    """Return whether the server had closed a reused connection before a request arrived: it has sent nothing."""
+    if answer.is_new_connection or answer.num_seconds >= STALE_SECONDS:
+        return False
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return isinstance(error.message, str)  # otherwise it is the begin of an answer
+    return isinstance(error, aiohttp.ClientOSError) and not isinstance(error, aiohttp.ClientConnectorError)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection; it carries one request at a time."""
-
-    _transport: asyncio.Transport
-
-    def __init__(self, idle: list[_Connection], opened: set[_Connection]) -> None:
-        self._idle = idle
-        self._open = opened
-        self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpResponseParser(self)
-        self._timer: asyncio.TimerHandle | None = None
-        self._patience = 0.0
-        """How long the server may be silent, seconds."""
-        self.heard_at = 0.0
-        """When the server was heard last."""
-        self._answer: Answer | None = None
-        self._is_kept = False
-        """Whether the server keeps the connection after its answer."""
-        self._may_be_stale = False
-        """Whether it was reused for this request and has received nothing since."""
-        self._has_length = False
-        """Whether the answer declares its length; otherwise it ends with the connection."""
-
-    async def exchange(self, request: tuple[bytes, bytes], patience: float) -> Answer:
-        """Send the head and the body of a request; return the answer once its head has arrived."""
-        if self._transport.is_closing():
-            raise _Stale("the server had closed the connection")
-        self._open.add(self)  # not before: uvloop does not report the end of a connection whose opening was cancelled
-        self._has_length, self._patience = False, patience
-        self._timer = self._loop.call_later(patience, self._check)
-        answer = self._answer = Answer(self.leave, self._transport, self._loop)
-        self._transport.writelines(request)
-        try:
-            await answer.head
-        except BaseException:
-            self.leave()
-            raise
-        return answer
-
-    def leave(self) -> None:
-        """Keep the connection for the next request, or close it if the answer is not complete."""
-        answer, self._answer = self._answer, None
-        if self._timer is not None:
-            self._timer.cancel()
-        is_over = answer is not None and answer.is_complete and not self._transport.get_write_buffer_size()
-        if is_over and self._is_kept and not self._transport.is_closing():
-            self._transport.resume_reading()
-            self._may_be_stale = True
-            self._idle.append(self)
-        else:
-            self.abort()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
-        set_keep_alive(transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse received data."""
-        self.heard_at = self._loop.time()
-        self._may_be_stale = False
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(Disconnected(f"its answer is not valid HTTP: {error}"))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the running request, if there is one, and leave the idle connections."""
-        self._open.discard(self)
-        if self in self._idle:
-            self._idle.remove(self)
-        if self._answer is not None and self._answer.status and not self._has_length and exc is None:
-            self._answer.end()
-        elif self._answer and self._may_be_stale and self._loop.time() - self._answer.waiting_since < STALE_SECONDS:
-            self.fail(_Stale("the server closed the connection"))
-        else:
-            self.fail(Disconnected(str(exc or "the server closed the connection")))
-
-    def on_message_begin(self) -> None:
-        if self._answer is None or self._answer.is_complete:
-            self.abort()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Note the content type, and whether a header declares the length."""
-        lowered = name.lower()
-        if lowered in (b"content-length", b"transfer-encoding"):
-            self._has_length = True
-        elif lowered == b"content-type" and self._answer is not None:
-            self._answer.content_type = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        """Publish the status; after a 1xx head another head follows."""
-        status = self._parser.get_status_code()
-        if self._answer is not None and status >= 200 and not self._answer.head.done():
-            self._answer.status = status
-            self._answer.waiting_since = math.inf
-            self._answer.head.set_result(None)
-
-    def on_body(self, part: bytes) -> None:
-        if self._answer is not None and not self._answer.is_complete:
-            self._answer.body.feed_data(part)
-
-    def on_message_complete(self) -> None:
-        """End an answer; after a 1xx head another one follows."""
-        if self._answer is not None and self._answer.status:
-            self._is_kept = self._parser.should_keep_alive()
-            self._answer.end()
-
-    def _check(self, is_second: bool = False) -> None:
-        """Fail the request if the server has been silent for too long while its answer is waited for."""
-        if self._answer is None or self._answer.is_complete:
-            return
-        silent = max(0.0, self._loop.time() - max(self.heard_at, self._answer.waiting_since))
-        if silent < self._patience:
-            self._timer = self._loop.call_later(self._patience - silent, self._check)
-        elif not is_second:
-            self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check, True)
-        else:
-            self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))
-
-    def fail(self, error: Disconnected) -> None:
-        """Fail the running request, if there is one, and close the connection."""
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.is_complete:
-            answer.end(error)
-        self.abort()
+def _broken(error: Exception) -> Disconnected:
+    """Return the error of a connection that was open."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return Disconnected(f"its answer is not valid HTTP: {error.message}")
+    if isinstance(error, aiohttp.ClientOSError):
+        return Disconnected(str(error))
+    return Disconnected("the server closed the connection")

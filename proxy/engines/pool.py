@@ -337,10 +337,9 @@ class EnginePool:
         lane.num_calls -= 1
         self._in_flight -= 1
 
-    def close(self) -> None:
-        """Close all idle connections."""
+    async def close(self) -> None:
         for engine in self.engines:
-            engine.close()
+            await engine.close()
 
 
 def _num_calls(engine: Engine) -> int:

@@ -163,5 +163,5 @@ async def ask_trainer(url: str, method: str, path: str, body: Json, seconds: flo
         log.info("a trainer that the ledger names does not hand out weights: %s", error)
         return None
     finally:
-        http.close()
+        await http.close()
     return found if answer.status == 200 else None

@@ -5,19 +5,14 @@ Nothing of them is captured: no policy samples there. The client's key stays her
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from starlette.types import Receive, Scope
 
-from proxy.dialects.base import Dialect, WireRoute
-from proxy.engines.http_client import Access, Disconnected, HttpClient
+from proxy.dialects.base import WireRoute
+from proxy.engines.http_client import Disconnected
 from proxy.http.asgi import cancelled_when_client_leaves, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.reply_sender import Endpoint, ReplySender
 from turnwise.errors import EngineUnavailable, NotFound
-
-if TYPE_CHECKING:
-    from proxy.services import Services
 
 UPSTREAM_ROUTES = [
     WireRoute(path=f"/v1/{path}", summary="Passed to the upstream")
@@ -26,30 +21,20 @@ UPSTREAM_ROUTES = [
         *("images/generations", "images/edits", "images/variations"),
     )
 ]
-CONNECT_SECONDS = 5.0
 PASSED_HEADERS = (b"content-type", b"accept")
 
 
 class Upstream(Endpoint):
     """One route that is passed on."""
 
-    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
-        super().__init__(services, dialect, route)
-        settings = services.settings
-        self._client = settings.upstream and HttpClient(
-            settings.upstream,
-            connect_seconds=CONNECT_SECONDS,
-            silence_seconds=settings.engine_timeout_seconds,
-            access=Access(bearer_key=settings.upstream_api_key),
-        )
-
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         """Pass a request on, and its answer back."""
         settings, headers = self._services.settings, dict(scope["headers"])
+        upstream = self._services.upstream
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
             principal = await self._services.authenticator.authenticate(headers)
             principal.require("call")
-            if not self._client:
+            if upstream is None:
                 raise NotFound(
                     f"{self._route.path} is not served: the engine only generates text; "
                     "the setting `upstream` names a server that such requests are passed to",
@@ -62,7 +47,7 @@ class Upstream(Endpoint):
             with await self._services.bodies.reserve(principal, headers):
                 body = await read_body(receive, max_bytes=settings.max_body_bytes)
                 try:
-                    with await self._client.request("POST", path, body, passed) as answer:
+                    with await upstream.request("POST", path, body, passed) as answer:
                         content = await answer.read(settings.max_reply_bytes)
                 except Disconnected as error:
                     raise EngineUnavailable(

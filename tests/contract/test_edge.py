@@ -223,7 +223,7 @@ async def test_an_engine_with_tls_is_verified_by_its_own_authority_and_may_requi
         else:
             with pytest.raises(EngineUnavailable):
                 await engine.ask("GET", "/health")
-        engine.close()
+        await engine.close()
     server.close()
 
 

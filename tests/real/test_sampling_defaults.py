@@ -36,7 +36,7 @@ async def defaults_of(url: str) -> dict:
         await engine.fetch_models()
         return await find_sampling_defaults(engine)
     finally:
-        engine.close()
+        await engine.close()
 
 
 async def test_an_engine_without_defaults_has_neutral_ones():

@@ -111,7 +111,7 @@ class Stage:
             await process.reloader.start()
             yield process
         finally:
-            process.pool.close()
+            await process.pool.close()
             await process.writer.close()
 
     def publish(self, version: int, kind: PolicyKind = PolicyKind.FULL, *, whole: bool = True) -> str:

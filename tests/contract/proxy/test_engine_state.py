@@ -8,6 +8,7 @@ import pytest
 from support.open_files import no_free_files
 from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
+from yarl import URL
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, without_credentials
 from proxy.engines.pool import EnginePool
@@ -77,7 +78,7 @@ async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_
             await engine.check_health()
         with pytest.raises(EngineUnavailable):
             await engine.check_health()
-        engine.close()
+        await engine.close()
 
 
 async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwhile(monkeypatch):
@@ -108,7 +109,7 @@ async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwh
         await engine.check_health()
     reading.cancel()
     await asyncio.wait({reading})
-    engine.close()
+    await engine.close()
     server.close()
 
 
@@ -128,12 +129,12 @@ async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engi
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
     while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
         await asyncio.sleep(0.01)
-    engine._http._port = 1  # from now on the engine does not answer
+    engine._http._targets["/health"] = URL("http://127.0.0.1:1/health")  # from now on the engine does not answer
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
     with pytest.raises(EngineUnavailable, match="has not answered"):
         await asyncio.wait_for(call, 60)
-    engine.close()
+    await engine.close()
 
 
 def chat_body() -> bytes:
@@ -168,7 +169,7 @@ async def test_a_server_that_is_no_engine_is_named_with_what_to_do(content: byte
     engine = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=5)
     with pytest.raises(EngineUnavailable, match=r"answers GET /v1/models with .*; name the address of a vLLM server"):
         await engine.fetch_models()
-    engine.close()
+    await engine.close()
     server.close()
 
 
@@ -192,7 +193,7 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
         with await asyncio.wait_for(call, 60) as answer:
             assert answer.status == 200
             await answer.read()
-        engine.close()
+        await engine.close()
 
 
 async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_and_leaves_the_engine_serving():

@@ -47,7 +47,7 @@ def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
         assert b"\nturnwise_lost_engine_activity_minutes_total 3.0\n" in metrics.render()
         await recorder.store()
         assert sorted(writer.stored) == [(MINUTE + minute, "http://a") for minute in range(3, MAX_WAITING + 3)]
-        pool.close()
+        await pool.close()
 
     asyncio.run(run())
 
@@ -72,6 +72,6 @@ def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
         await recorder.store()
         # Seconds 0 to 4 were served and 1 to 3 busy; what the first write did not store came with the second.
         assert writer.stored == {(MINUTE, "http://a"): Activity(served=0b11111, busy=0b01110)}
-        pool.close()
+        await pool.close()
 
     asyncio.run(run())

@@ -35,7 +35,7 @@ async def pool() -> AsyncIterator[EnginePool]:
     for engine in pool.engines:
         engine.change(EngineState.READY)
     yield pool
-    pool.close()
+    await pool.close()
 
 
 def homes(pool: EnginePool) -> dict[str, str]:
