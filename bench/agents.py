@@ -41,7 +41,7 @@ from long_text import MANY, Conversation, source_text, tokenizer_directory
 from long_turn import HERE, Server, cpu_seconds, process_tree, served
 from servers import running
 
-from turnwise.processes.stack import free_port
+from turnwise.processes.ports import free_port
 
 PROMPT_TOKENS = (20_000, 99_000, 413_000, 616_000)
 REPLY_TOKENS = (50, 458, 2_470, 8_609)

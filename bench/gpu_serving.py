@@ -33,7 +33,8 @@ from trainer.settings import TrainerSettings
 from turnwise.engine_plugin import BACKEND
 from turnwise.processes import guard
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin, packages_problem
-from turnwise.processes.stack import command, free_port
+from turnwise.processes.ports import free_port
+from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready, tail_of
 from turnwise.store import processes, versions
 from turnwise.store.database import Database

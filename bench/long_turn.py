@@ -33,7 +33,7 @@ from memory import FULL_SESSIONS, cache_flags, resident_bytes
 from prometheus_client.parser import text_string_to_metric_families
 from servers import START_SECONDS, running
 
-from turnwise.processes.stack import free_port
+from turnwise.processes.ports import free_port
 from turnwise.store.database import Database
 
 HERE = Path(__file__).parent

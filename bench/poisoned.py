@@ -27,7 +27,8 @@ from servers import running
 from turnwise_fake_engine import Reply, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
 
-from turnwise.processes.stack import command, free_port
+from turnwise.processes.ports import free_port
+from turnwise.processes.stack import command
 from turnwise.types import Json
 
 NUM_AGENTS = 6

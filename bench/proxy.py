@@ -25,7 +25,8 @@ from pathlib import Path
 
 from servers import running
 
-from turnwise.processes.stack import command, free_port
+from turnwise.processes.ports import free_port
+from turnwise.processes.stack import command
 from turnwise.store.database import Database
 
 HERE = Path(__file__).parent

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.processes.engine_command import EngineSettings, build_command
-from turnwise.processes.stack import command, free_port
+from turnwise.processes.ports import free_port
+from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready
 from turnwise.store.database import Database
 

@@ -41,7 +41,8 @@ from trainer.claims.claims import Claims
 from trainer.claims.ledger import FinishedBatch
 from trainer.claims.pacing import Rewind, RunProgress
 from trainer.settings import TrainerSettings
-from turnwise.processes.stack import command, free_port
+from turnwise.processes.ports import free_port
+from turnwise.processes.stack import command
 from turnwise.store import serving
 from turnwise.store.arms import held_out_arms
 from turnwise.store.database import Database

@@ -16,7 +16,7 @@ from pydantic import Field
 from examples.demos.driver import Demo, DemoSettings, demo_command
 from examples.demos.plain_agent import Split
 from turnwise.default_models import trail
-from turnwise.processes.printer import Say
+from turnwise.processes.terminal import Say
 from turnwise.types import Json
 
 

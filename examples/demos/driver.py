@@ -30,9 +30,9 @@ from turnwise.default_models import trail
 from turnwise.errors import RolloutFailed, TurnwiseError
 from turnwise.processes.limited import run_limited
 from turnwise.processes.ports import free_port
-from turnwise.processes.printer import Say
 from turnwise.processes.stack import ENGINE_START_SECONDS, command
 from turnwise.processes.supervisor import Child, Supervisor, tail_of
+from turnwise.processes.terminal import Say
 from turnwise.rewards import transcript
 from turnwise.rollouts.pacing import POLL_SECONDS, active_policy
 from turnwise.rollouts.report import is_failed

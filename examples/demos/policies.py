@@ -20,8 +20,8 @@ from examples.demos.report import RunReport, picture
 from examples.policies import tasks as preferences
 from examples.policies.tasks import PREFERENCES
 from turnwise.client import AsyncClient
-from turnwise.processes.printer import Say
 from turnwise.processes.supervisor import Supervisor
+from turnwise.processes.terminal import Say
 from turnwise.rollouts.pacing import POLL_SECONDS, active_policy
 from turnwise.rollouts.results import RunResult
 from turnwise.store import keys

@@ -20,8 +20,8 @@ from examples.demos.plain_agent import Split
 from examples.demos.report import Report, measure_forgetting
 from turnwise.client import AsyncClient
 from turnwise.default_models.pretrained import write_pretrained
-from turnwise.processes.printer import Say
 from turnwise.processes.supervisor import Supervisor
+from turnwise.processes.terminal import Say
 from turnwise.rollouts.pacing import active_policy
 from turnwise.types import Json, PolicyKind
 

@@ -20,7 +20,7 @@ from examples.demos.driver import main, terminal
 from examples.demos.plain_agent import load_module
 from examples.demos.real import RealDemo, RealDemoSettings
 from examples.demos.report import Report
-from turnwise.processes.printer import Say
+from turnwise.processes.terminal import Say
 from turnwise.types import Json
 
 

@@ -13,7 +13,7 @@ import yaml
 from support.documented_commands import PAGES, ROOT, Block, blocks
 
 from turnwise.commands.cli import main
-from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
+from turnwise.commands.flags import DESCRIPTIONS, settings_model
 from turnwise.exchange.plugins import COMMANDS, PACKAGE_OF
 from turnwise.settings import load_settings
 

@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 
-from turnwise.commands import location, preflight, running_stack
-from turnwise.commands.location import at_running_proxy
+from turnwise.commands import place as location
+from turnwise.commands import preflight, running_stack
+from turnwise.commands.place import at_running_proxy
 from turnwise.commands.preflight import check_database_model
 from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
 from turnwise.default_models import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
-from turnwise.processes.gpu_plan import GpuPlan, plan_gpus
 from turnwise.processes.ports import free_port
+from turnwise.processes.stack import GpuPlan, plan_gpus
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rollouts.settings import RunSettings
 

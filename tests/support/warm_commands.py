@@ -32,7 +32,7 @@ IMPORTED = (
     "proxy.main",
     CLI,
     "turnwise.commands.preflight",
-    "turnwise.commands.store",
+    "turnwise.commands.place",
     "turnwise.processes.ports",
     "alembic.command",
     "alembic.autogenerate",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 
+from turnwise.commands.flags import DESCRIPTIONS, settings_model
 from turnwise.commands.init import HEAD, settings_file
-from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
 from turnwise.settings import Settings, field_docs, load_settings
 
 REQUIRED = {"engine": {"model": "owner/name"}, "reward": {"source": "judge"}}

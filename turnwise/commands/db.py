@@ -1,16 +1,55 @@
-"""`turnwise db`: the tables, the password of a container deployment, and backups."""
+"""`turnwise db`: the tables, backups, and the secrets of a container deployment.
+
+A secret is a file that appears whole, under its final permissions, and only once: a restart changes no secret, and no
+process reads a half-written one.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 
 import click
 
-from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records
-from turnwise.commands.secrets_files import OWNER_MODE, make_database_password, write_secret
+from turnwise.commands.place import database_option, database_url, json_option
 from turnwise.errors import SettingsError
+from turnwise.files import write_once
+
+PASSWORD_FILE = "database-password"  # noqa: S105  a name
+"""Readable to its owner and group: the database's server reads it."""
+PASSFILE = "pgpass"
+"""The same password as libpq's clients read it; readable to its owner alone, or libpq ignores it."""
+SERVER_MODE, OWNER_MODE = 0o640, 0o600
+
+
+def make_database_password(directory: Path, *, host: str, port: int, database: str, user: str) -> bool:
+    """Write a random password for the server and for clients unless one is there; return whether it is new.
+
+    Raises:
+        SettingsError: the directory cannot be written.
+    """
+    password_file, passfile = directory / PASSWORD_FILE, directory / PASSFILE
+    is_new = not password_file.exists()
+    if is_new:
+        write_secret(password_file, secrets.token_hex(32), SERVER_MODE)
+    password = password_file.read_text(encoding="utf-8").strip()
+    if not passfile.exists():
+        write_secret(passfile, f"{host}:{port}:{database}:{user}:{password}\n", OWNER_MODE)
+    return is_new
+
+
+def write_secret(file: Path, text: str, mode: int) -> None:
+    """Write a secret's file with its permissions; leave an existing one as it is.
+
+    Raises:
+        SettingsError: the directory cannot be written.
+    """
+    try:
+        write_once(file, text, mode)
+    except OSError as error:
+        raise SettingsError(f"cannot write {str(file)!r}: {error.strerror}; name a writable directory") from error
 
 
 @click.group("db")
@@ -29,7 +68,7 @@ def db() -> None:
 @json_option
 def db_upgrade(database: str | None, admin_key_file: Path | None, *, as_json: bool) -> None:
     """Bring the tables to this release; safe to repeat, and to run from several machines at once."""
-    from turnwise.commands.store import opened
+    from turnwise.commands.place import opened
 
     url = database_url(database)
     with opened(url, make_ready=False) as store:
@@ -57,7 +96,7 @@ def db_make_password(directory: Path, host: str, port: int, name: str, user: str
 @json_option
 def db_backup(file: Path, database: str | None, *, as_json: bool) -> None:
     """Copy an SQLite database to a new file, consistently, while agents and trainer use it."""
-    from turnwise.commands.store import opened
+    from turnwise.commands.place import opened
 
     with opened(database_url(database), make_ready=False) as store:
         store.backup(file)
@@ -73,7 +112,7 @@ def db_copy(source: str, target: str, *, as_json: bool) -> None:
 
     Stop the proxies and the trainer first. A copy that was interrupted is repeated with the same command.
     """
-    from turnwise.commands.store import opened
+    from turnwise.commands.place import opened
     from turnwise.errors import SettingsError
     from turnwise.store.copying import copy_all
 
@@ -101,7 +140,7 @@ def _create_first_key(url: str, file: Path) -> str | None:
         InvalidRequest: the file has something else.
         SettingsError: the file cannot be read or written.
     """
-    from turnwise.commands.store import opened
+    from turnwise.commands.place import opened
     from turnwise.store import keys
 
     try:

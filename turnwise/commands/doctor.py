@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from turnwise.commands.location import (
+from turnwise.commands.place import (
     database_option,
     database_url,
     engine_client_options,

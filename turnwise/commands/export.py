@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
-from turnwise.commands.filters import filter_of, filter_options
-from turnwise.commands.location import database_option, database_url
-from turnwise.commands.remote import api_filters, proxy_options, remote, session_document, sessions_of
+from turnwise.commands.place import (
+    Place,
+    api_filters,
+    filter_of,
+    filter_options,
+    session_document,
+    sessions_of,
+    takes_place,
+)
 from turnwise.errors import InvalidRequest
 from turnwise.exchange import openai_chat, plugins, training_formats
 from turnwise.types import Credit, Json
@@ -57,16 +63,13 @@ LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Read the sessions of an archive that `turnwise archive` wrote, instead of the database's.",
 )
-@proxy_options
-@database_option
+@takes_place
 @click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
 def export(
-    database: str | None,
+    place: Place,
     output: Path | None,
     format_name: str,
     archive: Path | None,
-    url: str | None,
-    api_key: str | None,
     *,
     min_reward: float | None,
     as_json: bool,
@@ -78,11 +81,11 @@ def export(
         return
     path = None if output is None or str(output) == "-" else output
     lines = None if format_name in EXPERIENCE_FORMATS else _line_maker(format_name, min_reward)
-    with remote(None if archive else url, api_key, database) as client:
+    with contextlib.nullcontext() if archive else place.client() as client:
         if client is not None:
             count = _write_lines(_remote_lines(client, format_name, lines, min_reward, given), path)
         else:
-            count = _write_stored(database, archive, format_name, lines, path, given | {"min_reward": min_reward})
+            count = _write_stored(place, archive, format_name, lines, path, given | {"min_reward": min_reward})
     if as_json:
         click.echo(json.dumps({"format": format_name, "count": count}), err=True)
     elif path is not None:
@@ -109,7 +112,7 @@ def _remote_lines(
 
 
 def _write_stored(
-    database: str | None,
+    place: Place,
     archive: Path | None,
     format_name: str,
     lines: LineMaker | None,
@@ -117,7 +120,7 @@ def _write_stored(
     given: dict[str, Any],
 ) -> int:
     wanted = filter_of(given)
-    with _opened_source(database_url(database), archive) as store, store.read() as conn:
+    with place.store() if archive is None else _opened_archive(archive) as store, store.read() as conn:
         if lines is None:
             return _write_experiences(conn, wanted, format_name, output, **given)
         found = lines(_sessions(conn, wanted))
@@ -203,12 +206,6 @@ def _experience_line(experience: Experience) -> Json:
     shown = experience_json(experience)
     own = {"tenant": experience.tenant, "routed_experts": experience.routed_experts}
     return {name: as_json(value) for name, value in (shown | own).items()}
-
-
-def _opened_source(url: str, archive: Path | None) -> contextlib.AbstractContextManager[Database]:
-    from turnwise.commands.store import opened
-
-    return opened(url) if archive is None else _opened_archive(archive)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """A command whose flags are the fields of a settings model.
 
-A flag is not written twice: its name is the setting's, its help the setting's docstring, and its default is left to the
-model, so that file and environment come between. The model is loaded when the command runs, which keeps
-`turnwise --help` quick and free of optional packages.
+A flag is not written twice: its name is the name of the setting, its help the docstring of the setting, and its default
+is left to the model, so that file and environment come between. A model is imported when its command runs, which keeps
+`turnwise --help` quick, and the SDK alone needs no package of an extra.
 """
 
 from __future__ import annotations
@@ -20,8 +20,52 @@ from typing import Any
 import click
 from pydantic.fields import FieldInfo
 
-from turnwise.commands.settings_models import settings_model
 from turnwise.settings import Settings, describe, field_docs, load_settings
+
+DESCRIPTIONS = {
+    "up": "`turnwise up`: the whole stack on this machine. It sets model, addresses, database of the other sections.",
+    "proxy": "`turnwise proxy`: the API for agents, sessions, rewards and policies.",
+    "trainer": "`turnwise train`: claims experiences, updates, publishes.",
+    "engine": "`turnwise engine`: vLLM with the right flags.",
+    "run": "`turnwise run`: any agent as rollouts.",
+    "reward": "`turnwise reward`: rewards from a separate process.",
+}
+"""What each section is for."""
+
+
+def settings_model(section: str) -> type[Settings]:
+    """Return the settings model of a section.
+
+    Raises:
+        ModuleNotFoundError: the extra with the process is not installed.
+    """
+    match section:
+        case "up":
+            from turnwise.processes.stack import UpSettings
+
+            return UpSettings
+        case "proxy":
+            from proxy.settings import ProxySettings
+
+            return ProxySettings
+        case "trainer":
+            from trainer.settings import TrainerSettings
+
+            return TrainerSettings
+        case "engine":
+            from turnwise.processes.engine_command import EngineSettings
+
+            return EngineSettings
+        case "run":
+            from turnwise.rollouts.settings import RunSettings
+
+            return RunSettings
+        case "reward":
+            from turnwise.rewards.settings import RewardSettings
+
+            return RewardSettings
+    raise ValueError(f"no section {section!r}")
+
 
 _NOT_SETTINGS = ("config", "dry_run", "as_json")
 

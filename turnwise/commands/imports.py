@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.location import database_option, database_url
+from turnwise.commands.place import database_option, database_url
 from turnwise.errors import NotFound, SettingsError
 from turnwise.exchange import plugins
 from turnwise.types import DEFAULT_POLICY_NAME, Json, Split
@@ -140,7 +140,7 @@ def _import(
         NotFound: the tenant has no such policy.
         EngineUnsuitable: the engine tokenises differently.
     """
-    from turnwise.commands.store import opened
+    from turnwise.commands.place import opened
     from turnwise.exchange.imports import writer as imports
     from turnwise.store import policies
 

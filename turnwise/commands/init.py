@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
+from turnwise.commands.flags import DESCRIPTIONS, settings_model
 from turnwise.errors import SettingsError
 from turnwise.settings import DEFAULT_FILE, Settings, field_docs, toml_value
 

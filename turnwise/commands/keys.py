@@ -7,9 +7,8 @@ import datetime as dt
 import click
 
 from turnwise.client.wire import given
-from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
-from turnwise.commands.remote import proxy_options, refuse_tenant, remote
+from turnwise.commands.place import Place, json_option, refuse_tenant, takes_place
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
 
 KEY_COLUMNS = (
@@ -34,8 +33,7 @@ def keys() -> None:
 @click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Days that it is accepted for.")
 @click.option("--token-budget", type=click.IntRange(min=1), help="Prompt and sampled tokens that its calls may use.")
 @click.option("--policy", default=DEFAULT_POLICY_NAME, show_default=True, help="Policy that its calls sample with.")
-@database_option
-@proxy_options
+@takes_place
 @json_option
 def keys_create(
     role: str,
@@ -44,14 +42,12 @@ def keys_create(
     expires_days: float | None,
     token_budget: int | None,
     policy: str,
-    database: str | None,
-    url: str | None,
-    api_key: str | None,
+    place: Place,
     *,
     as_json: bool,
 ) -> None:
     """Create a key. It is printed once and stored as a hash."""
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
             lifetime = None if expires_days is None else max(1, round(SECONDS_A_DAY * expires_days))
@@ -59,11 +55,10 @@ def keys_create(
             created = client.create_key(role=role, name=name, policy=policy, **limits)
             print_records({field: created[field] for field in CREATED}, as_json=as_json)
             return
-    from turnwise.commands.store import opened
     from turnwise.store.keys import KeyRole, create_key
 
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
-    with opened(database_url(database)) as store, store.write() as conn:
+    with place.store() as store, store.write() as conn:
         key_id, key = create_key(
             conn,
             tenant or "default",
@@ -79,44 +74,39 @@ def keys_create(
 
 @keys.command("list")
 @click.option("--tenant", help="Only this tenant's.")
-@database_option
-@proxy_options
+@takes_place
 @json_option
-def keys_list(tenant: str | None, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+def keys_list(tenant: str | None, place: Place, *, as_json: bool) -> None:
     """List the keys, revoked ones included."""
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
             print_stored(client.keys(), "keys", client.base_url, as_json=as_json, columns=KEY_COLUMNS)
             return
-    from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store.keys import list_keys, used_by_key
 
-    place = database_url(database)
-    with opened(place) as store, store.read() as conn:
+    with place.store() as store, store.read() as conn:
         used = used_by_key(conn, tenant)
         found = [{**values_of(key), "tokens_used": used.get(key.key_id, 0)} for key in list_keys(conn, tenant)]
-    print_stored(found, "keys", place, as_json=as_json, columns=KEY_COLUMNS)
+    print_stored(found, "keys", place.database_url, as_json=as_json, columns=KEY_COLUMNS)
 
 
 @keys.command("revoke")
 @click.argument("key_id")
-@database_option
-@proxy_options
+@takes_place
 @json_option
-def keys_revoke(key_id: str, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+def keys_revoke(key_id: str, place: Place, *, as_json: bool) -> None:
     """Revoke a key: it is refused from now on."""
-    with remote(url, api_key, database) as client:
-        revoked = _revoke(database, key_id) if client is None else client.revoke_key(key_id)
+    with place.client() as client:
+        revoked = _revoke(place, key_id) if client is None else client.revoke_key(key_id)
     print_records(revoked, as_json=as_json, columns=("key_id", "tenant", "role", "name", "revoked_at"))
 
 
-def _revoke(database: str | None, key_id: str) -> Json:
-    from turnwise.commands.store import opened
+def _revoke(place: Place, key_id: str) -> Json:
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store.keys import revoke_key
 
-    with opened(database_url(database)) as store, store.write() as conn:
+    with place.store() as store, store.write() as conn:
         revoked: Json = values_of(revoke_key(conn, key_id))
     return revoked

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 import click
 
 from turnwise.client import Client
-from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
-from turnwise.commands.remote import proxy_options, refuse_tenant, remote
+from turnwise.commands.place import (
+    Place,
+    database_option,
+    database_url,
+    json_option,
+    opened,
+    refuse_tenant,
+    takes_place,
+)
 from turnwise.errors import NotFound, SettingsError
 from turnwise.types import DEFAULT_POLICY_NAME, Json, PolicyKind
 from turnwise.version_directory import num_bytes_on_disk, on_disk
@@ -36,29 +43,24 @@ _SHOWN = ("reward_mean", "seconds")
 
 @click.group("policies", invoke_without_command=True)
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@proxy_options
-@database_option
+@takes_place
 @json_option
 @click.pass_context
-def policies(
-    context: click.Context, limit: int, database: str | None, url: str | None, api_key: str | None, *, as_json: bool
-) -> None:
+def policies(context: click.Context, limit: int, place: Place, *, as_json: bool) -> None:
     """List the versions of all policies, newest first; `activate` and `follow` choose the served one."""
     if context.invoked_subcommand is not None:
         return
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is not None:
             newest = itertools.islice(client.policies(), limit)
             found = [_with_lift(_with_metrics(each, "reward_mean")) for each in newest]
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
-    from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import serving, versions
     from turnwise.store.policies import list_policies
 
-    place = database_url(database)
-    with opened(place) as store, store.read() as conn:
+    with place.store() as store, store.read() as conn:
         named = {policy.policy_id: policy for policy in list_policies(conn)}
         pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [
@@ -71,28 +73,26 @@ def policies(
             }
             for policy in versions.list_versions(conn, limit=limit, policy_ids=named)[0]
         ]
-    print_stored(listed, "policy versions", place, as_json=as_json, columns=("tenant", *_COLUMNS))
+    print_stored(listed, "policy versions", place.database_url, as_json=as_json, columns=("tenant", *_COLUMNS))
 
 
 @policies.command("list")
-@proxy_options
-@database_option
+@takes_place
 @json_option
-def list_named(database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+def list_named(place: Place, *, as_json: bool) -> None:
     """List the policies, also those without a version: served version, sessions, what was trained, bytes on disk."""
-    with remote(url, api_key, database) as client:
-        listed = _summaries(database) if client is None else client.policy_summaries()
+    with place.client() as client:
+        listed = _summaries(place) if client is None else client.policy_summaries()
     rows = [{**each, **each["summary"]} for each in listed]
     print_records(listed if as_json else rows, as_json=as_json, columns=_POLICY_COLUMNS)
 
 
-def _summaries(database: str | None) -> list[Json]:
-    from turnwise.commands.store import opened
+def _summaries(place: Place) -> list[Json]:
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import versions
     from turnwise.store.policies import list_policies, summarise_policies
 
-    with opened(database_url(database)) as store:
+    with place.store() as store:
         with store.read() as conn:
             named = list_policies(conn)
             held = summarise_policies(conn)
@@ -112,7 +112,6 @@ def _summaries(database: str | None) -> list[Json]:
 @database_option
 def export(policy: str, directory: Path, tenant: str | None, database: str | None, *, is_merged: bool) -> None:
     """Copy the served or the named version of a policy to a new directory: an adapter that PEFT and vLLM load."""
-    from turnwise.commands.store import opened
     from turnwise.store.policies import find_version
 
     with opened(database_url(database)) as store, store.read() as conn:
@@ -145,31 +144,28 @@ def export(policy: str, directory: Path, tenant: str | None, database: str | Non
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Start from this adapter instead: a directory that PEFT wrote.",
 )
-@proxy_options
-@database_option
+@takes_place
 @json_option
 def create(
     name: str,
     tenant: str | None,
     base: str,
     adapter: Path | None,
-    database: str | None,
-    url: str | None,
-    api_key: str | None,
+    place: Place,
     *,
     as_json: bool,
 ) -> None:
     """Create a policy, an adapter of its own; `turnwise keys create --policy NAME` makes a key for it."""
     if adapter is not None and base != DEFAULT_POLICY_NAME:
         raise click.UsageError("give either --base or --adapter")
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
             start = {"base": base} if adapter is None else {"path": str(adapter.resolve()), "base": base}
             is_new = all(each["name"] != name for each in client.policy_summaries())
             created = client.create_policy(name, **start)
         else:
-            created, is_new = _create(database, tenant or "default", name, base, adapter)
+            created, is_new = _create(place, tenant or "default", name, base, adapter)
     if as_json:
         print_records(created, as_json=True)
         return
@@ -180,13 +176,12 @@ def create(
     )
 
 
-def _create(database: str | None, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
+def _create(place: Place, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
     """Create a policy in a database; return it, and whether it is new."""
-    from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store.policies import create_policy
 
-    with opened(database_url(database)) as store:
+    with place.store() as store:
         if adapter is not None:
             _check_adapter(store, adapter)
         with store.write() as conn:
@@ -213,61 +208,54 @@ def _check_adapter(store: Database, adapter: Path) -> None:
 @policies.command("archive")
 @click.argument("name")
 @click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
-@proxy_options
-@database_option
-def archive(name: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None) -> None:
+@takes_place
+def archive(name: str, tenant: str | None, place: Place) -> None:
     """Take a policy out of use: its calls get 409, it is not trained, and engines unload its adapters."""
-    _archive(name, tenant, database, url, api_key, is_archived=True)
+    _archive(name, tenant, place, is_archived=True)
     click.echo(f"Policy {name} is archived. Its versions stay: turnwise policies unarchive {name}")
 
 
 @policies.command("unarchive")
 @click.argument("name")
 @click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
-@proxy_options
-@database_option
-def unarchive(name: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None) -> None:
+@takes_place
+def unarchive(name: str, tenant: str | None, place: Place) -> None:
     """Take an archived policy into use again."""
-    _archive(name, tenant, database, url, api_key, is_archived=False)
+    _archive(name, tenant, place, is_archived=False)
     click.echo(f"Policy {name} is in use again.")
 
 
-def _archive(
-    name: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None, *, is_archived: bool
-) -> None:
-    with remote(url, api_key, database) as client:
+def _archive(name: str, tenant: str | None, place: Place, *, is_archived: bool) -> None:
+    with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
             client.archive_policy(name, archived=is_archived)
             return
-    from turnwise.commands.store import opened
     from turnwise.store.policies import archive_policy
 
-    with opened(database_url(database)) as store, store.write() as conn:
+    with place.store() as store, store.write() as conn:
         archive_policy(conn, tenant or "default", name, is_archived=is_archived)
 
 
 @policies.command("activate")
 @click.argument("version", type=click.IntRange(min=0))
-@proxy_options
-@database_option
+@takes_place
 @json_option
-def activate(version: int, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+def activate(version: int, place: Place, *, as_json: bool) -> None:
     """Serve this version and stay on it (pin it) until `turnwise policies follow`."""
-    with remote(url, api_key, database) as client:
-        pinned = _pin(database, version) if client is None else client.activate(version)
+    with place.client() as client:
+        pinned = _pin(place, version) if client is None else client.activate(version)
     if as_json:
         print_records(pinned, as_json=True)
         return
     click.echo(f"Version {version} is pinned: the proxy loads it now and keeps it, whatever is published later.")
 
 
-def _pin(database: str | None, version: int) -> Json:
-    from turnwise.commands.store import opened
+def _pin(place: Place, version: int) -> Json:
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import serving, versions
 
-    with opened(database_url(database)) as store:
+    with place.store() as store:
         with store.read() as conn:
             policy = versions.get_version(conn, version)
         serving.check_files_exist(store, policy)
@@ -279,19 +267,16 @@ def _pin(database: str | None, version: int) -> Json:
 @policies.command("follow")
 @click.option("--policy", default=DEFAULT_POLICY_NAME, show_default=True, help="The policy.")
 @click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
-@proxy_options
-@database_option
+@takes_place
 @json_option
-def follow(
-    policy: str, tenant: str | None, database: str | None, url: str | None, api_key: str | None, *, as_json: bool
-) -> None:
+def follow(policy: str, tenant: str | None, place: Place, *, as_json: bool) -> None:
     """Serve the newest version of a policy again, and each later one."""
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
             version = _unpin_at(client, policy)
         else:
-            version = _unpin(database, tenant or "default", policy)
+            version = _unpin(place, tenant or "default", policy)
     if as_json:
         print_records({"version": version}, as_json=True)
         return
@@ -300,13 +285,12 @@ def follow(
     )
 
 
-def _unpin(database: str | None, tenant: str, policy: str) -> int | None:
+def _unpin(place: Place, tenant: str, policy: str) -> int | None:
     """Serve a policy's newest version; return it, None before the first."""
-    from turnwise.commands.store import opened
     from turnwise.store import serving
     from turnwise.store.policies import find_policy
 
-    with opened(database_url(database)) as store, store.write() as conn:
+    with place.store() as store, store.write() as conn:
         policy_id = find_policy(conn, tenant, policy).policy_id
         serving.pin_policy(conn, None, policy_id=policy_id)
         newest = serving.serving_state(conn, policy_id).newest
@@ -339,24 +323,21 @@ def merge(directory: Path, destination: Path, model: str | None, repository: str
 
 @click.command("updates")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@proxy_options
-@database_option
+@takes_place
 @json_option
-def updates(limit: int, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+def updates(limit: int, place: Place, *, as_json: bool) -> None:
     """List what was trained: each update with its version, its groups and its mean reward, newest first."""
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is not None:
             found = [_with_metrics(each, *_SHOWN) for each in itertools.islice(client.updates(), limit)]
             print_stored(found, "updates", client.base_url, as_json=as_json, columns=_UPDATE_COLUMNS)
             return
-    from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store.updates import list_updates
 
-    place = database_url(database)
-    with opened(place) as store, store.read() as conn:
+    with place.store() as store, store.read() as conn:
         listed = [_with_metrics(values_of(each), *_SHOWN) for each in list_updates(conn, limit=limit)[0]]
-    print_stored(listed, "updates", place, as_json=as_json, columns=_UPDATE_COLUMNS)
+    print_stored(listed, "updates", place.database_url, as_json=as_json, columns=_UPDATE_COLUMNS)
 
 
 def _with_metrics(record: Json, *names: str) -> Json:

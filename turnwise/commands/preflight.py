@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnwise.commands.store import has_keys, opened
+from turnwise.commands.place import opened
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.ports import check_port_is_free, free_port
 from turnwise.processes.stack import TrainerNeeds
 from turnwise.settings import load_settings
+from turnwise.store import keys
 from turnwise.store.versions import adopt_base
 from turnwise.types import PolicyKind
 from turnwise.version_directory import base_version
@@ -20,8 +21,7 @@ from turnwise.version_directory import base_version
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
     from trainer.settings import TrainerSettings
-    from turnwise.processes.gpu_plan import GpuPlan
-    from turnwise.processes.stack import UpSettings
+    from turnwise.processes.stack import GpuPlan, UpSettings
 
 HUB_SECONDS = 10.0
 """Time limit of the question whether a model's id exists."""
@@ -166,7 +166,11 @@ def check_keys(database: str, host: str) -> None:
     Raises:
         SettingsError: there is no key, and the address is not loopback.
     """
-    if not engine_command.is_loopback(host) and not has_keys(database):
+    if engine_command.is_loopback(host):
+        return
+    with opened(database) as store, store.read() as conn:
+        has_keys = keys.any_keys(conn)
+    if not has_keys:
         raise SettingsError(
             f"without API keys the proxy serves loopback only, not {host!r}; make a key with `turnwise keys create`"
         )

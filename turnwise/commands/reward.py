@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from turnwise.commands.flags import SettingsCommand
-from turnwise.commands.location import at_running_proxy
+from turnwise.commands.place import at_running_proxy
 
 if TYPE_CHECKING:
     from turnwise.rewards.posting import Poster

@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.filters import filter_of, filter_options
-from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
-from turnwise.commands.remote import api_filters, proxy_options, remote, sessions_of
+from turnwise.commands.place import (
+    Place,
+    api_filters,
+    database_option,
+    database_url,
+    filter_of,
+    filter_options,
+    json_option,
+    opened,
+    sessions_of,
+    takes_place,
+)
 from turnwise.errors import NotFound, SettingsError
 from turnwise.types import Json, utc_now
 
@@ -40,29 +49,24 @@ COLUMNS = (
 @click.command("sessions")
 @filter_options
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@proxy_options
-@database_option
+@takes_place
 @json_option
-def sessions(
-    database: str | None, url: str | None, api_key: str | None, limit: int, *, as_json: bool, **chosen: Any
-) -> None:
+def sessions(place: Place, limit: int, *, as_json: bool, **chosen: Any) -> None:
     """List the newest sessions."""
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is not None:
             at_proxy = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
             _print_sessions(at_proxy, limit, client.base_url, as_json=as_json)
             return
-    from turnwise.commands.store import opened
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies
     from turnwise.store.sessions import list_sessions
 
-    place = database_url(database)
-    with opened(place) as store, store.read() as conn:
+    with place.store() as store, store.read() as conn:
         names = policies.names_of_policies(conn)
         listed = list_sessions(conn, filter_of(chosen), limit=limit)[0]
         found = [values_of(session) | {"policy": names[session.policy_id]} for session in listed]
-    _print_sessions(found, limit, place, as_json=as_json)
+    _print_sessions(found, limit, place.database_url, as_json=as_json)
 
 
 def _print_sessions(found: list[Json], limit: int, place: str, *, as_json: bool) -> None:
@@ -79,7 +83,6 @@ def _print_sessions(found: list[Json], limit: int, place: str, *, as_json: bool)
 @json_option
 def prune(older_than_days: float, database: str | None, *, as_json: bool) -> None:
     """Delete sessions that are over for so long, with their turns and rewards; what waits for training stays."""
-    from turnwise.commands.store import opened
     from turnwise.store import retention
 
     before = utc_now() - dt.timedelta(days=older_than_days)
@@ -104,7 +107,6 @@ def forget(
     """
     if session_id is not None and user_id is not None:
         raise click.UsageError("give either --session-id or --user-id")
-    from turnwise.commands.store import opened
     from turnwise.store import retention
     from turnwise.store.selection import SessionFilter
 
@@ -175,7 +177,6 @@ def archive(
     """Move sessions that are over for so long to Parquet files in DIRECTORY; what waits for training stays."""
     if restore == (older_than_days is not None):
         raise click.UsageError("give either --older-than-days or --restore")
-    from turnwise.commands.store import opened
     from turnwise.exchange import archive as archives
 
     with opened(database_url(database)) as store:

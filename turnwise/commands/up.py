@@ -27,9 +27,9 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
     """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
     from turnwise.commands.preflight import check_database_model, check_up, load_proxy
     from turnwise.processes.limited import call_in_child
-    from turnwise.processes.printer import print_last_line
     from turnwise.processes.stack import Stack
     from turnwise.processes.supervisor import Supervisor
+    from turnwise.processes.terminal import print_last_line
 
     running_stack.check_none_runs()
     config = config if config is not None and has_sections(config) else None

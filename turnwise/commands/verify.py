@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.filters import filter_of, filter_options
-from turnwise.commands.location import database_option, database_url, engine_client_options, json_option
-from turnwise.commands.remote import api_filters, proxy_options, remote, sessions_of
+from turnwise.commands.place import (
+    Place,
+    api_filters,
+    engine_client_options,
+    filter_of,
+    filter_options,
+    json_option,
+    opened,
+    sessions_of,
+    takes_place,
+)
 from turnwise.types import Json
 
 if TYPE_CHECKING:
@@ -42,13 +50,10 @@ BAR_CHARACTERS = 30
     show_default=True,
     help="Also recompute turns of versions this far from the engine's; needs a larger --tolerance.",
 )
-@proxy_options
-@database_option
+@takes_place
 @json_option
 def verify(
-    database: str | None,
-    url: str | None,
-    api_key: str | None,
+    place: Place,
     *,
     engine: str | None,
     is_forward: bool,
@@ -72,13 +77,11 @@ def verify(
 
     rule: Json = {"tolerance": tolerance, "version_distance": version_distance}
     drawn: Json = {"share": share, "seed": seed, "progress": show_progress}
-    with remote(url, api_key, database) as client:
+    with place.client() as client:
         if client is None:
             if is_served:
                 raise click.UsageError("--served needs --url; with the database give --engine")
-            report = _verify_database(
-                database_url(database), filter_of(given), engine, rule, drawn, is_forward=is_forward
-            )
+            report = _verify_database(place.database_url, filter_of(given), engine, rule, drawn, is_forward=is_forward)
         else:
             if engine is not None or is_forward:
                 raise click.UsageError("--engine and --forward need the database; over HTTP give --served")
@@ -91,7 +94,6 @@ def verify(
 def _verify_database(
     url: str, wanted: SessionFilter, engine: str | None, rule: Json, drawn: Json, *, is_forward: bool
 ) -> Report:
-    from turnwise.commands.store import opened
     from turnwise.verify import store as checks
     from turnwise.verify.logprobs import LogprobChecker
 

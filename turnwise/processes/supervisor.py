@@ -27,8 +27,7 @@ from typing import BinaryIO, Self
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import guard, ports
-from turnwise.processes.log_follower import LogFollower
-from turnwise.processes.printer import Printer, Say
+from turnwise.processes.terminal import LogFollower, Printer, Say
 from turnwise.settings import child_environment
 
 _TICK_SECONDS = 0.05

@@ -1,10 +1,14 @@
-"""Prints lines for a process that must go on and end while nobody reads its output."""
+"""What a terminal shows of processes: the matching lines of their logs, printed although nobody may read them.
+
+A process must go on and end while its output is not read, so a thread of its own prints.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import queue
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -53,3 +57,39 @@ def print_last_line(say: Say, name: str, text: str) -> None:
     if not printer.close():
         # A thread that waits for the reader holds the lock of standard output, which Python flushes at the end.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  open until the end of the process
+
+
+LOG_LINE = r"^\S+ \S+ (?:(?:WARNING|ERROR) [\w.]+|INFO (?:{loggers})): (?P<text>.*)$"
+"""A line of our processes' logs: warnings and errors of every logger, and all lines of some."""
+
+
+def lines_of(*loggers: str) -> re.Pattern[str]:
+    return re.compile(LOG_LINE.format(loggers="|".join(map(re.escape, loggers)) or "(?!)"))
+
+
+class LogFollower:
+    """Reads a growing file; a line counts once it has its end."""
+
+    def __init__(self, path: Path, pattern: re.Pattern[str]) -> None:
+        self._path = path
+        self._pattern = pattern
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def new_lines(self) -> list[str]:
+        """Return the texts of matching lines that were written since the last call.
+
+        A file that has become shorter was emptied, for example by logrotate, and is read from its start; one that was
+        deleted has no lines.
+        """
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._position:
+                    self._position = 0
+                file.seek(self._position)
+                read = file.read()
+        except FileNotFoundError:
+            return []
+        complete = read[: read.rfind(b"\n") + 1]
+        self._position += len(complete)
+        found = (self._pattern.match(line) for line in complete.decode(errors="replace").splitlines())
+        return [match["text"] for match in found if match]
