@@ -33,6 +33,8 @@ from turnwise.types import PolicyVersion, Reward, Role, Split, utc_now
 
 PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
+NOW = RunProgress(num_batches=1)
+"""A run that is not at its first batch, which waits shorter."""
 
 
 def source_for(database: Database, **changes) -> Claims:
@@ -55,7 +57,7 @@ def play_incomplete_group(database: Database) -> None:
 
 def test_a_stalled_group_is_trained_on_its_finished_sessions(database):
     play_incomplete_group(database)
-    batch = source_for(database, stalled_policy="train").next(RunProgress(num_batches=1))
+    batch = source_for(database, stalled_policy="train").next(NOW)
     assert [group.group_id for group in batch.claim.groups] == ["g"]
     assert [experience.session_id for experience in batch.experiences] == ["finished"]
 
@@ -67,7 +69,7 @@ def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(databas
         add_session(database, session_id, group_id="g", group_size=2)
     finish(database, "finished")
     source = source_for(database, stalled_seconds=3600.0, **rule)
-    assert source._look(RunProgress(num_batches=1)).num_ready == 0
+    assert source._look(NOW).num_ready == 0
     with database.read() as connection:
         said = groups.describe_training(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 not ended." in said
@@ -77,9 +79,9 @@ def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(databas
         said = groups.describe_training(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 ended without a reward (`unrewarded_seconds`)." in said
     if rule.get("unrewarded_seconds") == 0.0:
-        wait_until(lambda: source._look(RunProgress(num_batches=1)).num_ready == 1, "the group is ready")
+        wait_until(lambda: source._look(NOW).num_ready == 1, "the group is ready")
     else:
-        assert source._look(RunProgress(num_batches=1)).num_ready == 0
+        assert source._look(NOW).num_ready == 0
 
 
 def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
@@ -87,7 +89,7 @@ def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
     source = source_for(database, stalled_policy="drop")
 
     def is_dropped() -> bool:
-        assert source._look(RunProgress(num_batches=1)).num_ready == 0
+        assert source._look(NOW).num_ready == 0
         return groups_by_status(database) == {"dropped": 1}
 
     wait_until(is_dropped, "the group is dropped")
@@ -96,13 +98,13 @@ def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
 @pytest.mark.parametrize("rule", [{"stalled_seconds": None}, {"stalled_seconds": 3600.0}])
 def test_the_trainer_waits_for_an_incomplete_group_by_default_and_until_it_is_stalled(database, rule):
     play_incomplete_group(database)
-    assert source_for(database, **rule)._look(RunProgress(num_batches=1)).num_ready == 0
+    assert source_for(database, **rule)._look(NOW).num_ready == 0
     assert groups_by_status(database) == {"open": 1}
     for session_id in ("unfinished", "third"):
         if session_id == "third":
             add_session(database, session_id, group_id="g", group_size=3)
         finish(database, session_id)
-    assert source_for(database, **rule)._look(RunProgress(num_batches=1)).num_ready == 1
+    assert source_for(database, **rule)._look(NOW).num_ready == 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_the_batch_holds_the_chains_of_the_trained_roles(database, rule, trained
             name = f"s-t{number}"
             append_turns(connection, [dataclasses.replace(turn, turn_id=name, chain_id=name)])
     finish(database)
-    batch = source_for(database, **rule).next(RunProgress(num_batches=1))
+    batch = source_for(database, **rule).next(NOW)
     assert sorted(list(experience.turn_ids) for experience in batch.experiences) == trained
     assert {tuple(experience.turn_rewards) for experience in batch.experiences} == {(1.0,)}
 
@@ -130,7 +132,7 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_separately(database)
         for run, reward in enumerate(rewards):
             add_session(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2)
             finish(database, f"kim-{run}", reward, tenant)
-    batch = source_for(database, groups_per_batch=2).next(RunProgress(num_batches=1))
+    batch = source_for(database, groups_per_batch=2).next(NOW)
     keys = [group.key for group in batch.claim.groups]
     chosen = select(batch.experiences, keys, algorithm("dr_grpo"), SelectionRule())
     advantages = {
@@ -153,7 +155,7 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
     finish(ledger, "s")
     impatient = Database(f"sqlite:///{tmp_path}/ledger.db", lock_timeout_seconds=0.05)
     source = source_for(impatient)
-    batch = source.next(RunProgress(num_batches=1))
+    batch = source.next(NOW)
     update = update_record(1)
     acking = threading.Thread(target=source.ack, args=([FinishedBatch(batch=batch, update=update)],))
     with ledger.write():
@@ -197,7 +199,7 @@ def test_the_reason_of_the_trainers_wait_is_stored(database):
     add_session(database, "s")
     finish(database, "s")
     source = source_for(database, groups_per_batch=4, wait_seconds=60.0)
-    waiting = threading.Thread(target=source.next, args=(RunProgress(num_batches=1),))
+    waiting = threading.Thread(target=source.next, args=(NOW,))
     waiting.start()
     try:
         wait_until(lambda: statuses(database), "the trainer has reported")
@@ -215,12 +217,12 @@ def test_a_refilled_batch_is_reported_as_trained_again(database):
         add_session(database, session_id)
         finish(database, session_id)
     source = source_for(database, groups_per_batch=1)
-    batch = source.next(RunProgress(num_batches=1))
+    batch = source.next(NOW)
     assert statuses(database)[0].text == "training on 1 single sessions"
     until = time.monotonic() + PATIENCE_SECONDS
-    batch = source.refill(batch, 1, RunProgress(num_batches=1), until)
+    batch = source.refill(batch, 1, NOW, until)
     assert statuses(database)[0].text == "training on 2 single sessions"
-    assert source.refill(batch, 1, RunProgress(num_batches=1), time.monotonic() + 0.01) is None
+    assert source.refill(batch, 1, NOW, time.monotonic() + 0.01) is None
     assert statuses(database)[0].text == "training on 2 single sessions"
     source.close()
 
@@ -232,7 +234,7 @@ def test_sessions_that_only_have_to_end_are_in_the_reason_of_the_wait(database):
             add_rewards(conn, [Reward(session_id=session_id, value=1)])
     add_session(database, "without a reward")
     source = source_for(database)
-    assert source.next(RunProgress(num_batches=1), seconds=0) is None
+    assert source.next(NOW, seconds=0) is None
     assert "; 2 open sessions have a reward: a session counts once it is over" in statuses(database)[0].text
     source.close()
 
@@ -254,7 +256,7 @@ def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_o
     finish(database, "s")
     source = source_for(database, groups_per_batch=1)
     found: list[object] = []
-    waiting = threading.Thread(target=lambda: found.append(source.next(RunProgress(num_batches=1))))
+    waiting = threading.Thread(target=lambda: found.append(source.next(NOW)))
     waiting.start()
     try:
         wait_until(lambda: statuses(database), "the trainer has reported")

@@ -69,7 +69,7 @@ def test_a_trainer_that_is_started_twice_ends_with_a_sentence_and_leaves_the_fir
     settings = settings_for(tmp_path, model, total_batches=1)
     first = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = first.setup(0)
-    claimed = first.claims.next(state)
+    claimed = first.claims.next(state.progress)
     second = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     with pytest.raises(SettingsError, match="another trainer uses policies_dir"):
         second.setup(0)

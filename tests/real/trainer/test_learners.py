@@ -139,48 +139,40 @@ def test_schedules_give_the_numbers_worked_by_hand(schedule, expected):
     assert rates == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_schedule_that_ends_needs_an_end():
-    settings = TrainerSettings(model="m", schedule="cosine")
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(SettingsError, match="total_batches"):
-        make_scheduler(optimizer, settings)
-
-
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("num_parameters", "given", "rate"),
     [
-        ({}, {"learning_rate": 1e-6}),
-        ({"kind": "lora"}, {"learning_rate": 1e-5}),
-        ({"kind": "lora", "learning_rate": 3e-5}, {"learning_rate": 3e-5}),
+        (29_999_999, {}, 3e-4),
+        (30_000_000, {}, 1e-5),
+        (299_999_999, {"kind": "lora"}, 1e-4),
+        (300_000_000, {}, 1e-6),
+        (300_000_000, {"kind": "lora"}, 1e-5),
+        (300_000_000, {"kind": "lora", "learning_rate": 3e-5}, 3e-5),
+        (0, {}, 1e-6),
     ],
 )
-def test_defaults_follow_the_kind_unless_they_are_set(given, expected):
-    settings = TrainerSettings(**given)
-    assert {name: getattr(settings, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("num_parameters", "kind", "rate"),
-    [
-        (29_999_999, "full", 3e-4),
-        (30_000_000, "full", 1e-5),
-        (299_999_999, "lora", 1e-4),
-        (300_000_000, "full", 1e-6),
-        (300_000_000, "lora", 1e-5),
-    ],
-)
-def test_the_default_learning_rate_follows_the_size_of_the_model(tmp_path, monkeypatch, num_parameters, kind, rate):
+def test_the_default_learning_rate_follows_size_and_kind_of_the_model(
+    tmp_path, monkeypatch, num_parameters, given, rate
+):
     monkeypatch.setattr("trainer.settings.num_parameters", lambda _directory: num_parameters)
-    settings = TrainerSettings(model=str(tmp_path), kind=kind)
-    assert settings.learning_rate == pytest.approx(rate)
+    assert TrainerSettings(model=str(tmp_path), **given).learning_rate == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("changes", [{"optimizer_state": "host"}, {"weights_dtype": "bfloat16"}])
-def test_several_devices_exclude_the_memory_settings_of_one_process(changes):
-    with pytest.raises(SettingsError, match="multi_devices=true shards float32 weights and moments"):
-        run(TrainerSettings(model="m", multi_devices=True, **changes))
-
-
-def test_an_optimizer_of_a_missing_package_is_refused_at_the_start():
-    with pytest.raises(SettingsError, match="needs the package 'bitsandbytes', which is not installed"):
-        run(TrainerSettings(model="m", optimizer_state="8bit"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"multi_devices": True, "optimizer_state": "host"},
+            "multi_devices=true shards float32 weights and moments",
+        ),
+        (
+            {"multi_devices": True, "weights_dtype": "bfloat16"},
+            "multi_devices=true shards float32 weights and moments",
+        ),
+        ({"optimizer_state": "8bit"}, "needs the package 'bitsandbytes', which is not installed"),
+        ({"schedule": "cosine"}, "needs total_batches"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused_at_the_start(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        run(TrainerSettings(model="m", **changes))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support import trainer_ledger
 from support.killed_trainer import STAGES, dying
 from support.ledger_samples import groups_by_status
-from support.tiny_models import load_model, logprobs_of, make_model
+from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts, train
 from support.waiting import wait_until
 
@@ -281,14 +281,6 @@ def test_a_missing_trainer_state_is_refused_with_a_sentence(tmp_path, model, led
     (tmp_path / "policies" / "v000001.trainer" / "state.pt").unlink()
     with pytest.raises(BadCheckpoint, match="version 1 has no trainer state"):
         train(settings)
-
-
-def test_a_state_of_another_model_is_refused_with_a_sentence(tmp_path, model, ledger):
-    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
-    train(settings_for(tmp_path, model, total_batches=1))
-    wider = make_model(tmp_path / "wider", intermediate_size=64)
-    with pytest.raises(BadCheckpoint, match="does not fit this model and optimizer"):
-        train(settings_for(tmp_path, wider))
 
 
 def test_a_stop_between_two_states_writes_one_and_acknowledges_every_batch(tmp_path, model, ledger):

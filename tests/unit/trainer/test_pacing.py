@@ -18,6 +18,8 @@ from turnwise.store import claims, policies, rows, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 
+NOW = RunProgress(num_batches=1)
+"""A run that is not at its first batch, which waits shorter."""
 AT_7 = RunProgress(num_batches=1, recent_versions=tuple(range(8)))
 
 
@@ -208,14 +210,14 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
     values = {"groups_per_batch": 1, "singles_per_group": 1, "wait_seconds": 0.0}
     source = Claims(database, TrainerSettings(**values, **quota), policy=own)
     with ThreadPoolExecutor(1) as trainer:
-        batch = trainer.submit(source.next, RunProgress(num_batches=1))
+        batch = trainer.submit(source.next, NOW)
         try:
             wait_until(lambda: f"the policies of tenant 'default' {reason}" in caplog.text, "the wait is logged")
         finally:
             source.stop()
         assert batch.result(60) is None
     source = Claims(database, TrainerSettings(**values, **dict.fromkeys(quota, 101)), policy=own)
-    assert source.next(RunProgress(num_batches=1)) is not None
+    assert source.next(NOW) is not None
     source.close()
 
 
@@ -224,7 +226,7 @@ def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
     finish(database, "s")
     monkeypatch.setattr(pacing, "FIRST_WAIT_SECONDS", 0.0)
     patient = {"wait_seconds": 3600.0}
-    assert next_batch_within(source_for(database, **patient), RunProgress(num_batches=1)) is None
+    assert next_batch_within(source_for(database, **patient), NOW) is None
     assert next_batch_within(source_for(database, **patient), RunProgress(), 60.0) is not None
 
 
@@ -237,14 +239,14 @@ def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wai
     for number in range(5):
         add_session(database, f"s{number}")
         finish(database, f"s{number}")
-    assert next_batch_within(source_for(database, **late), RunProgress(num_batches=1)) is None
+    assert next_batch_within(source_for(database, **late), NOW) is None
     for number in (5, 6):
         add_session(database, f"s{number}")
         finish(database, f"s{number}")
-    assert next_batch_within(source_for(database, **patient, groups_per_batch=8), RunProgress(num_batches=1)) is None
+    assert next_batch_within(source_for(database, **patient, groups_per_batch=8), NOW) is None
     for rule, size in ((late, 7), (patient, 6)):
         source = source_for(database, **rule)
-        batch = next_batch_within(source, RunProgress(num_batches=1), 60.0)
+        batch = next_batch_within(source, NOW, 60.0)
         assert [group.group_id for group in batch.claim.groups] == [f"s{number}" for number in range(size)]
         source.close()
 
@@ -256,9 +258,7 @@ def test_single_sessions_that_are_ready_join_a_small_batch_of_groups(database):
         finish(database, name)
     add_session(database, "b", group_id="g", group_size=2)
     finish(database, "b")
-    batch = next_batch_within(
-        source_for(database, groups_per_batch=4, singles_per_group=8), RunProgress(num_batches=1), 60.0
-    )
+    batch = next_batch_within(source_for(database, groups_per_batch=4, singles_per_group=8), NOW, 60.0)
     assert sorted(group.group_id for group in batch.claim.groups) == ["g", "single"]
 
 

@@ -73,46 +73,29 @@ def test_tensorboard_keeps_optimizer_steps_apart_from_batches(tmp_path):
     }
 
 
-def test_a_restarted_trainer_continues_its_run_of_weights_and_biases(tmp_path, monkeypatch):
-    """The first start stores the run's id, the second one resumes the run of that id."""
-    starts = []
-
-    class Run:
-        id = "abc123"
-
-        def define_metric(self, *_names, **_options): ...
-
-    def init(**options):
-        starts.append((options["id"], options["resume"]))
-        return Run()
-
-    package = types.ModuleType("wandb")
-    package.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    package.init = init
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    for _ in range(2):
-        WeightsAndBiases("project", {}, tmp_path / "policies" / "wandb-run.txt")
-    assert starts == [(None, None), ("abc123", "allow")]
-
-
-def test_a_restarted_trainer_continues_its_run_of_trackio(tmp_path, monkeypatch):
-    """A stand-in of the package: the second start resumes the run of the first by its name."""
+@pytest.mark.parametrize(
+    ("name", "recorder", "of_run", "ids"),
+    [("wandb", WeightsAndBiases, "id", [None, "abc123"]), ("trackio", Trackio, "name", None)],
+)
+def test_a_restarted_trainer_continues_its_tracked_run(tmp_path, monkeypatch, name, recorder, of_run, ids):
+    """A stand-in of the package: the second start resumes the run of the first one, by the id or name in its file."""
     starts, lines = [], []
 
     def init(**options):
         starts.append(options)
-        return types.SimpleNamespace(log=lines.append, finish=lambda: None)
+        nothing = lambda *_, **__: None  # noqa: E731
+        return types.SimpleNamespace(id="abc123", log=lines.append, finish=nothing, define_metric=nothing)
 
-    package = types.ModuleType("trackio")
-    package.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    package = types.ModuleType(name)
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None)
     package.init = init
-    monkeypatch.setitem(sys.modules, "trackio", package)
+    monkeypatch.setitem(sys.modules, name, package)
     for _ in range(2):
-        recorder = Trackio("project", {"seed": 0}, tmp_path / "policies" / "trackio-run.txt")
-        record(recorder)
-        recorder.close()
-    assert starts[0] == starts[1]
-    assert (starts[0]["project"], starts[0]["config"], starts[0]["resume"]) == ("project", {"seed": 0}, "allow")
+        tracked = recorder("project", {"seed": 0}, tmp_path / "policies" / f"{name}-run.txt")
+        record(tracked)
+        tracked.close()
+    assert [start[of_run] for start in starts] == (ids or [starts[0]["name"]] * 2)
+    assert (starts[1]["project"], starts[1]["config"], starts[1]["resume"]) == ("project", {"seed": 0}, "allow")
     assert {"update/loss": 0.25, "update/number": 2} in lines
     assert any(line.get("batch") == 1 and line.get("loss") == 0.375 for line in lines)
 
@@ -136,18 +119,11 @@ def test_a_batch_is_one_log_line_with_version_reward_groups_and_seconds(caplog):
     caplog.set_level("INFO")
     record(ProgressLine())
     batch = {"policy_version": 7, "reward_mean": 0.53125, "num_groups": 32, "num_refused_groups": 4, "seconds": 12.345}
-    ProgressLine().write(batch | {"entropy": 1.5, "num_sessions": 224}, 7)
+    for changes in ({"entropy": 1.5, "num_sessions": 224}, {"num_single_sessions": 32}, {"num_single_sessions": 24}):
+        ProgressLine().write(batch | changes, 7)
     assert [one.getMessage() for one in caplog.records] == [
         "evaluation after batch 1: eval/reward_mean 0.5",
         "batch 7: version 7, reward 0.531, 28 of 32 groups trained, 12.3 s; entropy 1.5",
+        "batch 7: version 7, reward 0.531, 28 of 32 single sessions trained, 12.3 s; ",
+        "batch 7: version 7, reward 0.531, 28 of 32 groups and single sessions trained, 12.3 s; ",
     ]
-
-
-@pytest.mark.parametrize(
-    ("num_singles", "trained"), [(32, "28 of 32 single sessions"), (24, "28 of 32 groups and single sessions")]
-)
-def test_the_log_line_of_a_batch_names_its_single_sessions(caplog, num_singles, trained):
-    caplog.set_level("INFO")
-    batch = {"num_groups": 32, "num_refused_groups": 4, "num_single_sessions": num_singles}
-    ProgressLine().write(batch, 7)
-    assert f", {trained} trained, " in caplog.text

@@ -25,6 +25,8 @@ from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {}}}]
+NOW = RunProgress(num_batches=1)
+"""A run that is not at its first batch, which waits shorter."""
 
 
 def turn(content: str | None = "Done.", **fields: Any) -> Turn:
@@ -117,9 +119,7 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm is not None
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
-    held = why_held(
-        Look(num_ready=32, alarm=alarm), RunProgress(num_batches=1), TrainerSettings(sentinels={"questions": 0.2})
-    )
+    held = why_held(Look(num_ready=32, alarm=alarm), NOW, TrainerSettings(sentinels={"questions": 0.2}))
     assert held == alarm
 
 
@@ -134,7 +134,7 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
     monkeypatch.setattr(sentinels, "check", lambda *_: "sentinel 'questions' is beyond its bound")
     source = Claims(database, TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
     with ThreadPoolExecutor(1) as threads:
-        taken = threads.submit(source.next, RunProgress(num_batches=1))
+        taken = threads.submit(source.next, NOW)
         wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
         source.close()
         assert taken.result() is None
@@ -160,19 +160,19 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     alarm = "sentinel 'questions' is beyond its bound"
     monkeypatch.setattr(sentinels, "check", lambda conn, *_: alarm if active_in(conn) == 1 else None)
     stopped = Claims(database, rule, update_ids=UpdateIds())
-    assert stopped.next(RunProgress(num_batches=1), seconds=0) is None
+    assert stopped.next(NOW, seconds=0) is None
     stopped.close()
     with database.write() as conn:
         serving.choose_version(conn, 0, pin=pin)
         serving.activate_version(conn, 0)
         assert versions.get_version(conn, 1).alarm == alarm
     source = Claims(database, rule)
-    batch = source.next(RunProgress(num_batches=1))
+    batch = source.next(NOW)
     assert isinstance(batch, ClaimedBatch)
     assert [one.session_id for one in batch.experiences] == ["s0"]
     with monkeypatch.context() as patched:
         patched.setattr(database, "write", None)
-        assert source._look(RunProgress(num_batches=1)).num_singles == 0, "a poll without anything to drop only reads"
+        assert source._look(NOW).num_singles == 0, "a poll without anything to drop only reads"
     with database.write() as conn:
         assert sum(claims.num_claimable(conn)) == 0
         serving.activate_version(conn, 1)
@@ -188,7 +188,7 @@ def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
         serving.activate_version(conn, 0)
         versions.change_version(conn, 0, alarm="sentinel 'questions' is beyond its bound")
     source = Claims(database, TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={}))
-    assert isinstance(source.next(RunProgress(num_batches=1)), ClaimedBatch)
+    assert isinstance(source.next(NOW), ClaimedBatch)
     with database.read() as conn:
         assert versions.get_version(conn, 0).alarm is None
     source.close()
