@@ -22,10 +22,9 @@ import numpy as np
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
-from turnwise.store import claims, groups, policies, processes, serving, updates, versions
-from turnwise.store import experiences as stored_experiences
+from turnwise.store import claims, experiences, groups, policies, processes, serving, updates, versions
 from turnwise.store.database import Connection, Database, clock
-from turnwise.store.experiences import SessionLabels, experiences_of_groups
+from turnwise.store.experiences import SessionLabels
 from turnwise.store.processes import BEAT_SECONDS, TrainerState, TrainerStatus
 from turnwise.store.rows import from_micros
 from turnwise.store.updates import Advantages
@@ -271,7 +270,9 @@ class Ledger:
         """Return the chains of groups, by their numbers in the store, with the rewards that they have by now."""
         roles = self.rule.train_roles
         return self.read(
-            lambda conn: list(experiences_of_groups(conn, group_pks, roles=roles, with_imported=with_imported))
+            lambda conn: list(
+                experiences.experiences_of_groups(conn, group_pks, roles=roles, with_imported=with_imported)
+            )
         )
 
     def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
@@ -284,9 +285,7 @@ class Ledger:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         roles = self.rule.train_roles
         return self.read(
-            lambda conn: stored_experiences.regression_set(
-                conn, num_sessions, labels, roles=roles, policy_id=self.policy_id
-            )
+            lambda conn: experiences.regression_set(conn, num_sessions, labels, roles=roles, policy_id=self.policy_id)
         )
 
     def pinned_version(self) -> int | None:
