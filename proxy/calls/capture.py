@@ -226,7 +226,6 @@ def _prompt(running: Running, echo: bytes) -> dict[str, Any]:
 
 
 def _unsampled_reason(running: Running) -> str | None:
-    """Return why no reply to the call can be trained; None if one can."""
     call, asked = running.call, "" if running.lane is None else running.lane.model
     if asked and not running.captured.models <= {asked}:
         return "another_model"

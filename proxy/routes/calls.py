@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope
 
 from proxy.auth import Principal
 from proxy.calls.capture import Running
+from proxy.calls.resuming import read_turns, resume
 from proxy.calls.retries import Attempt, attempt_of, request_digest
 from proxy.dialects.base import Call
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
@@ -26,18 +26,11 @@ from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import Endpoint, ReplySender
-from proxy.sessions.which import EXPLICIT_SOURCES, name_session, newest_turn
-from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import turns
-from turnwise.store.database import Connection
-from turnwise.store.turns import TurnView
+from proxy.sessions.which import identify
 
 if TYPE_CHECKING:
     from proxy.services import Services
 
-MAX_STEP = 2**31 - 1
-MAX_STEP_DIGITS = 10
-MAX_KEY_LENGTH = 256
 MAX_TOOL_NAME = 64
 CHUNKED = b"unknown"
 """Length of a body that declares none."""
@@ -51,7 +44,7 @@ _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 @dataclasses.dataclass(slots=True)
-class Place:
+class Admission:
     """What one call holds until its end."""
 
     services: Services
@@ -120,49 +113,49 @@ class SampleEndpoint(Endpoint):
         principal.require("call")
         if principal.session_id is not None and (named := scope["path_params"].get("session_id")):
             principal.require_session(named)  # before the body is read
-        place = Place(services, principal, scope["extensions"][LEFT])
+        admission = Admission(services, principal, scope["extensions"][LEFT])
         try:
-            with cancelled_when_client_leaves(place.left):
-                earlier = await self._begin(scope, receive, headers, place, reply)
+            with cancelled_when_client_leaves(admission.left):
+                earlier = await self._begin(scope, receive, headers, admission, reply)
             if earlier is not None and earlier.answer is not None:
                 services.metrics.coalesced.inc()
                 reply.headers = {**earlier.headers}
                 await (reply.part(earlier.answer, is_last=True) if reply.call.stream else reply.whole(earlier.answer))
-            elif place.running is not None:
-                place.answer = await self._reply_to(place.running, reply)
+            elif admission.running is not None:
+                admission.answer = await self._reply_to(admission.running, reply)
         finally:
-            place.release()
+            admission.release()
 
     async def _begin(
-        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], place: Place, reply: ReplySender
+        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], admission: Admission, reply: ReplySender
     ) -> Attempt | None:
         """Read the call and return the one that it retries, with its answer, or find the session of a new one."""
-        services, principal = self._services, place.principal
+        services, principal = self._services, admission.principal
         is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
         may_be_answered = b"idempotency-key" in headers or (is_marked and services.retries.has_undelivered(principal))
         if not may_be_answered:  # the answer of a retry may be known, and needs no place
-            await place.take()
+            await admission.take()
         if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
-            place.body = await services.bodies.reserve(principal, headers)
+            admission.body = await services.bodies.reserve(principal, headers)
         call, digest = await self._read(scope, receive, headers, principal)
         reply.call, call.is_retry = call, is_marked
         await services.model_names.name_policy(call, principal)
         if call.dropped_fields or call.dropped_tools:
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None or call.conversation_id is not None:
-            await self._resume(call, principal)
-        attempt = attempt_of(call, principal, digest, place.left)
+            await resume(services.database, call, principal)
+        attempt = attempt_of(call, principal, digest, admission.left)
         earlier = await services.retries.find(attempt, call)
         if earlier is not None:
             return earlier
         services.retries.begin(attempt)
-        place.attempt, attempt.headers = attempt, reply.headers
-        if place.limited is None:
-            await place.take()
-        if place.body is not None:
-            place.body.close()
-        place.running = await services.relay.begin(call, principal, attempt)
-        reply.headers[SESSION] = place.running.place.live.session.session_id
+        admission.attempt, attempt.headers = attempt, reply.headers
+        if admission.limited is None:
+            await admission.take()
+        if admission.body is not None:
+            admission.body.close()
+        admission.running = await services.relay.begin(call, principal, attempt)
+        reply.headers[SESSION] = admission.running.place.live.session.session_id
         return None
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
@@ -188,50 +181,6 @@ class SampleEndpoint(Endpoint):
         await reply.whole(answer)
         return answer
 
-    async def _resume(self, call: Call, principal: Principal) -> None:
-        """Put the conversation that a call continues without repeating it before the call's messages.
-
-        The previous turn that a call names also names its session; a `conversation` is looked up in the call's session.
-
-        Raises:
-            InvalidRequest: the session of a `conversation` is not known, because `ignored_ids` turns its id off.
-            NotFound: the previous turn is not stored.
-        """
-        previous, fetch = call.previous_turn_id, self._services.database.fetch
-        if call.conversation_id is not None:
-            if call.session_id is None:
-                raise InvalidRequest(
-                    "`conversation` is not served, because the setting `ignored_ids` contains it; send the "
-                    "conversation as `input`",
-                    param="conversation",
-                )
-            previous = await fetch(newest_turn, principal.tenant, call.session_id, call.conversation_id)
-        if previous is None:  # the first call of the conversation
-            return
-        earlier = (await self._read_turns([previous], principal)).get(previous)
-        if earlier is None:
-            raise NotFound(
-                f"previous response {previous!r} is not stored; send the whole conversation",
-                code="previous_response_not_found",
-            )
-        self._dialect.resume(call, earlier)
-        if call.conversation_id is None and call.session_source not in EXPLICIT_SOURCES:
-            call.session_id, call.session_source = earlier.turn.session_id, "previous_response_id"
-
-    async def _read_turns(self, turn_ids: list[str], principal: Principal) -> dict[str, TurnView]:
-        """Return those of the turns that the caller may read: of its tenant, and of a session key's own session."""
-
-        def read(connection: Connection) -> dict[str, TurnView]:
-            found = {}
-            for turn_id in dict.fromkeys(turn_ids):
-                with contextlib.suppress(NotFound):
-                    found[turn_id] = turns.read_turn(connection, principal.tenant, turn_id)
-            return found
-
-        views = await self._services.database.fetch(read)
-        own = principal.session_id
-        return {turn_id: view for turn_id, view in views.items() if own is None or view.turn.session_id == own}
-
     async def _read(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], principal: Principal
     ) -> tuple[Call, bytes]:
@@ -242,7 +191,7 @@ class SampleEndpoint(Endpoint):
         if self._dialect.reads_url:
             body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
         if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
-            views = await self._read_turns(turn_ids, principal)
+            views = await read_turns(self._services.database, turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
@@ -251,47 +200,8 @@ class SampleEndpoint(Endpoint):
             call.dropped_fields = sorted(own_fields.intersection(call.body))
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}
         call.dialect = self._dialect
-        identify(call, scope, headers, settings.ignored_ids, principal)
+        identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
         return call, request_digest(call, raw)
-
-
-def identify(
-    call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str], principal: Principal
-) -> None:
-    """Set the session, step and idempotency key that the request names; a session key's session is its own.
-
-    Raises:
-        InvalidRequest: an invalid session id or step, or an idempotency key that is too long.
-        Forbidden: the caller's key is for another session than the one that the request names.
-    """
-    metadata = call.body.get("metadata") or {}
-    name_session(call, scope["path_params"].get("session_id"), headers, ignored_ids)
-    if principal.session_id is not None:
-        if call.session_id is not None and call.session_source in EXPLICIT_SOURCES:
-            principal.require_session(call.session_id)
-        call.session_id = principal.session_id
-    if header := headers.get(b"x-step"):
-        call.step = _step(header.decode("latin-1"), is_metadata=False)
-    elif "step" in metadata:
-        call.step = _step(metadata["step"], is_metadata=True)
-    if key := headers.get(b"idempotency-key"):
-        if len(key) > MAX_KEY_LENGTH:
-            raise InvalidRequest(
-                f"an Idempotency-Key has at most {MAX_KEY_LENGTH} characters, not {len(key)}", param="Idempotency-Key"
-            )
-        call.idempotency_key = key.decode("latin-1")
-
-
-def _step(given: object, *, is_metadata: bool) -> int | None:
-    """Return the step that a request names; None for other text in its metadata, which is the application's own."""
-    step = given
-    if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= MAX_STEP_DIGITS:
-        step = int(given)
-    if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MAX_STEP:
-        return step
-    if given is None or (is_metadata and isinstance(given, str)):
-        return None
-    raise InvalidRequest(f"a step is a number from 0 to {MAX_STEP}, not {given!r:.80}", param="step")
 
 
 def query_of(scope: Scope) -> dict[str, str]:

@@ -16,9 +16,10 @@ from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, template_arguments
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
-from proxy.routes.calls import SampleEndpoint, identify, query_of
+from proxy.routes.calls import SampleEndpoint, query_of
 from proxy.routes.reply_sender import Endpoint, ReplySender
 from proxy.routes.upstream import UPSTREAM_ROUTES, Upstream
+from proxy.sessions.which import identify
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,7 +53,7 @@ class CountEndpoint(Endpoint):
             with await services.bodies.reserve(principal, headers):
                 call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
             await services.model_names.name_policy(call, principal)
-            identify(call, scope, headers, settings.ignored_ids, principal)
+            identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
             num_tokens = await services.sessions.continued_length(call, principal)
             if num_tokens is None:
                 num_tokens = await self._rendered_length(call, principal)

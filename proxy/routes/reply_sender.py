@@ -46,7 +46,6 @@ class ReplySender:
         """The events that were sent."""
 
     async def whole(self, body: bytes, *, status: int = 200, content_type: bytes = JSON) -> None:
-        """Send a whole body."""
         self._started = True
         await send_whole(self._send, status, body, self.headers, content_type)
 
@@ -111,7 +110,6 @@ class Endpoint(abc.ABC):
         self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         reply = ReplySender(send, self._dialect)
         try:
             await self.serve(scope, receive, reply)

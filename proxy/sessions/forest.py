@@ -53,7 +53,6 @@ class EncodedIds:
         return b"".join(pieces)
 
     def decoded(self) -> TokenIds:
-        """Return the ids as numbers."""
         return np.array(orjson.loads(self.json()), np.int32)
 
 
@@ -68,12 +67,10 @@ def encoded(piece: bytes, num_ids: int, before: EncodedIds | None = None) -> Enc
 
 
 def ids_as_text(ids: TokenIds) -> bytes:
-    """Return ids as decimal numbers, separated by commas."""
     return orjson.dumps(np.ascontiguousarray(ids, np.int32), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 def count_ids(text: bytes) -> int:
-    """Return the number of ids in a text."""
     return text.count(b",") + 1 if text else 0
 
 
@@ -120,7 +117,6 @@ class KnownTurn:
 
 
 def repeated_calls(messages: Sequence[Json]) -> frozenset[str]:
-    """Return the ids of all tool calls in messages."""
     return frozenset().union(*(tool_call_ids(message) for message in messages if "tool_calls" in message))
 
 

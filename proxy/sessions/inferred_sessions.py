@@ -90,7 +90,6 @@ class InferredSessions:
         return None
 
     def clear(self) -> None:
-        """Remember nothing of any session."""
         self._ids.clear()
         self._unanswered.clear()
 

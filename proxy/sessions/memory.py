@@ -149,7 +149,6 @@ class LiveSessions:
             self._drop_tokens(live)
 
     def clear(self) -> None:
-        """Remove all sessions."""
         for key in list(self._live.sessions):
             self.drop(key)
 
@@ -281,7 +280,6 @@ class SessionCache(LiveSessions):
         return live
 
     def _read_unknown(self, connection: Connection, live: LiveSession) -> tuple[list[KnownTurn], int]:
-        """Return the stored turns that are not in memory, and the `seq` after the last stored turn."""
         tenant, session_id = live.key
         by_id = dict(live.forest.by_id)
         unknown, num_read = conversations.unknown_turns(

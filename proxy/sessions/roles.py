@@ -42,7 +42,6 @@ class TextPattern:
     pattern: re.Pattern[str]
 
     def is_in(self, *texts: str) -> bool:
-        """Return whether one of the texts asks for it."""
         return any(_asks_for(self, text) for text in texts)
 
 

@@ -125,7 +125,6 @@ class ChatTemplate:
         return str(text)
 
     def tokenise(self, text: str) -> list[int]:
-        """Return the ids of a rendered prompt."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -163,12 +162,10 @@ class ChatTemplate:
         return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids}
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """Texts of the tokens that mark structure, such as the ends of turns."""
         return frozenset(self._tokenizer.all_special_tokens)
 
     def shorten(self, *, tools: bool | None) -> None:
@@ -280,7 +277,6 @@ class ChatTemplate:
         return np.asarray(ids, np.int32)
 
     def _after_marker(self, marked: Continued, *, generate: bool) -> str:
-        """Return the text after the marked reply's content."""
         _, found, rest = self._rendered(marked, generate=generate).rpartition(MARKER)
         if not found:
             raise Unsafe("template_unsafe")
@@ -331,7 +327,6 @@ def _printed(continued: Continued) -> Continued:
 
 
 def _without_thinking(message: Json) -> Json:
-    """Return the message without thinking."""
     if "reasoning" not in message and "reasoning_content" not in message:
         return message
     return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
@@ -451,7 +446,6 @@ def _cut(value: Any) -> Any:
 
 
 def _without_arguments(call: Any) -> Any:
-    """Return a tool call; long arguments become an empty object."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str) or len(arguments) <= MAX_TEXT:
@@ -551,7 +545,6 @@ def _long_probes(end_token: int) -> Iterable[Continued]:
 
 
 def _continues_alike(template: ChatTemplate, probe: Continued) -> bool:
-    """Return whether the short way answers like the whole way, also once it knows the kind of conversation."""
     probes = [probe]
     if not probe.reasoning:
         probes.append(probe._replace(messages=with_other_text(probe.messages)))
@@ -559,7 +552,6 @@ def _continues_alike(template: ChatTemplate, probe: Continued) -> bool:
 
 
 def _answer(continuation: Callable[[Continued], TokenIds], probe: Continued) -> list[int] | Reason:
-    """Return the answer to a probe: ids, or the reason of a refusal."""
     try:
         return list(map(int, continuation(probe)))
     except Unsafe as unsafe:
@@ -568,7 +560,6 @@ def _answer(continuation: Callable[[Continued], TokenIds], probe: Continued) -> 
 
 @functools.cache
 def _code_digest() -> str:
-    """Return the digest of the code that the checks run."""
     digest = blake2b(digest_size=8)
     here = sorted(Path(__file__).parent.glob("*.py"))
     for file in [*here, Path(tokenizers.__file__)]:

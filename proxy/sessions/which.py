@@ -1,4 +1,4 @@
-"""The session that a call names.
+"""What a request names of its call: above all its session.
 
 A session is named by, in this order: the URL's path, `X-Session-Id`, `metadata.session_id`, and the native ids of
 `NATIVE_IDS`. A session of a native id is called `<entry>:<id>`, so that ids of different kinds never meet. Each entry
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from proxy.auth import Principal
 from proxy.dialects.base import Call
 from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
 from turnwise.errors import Conflict, InvalidRequest
@@ -27,6 +28,9 @@ SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
 """Valid session ids. They are part of URLs and headers, so no character needs escaping, and no id is `..`."""
 _SESSION_ID = re.compile(SESSION_ID)
 _MAX_NATIVE_ID = 200
+MAX_STEP = 2**31 - 1
+MAX_STEP_DIGITS = 10
+MAX_KEY_LENGTH = 256
 MAX_USER_ID = 1000
 """Bytes of an end user's id that are stored; an index of PostgreSQL takes 2,704."""
 _UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
@@ -101,14 +105,52 @@ EXPLICIT_SOURCES = ("path", OWN_HEADER, "metadata")
 """Where a request names a session by the session's own id, in the order in which they are tried."""
 
 
-def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
-    """Set the session that a call names, where it names it, and its agent.
+def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str], principal: Principal) -> None:
+    """Set the session, step and idempotency key that the request names; a session key's session is its own.
 
     Args:
         call: the call.
         path_id: the session in the URL's path.
         headers: of the request.
-        ignored: names of the entries that are turned off.
+        ignored: names of the entries of `NATIVE_IDS` that are turned off.
+        principal: the caller.
+
+    Raises:
+        InvalidRequest: an invalid session id or step, or an idempotency key that is too long.
+        Forbidden: the caller's key is for another session than the one that the request names.
+    """
+    metadata = call.body.get("metadata") or {}
+    name_session(call, path_id, headers, ignored)
+    if principal.session_id is not None:
+        if call.session_id is not None and call.session_source in EXPLICIT_SOURCES:
+            principal.require_session(call.session_id)
+        call.session_id = principal.session_id
+    if header := headers.get(b"x-step"):
+        call.step = _step(header.decode("latin-1"), is_metadata=False)
+    elif "step" in metadata:
+        call.step = _step(metadata["step"], is_metadata=True)
+    if key := headers.get(b"idempotency-key"):
+        if len(key) > MAX_KEY_LENGTH:
+            raise InvalidRequest(
+                f"an Idempotency-Key has at most {MAX_KEY_LENGTH} characters, not {len(key)}", param="Idempotency-Key"
+            )
+        call.idempotency_key = key.decode("latin-1")
+
+
+def _step(given: object, *, is_metadata: bool) -> int | None:
+    """Return the step that a request names; None for other text in its metadata, which is the application's own."""
+    step = given
+    if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= MAX_STEP_DIGITS:
+        step = int(given)
+    if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MAX_STEP:
+        return step
+    if given is None or (is_metadata and isinstance(given, str)):
+        return None
+    raise InvalidRequest(f"a step is a number from 0 to {MAX_STEP}, not {given!r:.80}", param="step")
+
+
+def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
+    """Set the session that a call names, where it names it, and its agent; the arguments are those of `identify`.
 
     Raises:
         InvalidRequest: a session id that is not valid.

@@ -255,7 +255,6 @@ class Writer:
                 self._process.kill()
 
     def _flush(self) -> None:
-        """Send all jobs of one round of the event loop at once."""
         jobs, self._outgoing = self._outgoing, []
         if self._transport is not None:
             self._transport.writelines(jobs)
@@ -337,7 +336,6 @@ def row_of(turn: NewTurn) -> TurnRow:
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for a process to end; kill it when that takes too long."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -56,21 +56,13 @@ class Link(asyncio.Protocol):
     """An event loop's end of the socket to another process."""
 
     def __init__(self, take: Callable[[Any], None], end: Callable[[], None]) -> None:
-        """Prepare.
-
-        Args:
-            take: gets each object.
-            end: called once the other end is closed, or this one.
-        """
         self._take = take
         self._end = end
         self._frames = Frames()
 
     def data_received(self, data: bytes) -> None:
-        """Hand over the objects that are complete."""
         for received in self._frames.feed(data):
             self._take(received)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
-        """Report the end."""
         self._end()

@@ -61,7 +61,7 @@ class ImportRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class FileLine:
     """A line of a file."""
 
     file: str
@@ -86,7 +86,7 @@ class ImportReport:
     bad: list[Json] = dataclasses.field(default_factory=list)
     """The first bad lines, with their reasons."""
 
-    def add_bad(self, places: Iterable[Place], reason: str) -> None:
+    def add_bad(self, places: Iterable[FileLine], reason: str) -> None:
         """Record why lines are not imported."""
         for place in places:
             self.num_bad += 1
@@ -106,7 +106,7 @@ class _Unit:
     """Id of the session, or of the group."""
     digest: str
     """Digest of the lines."""
-    places: list[Place]
+    places: list[FileLine]
     documents: list[Json]
     source_id: str | None
     """The session that the file names."""
@@ -160,10 +160,10 @@ def import_files(
 def _units(path: Path, reader: Format, rule: ImportRule, report: ImportReport) -> Iterator[_Unit]:
     """Yield each line that is a separate session, then the sessions of several lines."""
     seen: collections.Counter[str] = collections.Counter()
-    by_key: dict[str, list[tuple[IndexedDocuments, Place]]] = collections.defaultdict(list)
+    by_key: dict[str, list[tuple[IndexedDocuments, FileLine]]] = collections.defaultdict(list)
     for file, documents in open_files(path):
         for number, document in documents.read():
-            place = Place(str(file), number)
+            place = FileLine(str(file), number)
             report.lines += 1
             if isinstance(document, BadLine):
                 report.add_bad([place], str(document))
