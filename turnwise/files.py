@@ -49,16 +49,30 @@ def synchronise(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield another name in the directory of a file; what the block writes there is the file when the block ends.
+
+    So the file is complete or as it was: after a kill, beside other writers, and on a full disk, where the block raises
+    and nothing is left.
+    """
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield staged
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: after a kill, or beside other writers, the file is complete or as it was."""
-    staged = _staged(path)
-    staged.write_text(text, encoding="utf-8")
-    staged.replace(path)
+    """Write a file as `replaced` does."""
+    with replaced(path) as staged:
+        staged.write_text(text, encoding="utf-8")
 
 
 def write_once(path: Path, text: str, mode: int) -> None:
     """Write a file atomically and durably, with its permissions; leave an existing one as it is."""
-    staged = _staged(path)
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -70,10 +84,6 @@ def write_once(path: Path, text: str, mode: int) -> None:
             path.hardlink_to(staged)
     finally:
         staged.unlink(missing_ok=True)
-
-
-def _staged(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def append_lines(path: Path, lines: Iterable[str], *, is_durable: bool = False) -> None:

@@ -88,6 +88,8 @@ class Writer:
         self._watch: asyncio.TimerHandle | None = None
         self._failed: tuple[float, StoreUnavailable] | None = None
         """When a turn could not be stored, and why; None once a later one was."""
+        self._problem: str | None = None
+        """Why the writing process could write nothing when it reported last without results; None if it could."""
 
     async def start(self) -> None:
         """Start the writing process; it accepts jobs at once.
@@ -212,7 +214,8 @@ class Writer:
                 await self.do(keys.any_keys)
         except TimeoutError as error:
             raise StoreUnavailable(
-                f"the writing process has not answered for {ANSWER_SECONDS:g} s; check that the database answers"
+                f"the writing process has not answered for {ANSWER_SECONDS:g} s: "
+                + (self._problem or "check that the database answers")
             ) from error
         if self._failed is not None and time.monotonic() - self._failed[0] < FAILED_SECONDS:
             raise StoreUnavailable(f"the last turn could not be stored: {self._failed[1]}")
@@ -265,7 +268,8 @@ class Writer:
         now = self._reported_at = time.monotonic()
         if self._ready_at is None:
             self._ready_at = now
-        if not report.results:  # it only says that the process can write, or makes progress
+        self._problem = report.problem
+        if not report.results:  # it only says that the process can write, makes progress, or what it waits for
             return
         if any(report[1:]):
             metrics.retries.labels("commit").inc(report.num_retries)

@@ -108,6 +108,8 @@ class Report(NamedTuple):
     """Unexpected failures; the log has the tracebacks."""
     num_lost_log_lines: int = 0
     """Lines of this process's log that were lost since the last report."""
+    problem: str | None = None
+    """Why nothing can be written at present; only of a report without results."""
 
 
 def complete(sent: TurnRow) -> TurnRow:
@@ -178,6 +180,7 @@ class Committer:
                 batch = [job for job in batch if job.deadline > now]
                 if batch:
                     self._num_retries += 1
+                    self.note_progress(str(error))
                     time.sleep(RETRY_SECONDS)
             except TurnwiseError as error:
                 return results | self._reject(batch, error)
@@ -195,12 +198,12 @@ class Committer:
             return {batch[0].number: error}
         return {number: result for job in batch for number, result in self._write([job]).items()}
 
-    def note_progress(self) -> None:
-        """Report to the proxy that this process works, if the last such report is old."""
+    def note_progress(self, problem: str | None = None) -> None:
+        """Report to the proxy that this process works, or what it waits for, if the last such report is old."""
         now = time.monotonic()
         if now - self._reported_at >= PROGRESS_SECONDS:
             self._reported_at = now
-            self._link.sendall(b"".join(frame(tuple(Report({}, 0, 0)))))
+            self._link.sendall(b"".join(frame(tuple(Report({}, 0, 0, problem=problem)))))
 
     def _transact(self, batch: list[Job]) -> dict[int, Any]:
         results: dict[int, Any] = {}

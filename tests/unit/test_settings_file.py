@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import invoke
+from support.full_disk import no_file_over
 
 from turnwise.commands.flags import DESCRIPTIONS, settings_model
 from turnwise.commands.init import HEAD, settings_file
@@ -86,3 +87,10 @@ def test_init_writes_the_file_once_and_never_over_another():
     assert (again.exit_code, "exists" in again.stderr) == (2, True)
     assert Path("turnwise.toml").read_text() == before
     assert invoke("init", "--all", "--output", "-").output.strip() == before.strip()
+
+
+def test_init_on_a_full_disk_leaves_no_file_so_that_the_same_command_can_be_repeated():
+    with no_file_over(100):
+        full = invoke("init", "--all")
+    assert (full.exit_code, "cannot write" in full.stderr, list(Path().iterdir())) == (2, True, [])
+    assert invoke("init", "--all").exit_code == 0

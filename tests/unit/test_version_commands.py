@@ -9,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 from support.commands import invoke
+from support.full_disk import no_file_over
 from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
@@ -111,7 +112,10 @@ def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_l
     assert invoke("policies", "list", *at).output.startswith("tenant")
     exported = tmp_path / "exported"
     assert "no served version yet" in invoke("policies", "export", "support", str(exported), *at).stderr
-    assert invoke("policies", "export", "support@1", str(exported), *at).exit_code == 0
+    (adapter / "large").write_bytes(bytes(100_000))
+    with no_file_over(50_000):  # SQLite's index of its log fits
+        assert invoke("policies", "export", "support@1", str(exported), *at).exit_code != 0
+    assert invoke("policies", "export", "support@1", str(exported), *at).exit_code == 0, "a full disk left files"
     assert "is not empty" in invoke("policies", "export", "support@1", str(exported), *at).stderr
     weights = peft.utils.load_peft_weights(str(exported), device="cpu")
     assert peft.PeftConfig.from_pretrained(str(exported)).peft_type == peft.PeftType.LORA

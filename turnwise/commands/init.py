@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from turnwise.commands.flags import DESCRIPTIONS, settings_model
 from turnwise.errors import SettingsError
+from turnwise.files import write_whole
 from turnwise.settings import DEFAULT_FILE, Settings, field_docs, toml_value
 
 HEAD = """\
@@ -135,11 +136,10 @@ def init(output: Path, *, has_all: bool, algorithm: str | None) -> None:
     if str(output) == "-":
         click.echo(text)
         return
+    if output.exists():
+        raise SettingsError(f"{str(output)!r} exists; name another file with --output, or remove it")
     try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise SettingsError(f"{str(output)!r} exists; name another file with --output, or remove it") from error
+        write_whole(output, text)
     except OSError as error:
         raise SettingsError(f"cannot write {str(output)!r}: {error.strerror}; name another file") from error
     click.echo(f"Wrote {output}. Every setting is a comment; remove the comment sign of those that you change.")

@@ -118,15 +118,18 @@ def export(policy: str, directory: Path, tenant: str | None, database: str | Non
         version = find_version(conn, tenant or "default", policy)
     if directory.exists() and any(directory.iterdir()):
         raise SettingsError(f"{str(directory)!r} is not empty: name a new directory")
-    if is_merged:
-        from trainer.publish.merge import merge_adapter
+    try:
+        if is_merged:
+            from trainer.publish.merge import merge_adapter
 
-        merge_adapter(Path(version.path), directory)
-    else:
-        try:
+            merge_adapter(Path(version.path), directory)
+        else:
             shutil.copytree(version.path, directory, dirs_exist_ok=True)
-        except FileNotFoundError as error:
-            raise SettingsError(f"version {version.version}'s files no longer exist: {version.path!r}") from error
+    except FileNotFoundError as error:
+        raise SettingsError(f"version {version.version}'s files no longer exist: {version.path!r}") from error
+    except BaseException:  # such as a full disk: the same command works once there is space
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     click.echo(f"Version {version.version} is in {directory}.")
 
 

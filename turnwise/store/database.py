@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVa
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable, TurnwiseError
+from turnwise.files import replaced, synchronise
 from turnwise.store.postgres import DeadlineConnection
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import metadata, policies
@@ -248,8 +249,12 @@ class Database:
         if target.exists():
             raise SettingsError(f"{str(target)!r} exists; name a new file")
         self.check_schema()
-        with attributed(), self._engine.connect() as conn:
-            execute(conn, "VACUUM INTO ?", (str(target),))
+        try:
+            with replaced(target) as staged, attributed(), self._engine.connect() as conn:
+                execute(conn, "VACUUM INTO ?", (str(staged),))
+                synchronise(staged)  # SQLite does not
+        except OSError as error:
+            raise SettingsError(f"cannot write {str(target)!r}: {error.strerror}; name another file") from error
 
     def close(self) -> None:
         """Close every connection; reads that wait for one are cancelled."""
@@ -342,6 +347,9 @@ def attempt(
 ) -> T | TurnwiseError:
     """Make a change within a transaction; return its result, or the error that refuses it after it was undone.
 
+    Where SQLite has undone the whole transaction, as on a full disk, its first error is raised, and not that of the
+    savepoint, which is gone.
+
     Raises:
         StoreUnavailable: nothing more can be done in the transaction.
     """
@@ -352,6 +360,11 @@ def attempt(
         raise
     except TurnwiseError as refusal:
         return refusal
+    except sa.exc.OperationalError as error:
+        first = None if error.orig is None else error.orig.__context__
+        if isinstance(first, sa.exc.DBAPIError):
+            raise first from None
+        raise
 
 
 def _is_permanent(failure: BaseException | None) -> bool:

@@ -150,6 +150,27 @@ def test_a_turn_that_could_not_be_stored_is_reported_until_another_one_is(locked
     asyncio.run(run())
 
 
+def test_the_check_names_what_the_writing_process_waits_for(locked, monkeypatch):
+    """A batch is tried again until its deadline, and the check waits behind it."""
+    _, url, holder = locked
+    monkeypatch.setattr(client, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 1.0)
+
+    async def run() -> None:
+        async with writing(url, seconds=60.0) as writer, asyncio.timeout(50):
+            waiting, said = asyncio.ensure_future(writer.append([turn("a")])), ""
+            while "has not answered for 1 s: the database failed (OperationalError: database is locked" not in said:
+                with pytest.raises(StoreUnavailable, match="has not answered") as unavailable:  # it starts first
+                    await writer.check()
+                said = str(unavailable.value)
+            holder.rollback()
+            monkeypatch.undo()
+            await waiting
+            await writer.check()
+
+    asyncio.run(run())
+
+
 def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(locked):
     """Two hundred callers with half a second each wait concurrently. None of their jobs is stored later."""
     database, url, holder = locked

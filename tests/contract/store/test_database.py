@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from support.full_disk import no_file_over
 from support.ledger_samples import add_session
 from support.private_postgres import PrivatePostgres
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import overview, schema, sessions
-from turnwise.store.database import Database
+from turnwise.store.database import Database, attempt
 from turnwise.store.processes import acquire_lease, renew_lease
 from turnwise.types import Session
 
@@ -97,6 +98,20 @@ def test_a_full_disk_is_unavailable_and_loses_nothing_that_was_committed(tmp_pat
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StoreUnavailable, match="full"), database.write() as connection:
         sessions.create_session(connection, Session(session_id="x", metadata={"large": "x" * 100_000}))
+    with database.read() as connection:
+        assert overview.count_rows(connection).sessions == {"open": 1}
+    database.close()
+
+
+def test_a_disk_that_fills_in_a_savepoint_is_named_and_not_the_savepoint(tmp_path: Path) -> None:
+    """What does not fit into SQLite's cache is written before the commit; SQLite undoes the whole transaction then."""
+    database = Database(f"sqlite:///{tmp_path}/x.db", pool_size=1)
+    database.upgrade()
+    large = Session(session_id="x", metadata={"large": "x" * 3_000_000})
+    with no_file_over(1_000_000), pytest.raises(StoreUnavailable, match=r"full|I/O"), database.write() as connection:
+        attempt(connection, sessions.create_session, large)
+    with database.write() as connection:
+        attempt(connection, sessions.create_session, large)
     with database.read() as connection:
         assert overview.count_rows(connection).sessions == {"open": 1}
     database.close()

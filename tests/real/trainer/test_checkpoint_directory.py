@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 import torch
 from safetensors.torch import save_file
+from support.full_disk import no_file_over
 from support.migrated import new_database
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for, train
@@ -133,17 +132,6 @@ def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them
     (aside,) = (tmp_path / "policies").glob("unpublished-v000003-1.until-*")
     assert (aside / "model.safetensors").is_file()
     assert list((tmp_path / "policies").glob("unpublished-v000003.trainer-1.until-*"))
-
-
-@contextlib.contextmanager
-def no_file_over(num_bytes: int) -> Iterator[None]:
-    """Let writes beyond so many bytes of a file fail in the block, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("what", ["version", "values", "tensors"])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from support.full_disk import no_file_over
 from support.ledger_samples import add_session, finish, update_record
 
-from turnwise.errors import NotFound, SettingsError
+from turnwise.errors import NotFound, SettingsError, StoreUnavailable
 from turnwise.store import claims, forks, keys, overview, retention, rewards, schema, selection, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.search import count_sessions
@@ -213,6 +214,7 @@ def test_a_backup_is_a_whole_database_while_another_writes(database: Database, t
         database.backup(target)
     with pytest.raises(SettingsError, match="exists"):
         database.backup(target)
+    assert sorted(file.name for file in tmp_path.glob("*copy*")) == ["copy.db"]
     copy = Database(f"sqlite:///{target}")
     copy.check_schema()
     with copy.read() as connection:
@@ -220,3 +222,16 @@ def test_a_backup_is_a_whole_database_while_another_writes(database: Database, t
         assert (stored.num_turns, stored.task_id) == (3, None)
         assert len(turns.read_turns(connection, "default", "s")[0]) == 3
     copy.close()
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+def test_a_backup_that_a_full_disk_stops_leaves_no_file_so_that_the_same_command_can_be_repeated(
+    database: Database, tmp_path: Path
+) -> None:
+    target = tmp_path / "copy.db"
+    with no_file_over(100_000), pytest.raises(StoreUnavailable, match="has space"):
+        database.backup(target)
+    assert list(tmp_path.glob("*copy*")) == []
+    database.backup(target)
+    with pytest.raises(SettingsError, match="cannot write"):
+        database.backup(tmp_path / "copy.db" / "nowhere.db")
