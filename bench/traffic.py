@@ -37,9 +37,8 @@ from trainer.batch.advantages import moved_on
 from trainer.batch.selection import SelectionRule
 from trainer.checks import sentinels
 from trainer.claims import claims as trainer_source
-from trainer.claims.claims import Claims
-from trainer.claims.ledger import FinishedBatch
-from trainer.claims.pacing import Rewind, RunProgress
+from trainer.claims.claims import Claims, Rewind
+from trainer.claims.ledger import FinishedBatch, RunProgress
 from trainer.settings import TrainerSettings
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command

@@ -22,8 +22,9 @@ from trainer.model.agent import NO_SHARDED_CRITIC
 from trainer.model.optimizer import check_optimizer
 from trainer.parallel import World, leave_world
 from trainer.policies import Policies
-from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
+from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
+from trainer.train import Recorder
 from turnwise.errors import SettingsError
 from turnwise.telemetry.logs import configure_logging
 from turnwise.types import PolicyKind

@@ -21,9 +21,8 @@ import torch
 from trainer.build import Shared, make_parts
 from trainer.claims.ledger import StopFlag, UpdateIds, outlast
 from trainer.model.model import Policy
-from trainer.recorders import Recorder
 from trainer.settings import TrainerSettings
-from trainer.train import Training
+from trainer.train import Recorder, Training
 from trainer.versions.state import State
 from turnwise.errors import SettingsError
 from turnwise.store import policies, processes

@@ -1,91 +1,22 @@
-"""Where gauges go: always to JSON Lines; to the log, TensorBoard and W&B when the settings ask for them.
+"""Where gauges go besides their file: to the log, TensorBoard, W&B and trackio, as the settings ask.
 
-A recorder takes numbers by name and a count, so a new one has two short methods. The libraries of the optional
-recorders are imported only when they are used.
+The libraries of recorders are imported only when they are used.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from trainer.train import Scalars
 from turnwise.errors import SettingsError
-from turnwise.files import append_lines
-from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)
-
-Scalars = Mapping[str, Any]
-
-
-class Recorder(Protocol):
-    """Records gauges."""
-
-    def write(self, scalars: Scalars, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class ChainRecorder:
-    """Passes everything on to several recorders; one that fails does not stop the training or the others."""
-
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = list(recorders)
-        self.num_lost = 0
-        """Records that a recorder did not take."""
-
-    def write(self, scalars: Scalars, step: int) -> None:
-        for recorder in self._recorders:
-            try:
-                recorder.write(scalars, step)
-            except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
-                self.num_lost += 1
-                log.warning(
-                    "%s did not record step %d (%d records are lost so far): %s: %s",
-                    type(recorder).__name__,
-                    step,
-                    self.num_lost,
-                    type(error).__name__,
-                    error,
-                )
-
-    def add(self, recorder: Recorder) -> None:
-        self._recorders.append(recorder)
-
-    def close(self) -> None:
-        """Close each of them; one that fails, as on a full disk, does not end the run with an error."""
-        for recorder in self._recorders:
-            try:
-                recorder.close()
-            except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
-                log.warning(
-                    "%s was not closed and may have lost its last records: %s: %s",
-                    type(recorder).__name__,
-                    type(error).__name__,
-                    error,
-                )
-
-
-class JsonLines:
-    """One JSON object a line. The file is open only while a line is written, so a crash loses no earlier line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, scalars: Scalars, step: int) -> None:
-        """Append a line; a number that is not finite, which JSON does not have, is null."""
-        line = {"at": utc_now().isoformat(), "step": step, **_without_infinities(scalars)}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        append_lines(self._path, [json.dumps(line, allow_nan=False, default=str)])
-
-    def close(self) -> None: ...
 
 
 class ProgressLine:
@@ -176,13 +107,6 @@ class Trackio(_TrackedRun):
             run_file.write_text(f"run-{secrets.token_hex(4)}\n", encoding="utf-8")
         name = run_file.read_text(encoding="utf-8").strip()
         self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow")
-
-
-def _without_infinities(scalars: Scalars) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in scalars.items()
-    }
 
 
 def _numbers(scalars: Scalars) -> dict[str, float]:

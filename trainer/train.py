@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,22 +26,25 @@ from trainer.batch.selection import TOO_LONG, Selection
 from trainer.build import Parts
 from trainer.checks.gap import GapCheck
 from trainer.checks.gate import Gate
+from trainer.claims.claims import Rewind
 from trainer.claims.ledger import ClaimedBatch
-from trainer.claims.pacing import Rewind
 from trainer.model.memory import OUT_OF_MEMORY, MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
 from trainer.parallel import join_world
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
-from trainer.recorders import ChainRecorder, JsonLines, Recorder
 from trainer.settings import TrainerSettings
 from trainer.update import FittingGroups, Updates, left_out_gauges, num_minibatches
 from trainer.versions.commits import Commits, NewVersion, probe_of
 from trainer.versions.state import State, States
 from turnwise.errors import BatchRefused
-from turnwise.types import Json, PolicyKind
+from turnwise.files import append_lines
+from turnwise.types import Json, PolicyKind, utc_now
 from turnwise.version_directory import base_version, read_manifest
 
 log = logging.getLogger(__name__)
+
+Scalars = Mapping[str, Any]
+"""Gauges by name."""
 
 
 class Training:
@@ -287,3 +294,73 @@ class Training:
         """Drop the groups with their reasons, unless nearly all of the latest ones do not fit into memory."""
         self._fitting.observe(0, chosen.refused.values(), self._too_large)
         return self.commits.finish_untrained(state, claimed, metrics, chosen)
+
+
+class Recorder(Protocol):
+    """Records gauges."""
+
+    def write(self, scalars: Scalars, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ChainRecorder:
+    """Passes everything on to several recorders; one that fails does not stop the training or the others."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = list(recorders)
+        self.num_lost = 0
+        """Records that a recorder did not take."""
+
+    def write(self, scalars: Scalars, step: int) -> None:
+        for recorder in self._recorders:
+            try:
+                recorder.write(scalars, step)
+            except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
+                self.num_lost += 1
+                log.warning(
+                    "%s did not record step %d (%d records are lost so far): %s: %s",
+                    type(recorder).__name__,
+                    step,
+                    self.num_lost,
+                    type(error).__name__,
+                    error,
+                )
+
+    def add(self, recorder: Recorder) -> None:
+        self._recorders.append(recorder)
+
+    def close(self) -> None:
+        """Close each of them; one that fails, as on a full disk, does not end the run with an error."""
+        for recorder in self._recorders:
+            try:
+                recorder.close()
+            except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
+                log.warning(
+                    "%s was not closed and may have lost its last records: %s: %s",
+                    type(recorder).__name__,
+                    type(error).__name__,
+                    error,
+                )
+
+
+class JsonLines:
+    """One JSON object a line. The file is open only while a line is written, so a crash loses no earlier line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, scalars: Scalars, step: int) -> None:
+        """Append a line; a number that is not finite, which JSON does not have, is null."""
+        line = {"at": utc_now().isoformat(), "step": step, **_without_infinities(scalars)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_lines(self._path, [json.dumps(line, allow_nan=False, default=str)])
+
+    def close(self) -> None: ...
+
+
+def _without_infinities(scalars: Scalars) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in scalars.items()
+    }

@@ -23,9 +23,8 @@ from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantage
 from trainer.batch.ratios import Gauges, finite
 from trainer.batch.selection import LARGEST_VALUE, Selection, joined, num_turns_left_out, without_groups
 from trainer.checks.gap import BatchGap, GapCheck
-from trainer.claims.claims import Claims
+from trainer.claims.claims import SMALLEST_PART, Claims, refill_limit
 from trainer.claims.ledger import ClaimedBatch
-from trainer.claims.pacing import SMALLEST_PART, refill_limit
 from trainer.model.agent import PolicyAgent
 from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings

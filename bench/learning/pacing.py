@@ -23,7 +23,8 @@ import torch
 import transformers
 from tiny import ENOUGH, GROUP_SIZE, GROUPS, NUM_EVAL_SESSIONS, TinyRun, between, rewards_of
 
-from trainer.claims.pacing import Look, RunProgress, why_held
+from trainer.claims.claims import Look, why_held
+from trainer.claims.ledger import RunProgress
 from turnwise.store import claims, sessions, turns
 from turnwise.store.rewards import add_rewards
 from turnwise.types import Reward, Session

@@ -59,8 +59,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     types.utc_now = clock.now  # before the modules that import it from there
     from trainer.claims import claims as trainer_source
     from trainer.claims.claims import Claims
-    from trainer.claims.ledger import FinishedBatch
-    from trainer.claims.pacing import RunProgress
+    from trainer.claims.ledger import FinishedBatch, RunProgress
     from trainer.settings import TrainerSettings
     from turnwise.errors import LeaseLost
     from turnwise.store import updates

@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from trainer.batch.batch import Batch, build
+from trainer.claims.ledger import RunProgress
 from trainer.model import model
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.parallel import World
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.versions.state import Progress, State, make_scheduler
+from trainer.versions.state import State, make_scheduler
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BatchRefused
 
@@ -44,7 +45,7 @@ def resume_and_train(
     agent.load(0, with_weights=start == 0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
     scheduler = make_scheduler(optimizer, TrainerSettings())
-    state = State(progress=Progress(seed=0), policy=policy, optimizer=optimizer, scheduler=scheduler)
+    state = State(progress=RunProgress(seed=0), policy=policy, optimizer=optimizer, scheduler=scheduler)
     checkpoints = Checkpoints(directory, keep=9)
     if start:
         group = agent.world.control_group
@@ -84,7 +85,7 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
     agent.load(0, with_weights=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
     state = State(
-        progress=Progress(seed=0),
+        progress=RunProgress(seed=0),
         policy=policy,
         optimizer=optimizer,
         scheduler=make_scheduler(optimizer, TrainerSettings()),

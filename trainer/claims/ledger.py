@@ -65,7 +65,11 @@ class StopFlag:
 
 
 def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
-    """Return what an operation on the ledger returns; repeat it while the database is not available."""
+    """Return what an operation on the ledger returns; repeat it while the database is not available.
+
+    Raises:
+        StoreUnavailable: It is not available, and the trainer is to stop, or a repetition cannot help.
+    """
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
@@ -103,6 +107,41 @@ class Renewal:
                 return
             except StoreUnavailable as error:
                 log.warning("%s could not be renewed, trying again: %s", self._what, error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """The counts of a run, and which versions its weights came from."""
+
+    seed: int = 0
+    num_batches: int = 0
+    """Claims acked, the refused ones included."""
+    update_id: int = 0
+    """Of the last of them in the ledger, where ids are unique over all policies."""
+    num_optimizer_steps: int = 0
+    """A batch, which the ledger calls an update, takes one or more."""
+    policy_version: int = 0
+    """The version that the weights are."""
+    num_groups: int = 0
+    num_sessions: int = 0
+    num_tokens: int = 0
+    """Sampled tokens that carried loss."""
+    num_refused_groups: int = 0
+    """Groups that were claimed and not trained on, for whatever reason."""
+    recent_versions: tuple[int, ...] = (0,)
+    """The versions that the weights came from, oldest first, this version last; the latest ones only."""
+    rewound_to: int | None = None
+    """The version that the run went back to: the pinned one until no version is pinned, or the one before a failed one
+    until the next batch."""
+
+    def staleness_of(self, version: int) -> int:
+        return sum(known > version for known in self.recent_versions)
+
+    def oldest_trainable(self, max_staleness: int | None) -> int | None:
+        """Return the oldest version whose turns may be trained; None where there is no bound."""
+        if max_staleness is None:
+            return None
+        return self.recent_versions[max(len(self.recent_versions) - 1 - max_staleness, 0)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +203,9 @@ class Ledger:
         update_ids: UpdateIds | None = None,
         stopped: StopFlag | None = None,
     ) -> None:
-        """Use the ledger for one policy.
+        """Use the ledger for a named policy, or None for the default one.
 
-        Args:
-            db: The store.
-            rule: The trainer's name, and which roles it trains.
-            policy: A named policy; None for the default one.
-            update_ids: Of all policies of this process, which share the store; None where there is no other.
-            stopped: Ends the waits of all policies of this process; None where there is no other.
+        `update_ids` and `stopped` are those of all policies of this process, which share the store; None for one alone.
         """
         self.db = db
         self.rule = rule
@@ -196,11 +230,8 @@ class Ledger:
         """Take over what an earlier process held; in an empty ledger publish version 0.
 
         So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process. Versions that
-        it held in memory and did not write fail: engines go back to one that is on disk.
-
-        Args:
-            base: Version 0.
-            version: The version that the weights are.
+        it held in memory and did not write fail: engines go back to one that is on disk. `version` is what the weights
+        are.
 
         Raises:
             SettingsError: The ledger belongs to another model.
@@ -258,7 +289,7 @@ class Ledger:
 
     @property
     def held_groups(self) -> list[int]:
-        """The keys of the groups that this trainer holds, also where their lease has run out without its knowledge."""
+        """The keys of the held groups, also of those whose lease has run out without the trainer's knowledge."""
         return [group_pk for claim in list(self._leases) for group_pk in claim.group_pks]
 
     def end_lease(self, held: claims.Claim) -> None:

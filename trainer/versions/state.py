@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 from trainer.batch.advantages import Row
-from trainer.claims.ledger import Ledger
-from trainer.claims.pacing import Rewind, RunProgress
+from trainer.claims.claims import Rewind
+from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic

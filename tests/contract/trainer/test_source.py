@@ -19,8 +19,7 @@ from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
 from trainer.claims.claims import Claims, SteadyClock
-from trainer.claims.ledger import FinishedBatch, StopFlag, outlast
-from trainer.claims.pacing import RunProgress
+from trainer.claims.ledger import FinishedBatch, RunProgress, StopFlag, outlast
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable

@@ -6,8 +6,7 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.claims.claims import Claims
-from trainer.claims.ledger import Ledger
-from trainer.claims.pacing import RunProgress
+from trainer.claims.ledger import Ledger, RunProgress
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow

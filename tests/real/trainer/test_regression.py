@@ -14,7 +14,8 @@ from support.trainer_ledger import Rollouts, train
 
 from trainer.batch.batch import build
 from trainer.checks.gate import Shift, judge, shifts_of
-from trainer.claims.pacing import Look, Rewind, RunProgress, why_held
+from trainer.claims.claims import Look, Rewind, why_held
+from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
 from turnwise.store import experiences, serving, sessions, versions
 from turnwise.types import Label, PolicyStatus, Role, Split

@@ -10,9 +10,9 @@ import pytest
 from support.ledger_samples import add_session, finish, groups_by_status, update_record
 from support.waiting import wait_until
 
-from trainer.claims import pacing
-from trainer.claims.claims import Claims
-from trainer.claims.pacing import Look, Rewind, RunProgress, Wait, describe_wait, why_held
+from trainer.claims import claims as pacing
+from trainer.claims.claims import Claims, Look, Rewind, Wait, describe_wait, why_held
+from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
 from turnwise.store import claims, policies, rows, schema, serving, versions
 from turnwise.store.database import Database

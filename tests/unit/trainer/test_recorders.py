@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.recorders import ChainRecorder, JsonLines, ProgressLine, TensorBoard, Trackio, WeightsAndBiases
+from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases
+from trainer.train import ChainRecorder, JsonLines
 from turnwise.errors import SettingsError
 
 LINES = [

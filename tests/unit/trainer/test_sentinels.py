@@ -13,9 +13,8 @@ from support.waiting import wait_until
 
 from trainer.checks import sentinels
 from trainer.checks.sentinels import alarms
-from trainer.claims.claims import Claims
-from trainer.claims.ledger import ClaimedBatch, UpdateIds
-from trainer.claims.pacing import Look, RunProgress, why_held
+from trainer.claims.claims import Claims, Look, why_held
+from trainer.claims.ledger import ClaimedBatch, RunProgress, UpdateIds
 from trainer.settings import TrainerSettings
 from turnwise.store import claims, experiences, serving, sessions, versions
 from turnwise.store.database import Connection, Database
