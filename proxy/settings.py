@@ -100,6 +100,9 @@ class ProxySettings(Settings):
     """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
     call_text: Literal["compare", "ignore"] = "compare"
     """Text that a client leaves out beside tool calls whose ids it sends back: a new chain, or the same one."""
+    failed_tool_text: str = "The tool call failed."
+    """First line of a tool result that the client marks as failed (`is_error`): no chat template has a field for it. An
+    empty text drops the mark."""
 
     upstream: str | None = None
     """Base URL, such as https://HOST/v1, of a server for embeddings, audio, images and moderations. By default these

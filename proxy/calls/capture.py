@@ -18,7 +18,7 @@ import orjson
 
 from proxy.calls.retries import Attempt
 from proxy.dialects import sse
-from proxy.dialects.base import SENT, Call, Captured, Choice
+from proxy.dialects.base import SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
 from proxy.sessions.conversation import has_media
 from proxy.sessions.forest import EncodedIds, KnownTurn, count_ids, encoded, ids_as_text
@@ -29,8 +29,6 @@ from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
 from turnwise.types import Outcome, utc_now
 
-SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
-"""Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 """Other finish reasons of engines."""
 NO_LOGPROBS = np.empty(0, np.float32)
@@ -172,7 +170,7 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         )
         unplanned = None if index < call.num_choices else "unplanned_choice"
         turn.outcome, turn.reason = _outcome(turn, place, unplanned or unsampled, aborted=aborted)
-        if call.idempotency_key is not None and aborted is None and choice.finish_reason is not None:
+        if call.idempotency_key is not None and aborted is None and choice.finish_reason in SAMPLED_ENDS:
             # Not of a reply that was cut off: a retry of it samples again.
             turn.request_key, turn.request_digest = running.attempt.stored_key(index), running.attempt.digest
         if choice.routed_experts is not None:

@@ -24,6 +24,10 @@ OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 
 TEMPLATE_FIELDS = ("chat_template", "documents")
 """Request fields besides `chat_template_kwargs` that are arguments of the chat template."""
+ENDED = frozenset({"stop", "tool_calls", "function_call"})
+"""Finish reasons of a reply that the model itself has ended."""
+SAMPLED_ENDS = ENDED | {"length"}
+"""Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "model", "stream", "stream_options"})
 """Request fields that are stored elsewhere or do not affect sampling."""
 
@@ -289,8 +293,10 @@ class Dialect(abc.ABC):
         return body
 
     @abc.abstractmethod
-    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
+    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:
         """Return the call that a request asks for; check only the fields that the proxy itself reads.
+
+        `failed_tool_text` stands before the results of failed tool calls.
 
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
@@ -309,14 +315,18 @@ class Dialect(abc.ABC):
         """
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's format is the client's
-        """Return a captured and stripped reply in the client's format."""
+        """Return a captured and stripped reply in the client's format.
+
+        Raises:
+            EngineUnavailable: the engine cut the reply off, and the client's format cannot say so.
+        """
         return reply
 
     def encode_error(self, status: int, body: bytes) -> bytes:  # noqa: ARG002  the engine's format is the client's
         """Return an OpenAI-shaped error body in the client's format."""
         return body
 
-    def count_request(self, body: Json) -> Json:
+    def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:  # noqa: ARG002
         """Return the chat request whose prompt is counted; only of dialects with a `COUNT_TOKENS` route.
 
         Raises:

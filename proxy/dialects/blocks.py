@@ -1,60 +1,109 @@
-"""A chat message as a list of blocks: thinking, text and tool calls, in the order in which they were sampled.
+"""A chat reply as blocks: thinking, text and tool calls, for the formats whose replies are lists of them.
 
-Anthropic's Messages and OpenAI's Responses stream a reply as blocks that open, grow and close, while the engine streams
-fields of one message. The state machine is here; the event formats are in the dialects.
+The engine streams fields of one message, and may interleave the parts of several calls. The assembler here puts them
+together; the event formats are in the dialects. A call whose arguments were not sampled to the end is cut: no client
+may run it.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
 import orjson
 
 from proxy.dialects import sse
+from proxy.dialects.base import ENDED
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
 from turnwise.types import Json
-
-Kind = Literal["thinking", "text", "tool"]
 
 
 @dataclasses.dataclass(slots=True)
 class Block:
     """One part of a reply, or of a chunk's delta."""
 
-    kind: Kind
+    kind: Literal["thinking", "text", "tool"]
     text: str
-    """Thinking, text, or a tool's arguments."""
+    """Thinking, text, or a tool's arguments; empty while the block grows."""
     call: int = -1
     """Index of the tool call; -1 for other kinds."""
     tool_call_id: str = ""
     name: str = ""
     """The tool's."""
+    index: int = 0
+    """The block's position in the reply."""
+    pieces: list[str] = dataclasses.field(default_factory=list)
+    """The text of a block that grows."""
 
-    def is_continued_by(self, other: Block) -> bool:
-        return (self.kind, self.call) == (other.kind, other.call)
+    def is_cut_call(self, finish_reason: str | None) -> bool:
+        """Return whether this is a call whose arguments were not sampled to the end."""
+        if self.kind != "tool":
+            return False
+        return json_object(self.text) is None if self.text else finish_reason not in ENDED
 
 
 def blocks_of(message: Json) -> Iterator[Block]:
     """Yield the blocks of a message or of a chunk's delta."""
+    index = 0
     if thinking := message.get("reasoning"):
         yield Block("thinking", thinking)
+        index = 1
     if text := message.get("content"):
-        yield Block("text", text)
+        yield Block("text", text, index=index)
+        index += 1
     for position, part in enumerate(message.get("tool_calls") or ()):
         function = part.get("function") or {}
-        yield Block(
-            "tool",
-            function.get("arguments") or "",
-            part.get("index", position),
-            part.get("id") or "",
-            function.get("name") or "",
-        )
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        called = part.get("index", position)
+        yield Block("tool", arguments, called, part.get("id") or "", name, index + position)
+
+
+class Assembler:
+    """Puts the parts of one streamed choice together: each call by its index, thinking and text in their order."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        """All blocks, in the order in which they began."""
+        self._said: Block | None = None
+        """The block of thinking or text that grows."""
+        self._calls: dict[int, Block] = {}
+
+    def block_for(self, part: Block) -> tuple[Block, bool, Block | None]:
+        """Return the block that a part extends, whether it is a new one, and the block that is complete now."""
+        is_call = part.kind == "tool"
+        block = self._calls.get(part.call) if is_call else self._said
+        is_new = block is None or block.kind != part.kind
+        complete = None
+        # Text may go on after a call: it is one field of the message.
+        if is_new and self._said is not None and (not is_call or self._said.kind == "thinking"):
+            complete, self._said = joined(self._said), None
+        if block is None or is_new:
+            block = dataclasses.replace(part, text="", index=len(self.blocks), pieces=[])
+            self.blocks.append(block)
+            if is_call:
+                self._calls[part.call] = block
+            else:
+                self._said = block
+        else:
+            block.tool_call_id, block.name = block.tool_call_id or part.tool_call_id, block.name + part.name
+        block.pieces.append(part.text)
+        return block, is_new, complete
+
+    def finish(self) -> list[Block]:
+        """Return the blocks that were not complete, calls last and by their index."""
+        said = [] if self._said is None else [self._said]
+        return [joined(block) for block in (*said, *(block for _, block in sorted(self._calls.items())))]
+
+
+def joined(block: Block) -> Block:
+    """Return a block that is complete, with its text."""
+    block.text = "".join(block.pieces)
+    return block
 
 
 class BlockEncoder(abc.ABC):
@@ -63,19 +112,16 @@ class BlockEncoder(abc.ABC):
     content_type = sse.CONTENT_TYPE
 
     def __init__(self) -> None:
-        self.closed: list[Block] = []
-        self.open: Block | None = None
-        """The block that grows; it gets its text when it is closed."""
-        self._texts: list[str] = []
-        """The text of the open block, in parts."""
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
         """The stop string or stop token that ended the reply."""
         self.usage: Json = {}
+        self.assembler = Assembler()
+        self.last: Block | None = None
+        """The block that has grown last."""
         self._started = False
 
     def chunks(self, chunks: list[bytes]) -> bytes:
-        """Return the events for some stripped chunks of the engine; there may be none."""
         return b"".join([self._encode(msgspec.json.decode(chunk)) for chunk in chunks])
 
     def _encode(self, chunk: Json) -> bytes:
@@ -85,37 +131,25 @@ class BlockEncoder(abc.ABC):
             self._started = True
             events.append(self.starting(chunk))
         for choice in chunk["choices"]:
-            logprobs = choice.get("logprobs")
-            events += [self._grow(block, logprobs) for block in blocks_of(choice["delta"])]
+            parts = list(blocks_of(choice["delta"]))
+            logprobs = text_logprobs(choice.get("logprobs"), parts)
+            events += [self._grow(part, logprobs) for part in parts]
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             self.stop_reason = choice.get("stop_reason") or self.stop_reason
         return b"".join(events)
 
+    def _grow(self, part: Block, logprobs: list[Json]) -> bytes:
+        self.last, is_new, complete = self.assembler.block_for(part)
+        events = b"" if complete is None else self.closing(complete)
+        if is_new:
+            events += self.opening(self.last)
+        return events + self.growing(self.last, part.text, logprobs) if part.text else events
+
     def done(self) -> bytes:
-        """Return the events that end the stream."""
-        return self._close() + self.ending()
+        return b"".join(map(self.closing, self.assembler.finish())) + self.ending()
 
     def error(self, body: bytes) -> bytes:
-        """Return the event that reports an OpenAI-shaped error in the middle of the stream."""
         return self.failing(read_error(body))
-
-    def _grow(self, block: Block, logprobs: Json | None) -> bytes:
-        events = b""
-        if self.open is None or not self.open.is_continued_by(block):
-            events = self._close()
-            self.open = dataclasses.replace(block, text="")
-            events += self.opening(self.open)
-        self._texts.append(block.text)
-        return events + self.growing(block, logprobs) if block.text else events
-
-    def _close(self) -> bytes:
-        if self.open is None:
-            return b""
-        block, self.open = self.open, None
-        block.text, self._texts = "".join(self._texts), []
-        events = self.closing(block)
-        self.closed.append(block)
-        return events
 
     @abc.abstractmethod
     def starting(self, chunk: Json) -> bytes:
@@ -126,8 +160,8 @@ class BlockEncoder(abc.ABC):
         """Return the events that open a block, which has no text yet."""
 
     @abc.abstractmethod
-    def growing(self, block: Block, logprobs: Json | None) -> bytes:
-        """Return the events that add the text of `block` to the open one."""
+    def growing(self, block: Block, text: str, logprobs: list[Json]) -> bytes:
+        """Return the events that add text to an open block; several may be open. The logprobs are those of text."""
 
     @abc.abstractmethod
     def closing(self, block: Block) -> bytes:
@@ -140,6 +174,41 @@ class BlockEncoder(abc.ABC):
     @abc.abstractmethod
     def failing(self, error: Json) -> bytes:
         """Return the event that reports an error."""
+
+
+def text_logprobs(logprobs: Json | None, blocks: Iterable[Block]) -> list[Json]:
+    """Return the logprobs of the tokens that the text of a reply, or of a chunk, consists of.
+
+    Thinking, tool calls and the marks around them have logprobs too. The text is found in the tokens' texts. If it is
+    not found, because the engine held a part of it back, and nothing stands beside it, all tokens count.
+    """
+    content: list[Json] = list((logprobs or {}).get("content") or ())
+    blocks = list(blocks) if content else []
+    whole, start = "".join(str(entry["token"]) for entry in content), 0
+    for block in blocks:
+        at = whole.find(block.text, start)
+        if at < 0:
+            return content if [each.kind for each in blocks] == ["text"] else []
+        start = at + len(block.text)
+        if block.kind == "text":
+            return _between(content, at, start)
+    return []
+
+
+def _between(content: list[Json], begin: int, end: int) -> list[Json]:
+    """Return the tokens that have characters of a range; a part of a character has no text of its own."""
+    found, at = [], 0
+    for entry in content:
+        after = at + len(entry["token"])
+        if at < end and (after > begin or at == begin):
+            found.append(entry)
+        at = after
+    return found
+
+
+def cut_off_error(finish_reason: str | None) -> str:
+    """Return the message about a reply that the engine ended before the model did."""
+    return f"the engine ended this reply with {finish_reason!r}; what was sampled until then is stored, retry"
 
 
 def parts_of(value: Any, field: str) -> list[Json]:
@@ -161,6 +230,21 @@ def joined_content(parts: list[Json]) -> str | list[Json]:
     return parts
 
 
+def failed_text(result: str, mark: str) -> str:
+    """Return the result of a failed tool call with a mark before it: chat templates have no field that says so."""
+    return "\n".join(filter(None, (mark, result)))
+
+
+def stream_and_prefill(body: Json, messages: list[Json]) -> Json:
+    """Return the chat fields of a translated request for its stream, and for a reply that it begins itself."""
+    fields: Json = {}
+    if body.get("stream"):
+        fields = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if messages and messages[-1]["role"] == "assistant":
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    return fields
+
+
 def own_id(reply_id: str, prefix: str) -> str:
     """Return a chat completion's id with a dialect's own prefix."""
     return reply_id if reply_id.startswith(prefix) else prefix + reply_id.removeprefix(ChatCompletions.id_prefix)
@@ -176,12 +260,11 @@ def read_error(body: bytes) -> Json:
 
 
 def embedded(arguments: str) -> orjson.Fragment:
-    """Return the arguments of a call as an object of a reply, with each number as it was sampled.
+    """Return the arguments of a complete call as an object of a reply, with each number as it was sampled.
 
-    No line break, which would end an event, is part of a value. Arguments that are no object become an empty one.
+    A line break would end an event; in a JSON object it can only stand between values.
     """
-    text = "{}" if json_object(arguments) is None else arguments
-    return orjson.Fragment(text.replace("\r", " ").replace("\n", " "))
+    return orjson.Fragment(arguments.replace("\r", " ").replace("\n", " ").strip() or "{}")
 
 
 def chat_tool_call(call_id: Any, name: Any, arguments: str) -> Json:

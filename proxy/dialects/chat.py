@@ -41,12 +41,7 @@ class ChatCompletions(Dialect):
     id_prefix = "chatcmpl-"
     object_names = ("chat.completion", "chat.completion.chunk")
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Return the call; check only the fields that the proxy itself reads.
-
-        Raises:
-            InvalidRequest: naming the field and what is wrong with it.
-        """
+    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:  # noqa: ARG002
         messages = body.get("messages") or []
         if not isinstance(messages, list) or not set(map(type, messages)) <= {dict}:
             raise InvalidRequest("`messages` must be a list of objects.", param="messages")
@@ -95,15 +90,16 @@ def with_readable_arguments(messages: Sequence[Json]) -> list[Json]:
 
 def _readable(message: Json) -> Json:
     calls = message["tool_calls"]
-    if not isinstance(calls, list) or all(map(_is_readable, calls)):
+    if not isinstance(calls, list) or all(map(is_readable, calls)):
         return message
     without = [
-        call if _is_readable(call) else {**call, "function": {**call["function"], "arguments": "{}"}} for call in calls
+        call if is_readable(call) else {**call, "function": {**call["function"], "arguments": "{}"}} for call in calls
     ]
     return {**message, "tool_calls": without}
 
 
-def _is_readable(call: Any) -> bool:
+def is_readable(call: Any) -> bool:
+    """Return whether the arguments of a tool call are an object; they are not if the reply was cut off in them."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     return not isinstance(arguments, str) or not arguments or json_object(arguments) is not None

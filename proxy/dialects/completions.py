@@ -35,12 +35,7 @@ class TextCompletions(Dialect):
     id_prefix = "cmpl-"
     object_names = ("text_completion", "text_completion")
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Return the call; check only the fields that the proxy itself reads.
-
-        Raises:
-            InvalidRequest: naming the field and what is wrong with it.
-        """
+    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:  # noqa: ARG002
         prompts = number_of_prompts(body.get("prompt"))
         if prompts > max_messages:
             raise InvalidRequest(f"`prompt` has {prompts} entries; at most {max_messages} are served.", param="prompt")

@@ -1,11 +1,13 @@
 """`/v1beta/models/…:generateContent`: Google's Gemini API, translated to a chat call.
 
 A streamed reply is either server-sent events (`alt=sse`) or, as Google's REST API does by default, one JSON array.
-Function calls are sent when their arguments are complete: Google's format has no partial ones.
+Function calls are sent when their arguments are complete: Google's format has no partial ones. The last response of a
+stream has the calls and finish reasons of all candidates, and the whole usage.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -14,8 +16,8 @@ import msgspec
 import orjson
 
 from proxy.dialects import sse
-from proxy.dialects.base import Action, Call, WireRoute
-from proxy.dialects.blocks import Block, blocks_of, embedded, own_id, read_error
+from proxy.dialects.base import ENDED, Action, Call, WireRoute
+from proxy.dialects.blocks import Assembler, Block, blocks_of, embedded, own_id, read_error
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini_request import chat_body, read, read_object
 from turnwise.types import Json
@@ -35,8 +37,10 @@ STATUSES = {
     504: "DEADLINE_EXCEEDED",
 }
 """HTTP status → Google's status; any other status is `INTERNAL`."""
-FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
+FINISH_REASONS = {**dict.fromkeys(ENDED, "STOP"), "length": "MAX_TOKENS", "content_filter": "SAFETY"}
 """The engine's finish reason → Google's; any other is `OTHER`."""
+MALFORMED = "MALFORMED_FUNCTION_CALL"
+"""Google's finish reason of a candidate without a call whose arguments were not sampled to the end."""
 METHODS = ["generateContent", "streamGenerateContent", "countTokens"]
 CONTENTS: Json = {"contents": {"type": "array", "minItems": 1, "items": {"type": "object"}}}
 
@@ -106,12 +110,7 @@ class Gemini(ChatCompletions):
         stream = route.path.endswith(":streamGenerateContent")
         return {**body, "model": params["model"], "stream": stream, "alt": query.get("alt")}
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Translate a request to a chat call.
-
-        Raises:
-            InvalidRequest: naming the field and what is wrong with it.
-        """
+    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:  # noqa: ARG002
         chat, dropped = chat_body(body)
         call = super().parse(chat, max_choices=max_choices, max_messages=max_messages)
         call.wants_token_ids = False
@@ -120,30 +119,25 @@ class Gemini(ChatCompletions):
         call.encode_with(partial(GeminiEncoder, call.original, "delta"))
         return call
 
-    def count_request(self, body: Json) -> Json:
+    def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:  # noqa: ARG002
         """Return the chat request of the contents, or of the whole request that is nested in the body."""
         nested = read_object(body, "generateContentRequest")
         return chat_body({**(nested or body), "model": body["model"], "stream": False})[0]
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
-        """Return a chat reply as a `GenerateContentResponse`."""
         encoder = GeminiEncoder(call.original, "message")
-        return orjson.dumps(encoder.response(msgspec.json.decode(reply)))
+        return orjson.dumps(encoder.whole(msgspec.json.decode(reply)))
 
     def encode_error(self, status: int, body: bytes) -> bytes:
-        """Return an error in Google's shape."""
         return orjson.dumps(_error(status, read_error(body)))
 
     def encode_count(self, num_tokens: int) -> Json:
-        """Return Google's `CountTokensResponse`."""
         return {"totalTokens": num_tokens}
 
     def encode_models(self, models: list[Json]) -> Json:
-        """Return Google's list of models."""
         return {"models": [self.encode_model(model) for model in models]}
 
     def encode_model(self, model: Json) -> Json:
-        """Return Google's description of a model."""
         limit = model.get("max_model_len")
         limits = {} if limit is None else {"inputTokenLimit": limit, "outputTokenLimit": limit}
         named = {"name": f"models/{model['id']}", "displayName": model["id"], "version": "001"}
@@ -161,20 +155,37 @@ class GeminiEncoder:
         self._field = field
         """`message` of a whole reply's choice, or `delta` of a chunk's."""
         self._num_written = 0
+        self._head: Json = {}
+        """The fields that all responses have in common."""
         self._usage: Json = {}
-        self._calls: dict[int, dict[int, list[Block]]] = {}
-        """Function calls so far, by choice and by their index in it."""
+        self._num_sampled: dict[int, int] = {}
+        """Tokens so far, by choice: a chunk counts those of its own choice alone."""
+        self._calls: dict[int, Assembler] = {}
+        """Function calls so far, by choice."""
+        self._ended: list[Json] = []
+        """The last parts of the candidates of a stream that have ended."""
 
     def chunks(self, chunks: list[bytes]) -> bytes:
-        """Return the events for some stripped chunks of the engine; there may be none."""
-        responses = [self.response(msgspec.json.decode(chunk)) for chunk in chunks]
-        return b"".join([self._write(response) for response in responses if response["candidates"]])
+        return b"".join([self._chunk(msgspec.json.decode(chunk)) for chunk in chunks])
+
+    def _chunk(self, chunk: Json) -> bytes:
+        self._read_head(chunk)
+        grown = []
+        for choice in chunk["choices"]:
+            candidate = self._candidate(choice)
+            if "finishReason" in candidate:
+                self._ended.append(candidate)
+            elif candidate["content"]["parts"]:
+                grown.append(candidate)
+        return self._write(self._response(grown)) if grown else b""
 
     def done(self) -> bytes:
-        """Return the end of the stream; events need none."""
+        """Return the end of the stream, with a candidate: Google's SDK drops a reply whose last response has none."""
+        self._ended.sort(key=operator.itemgetter("index"))
+        last = self._write(self._response(self._ended)) if self._ended else b""
         if self._as_events:
-            return b""
-        return b"]" if self._num_written else b"[]"
+            return last
+        return last + (b"]" if self._num_written else b"[]")
 
     def error(self, body: bytes) -> bytes:
         """Return the element that reports an error, and the end of an array."""
@@ -183,41 +194,46 @@ class GeminiEncoder:
         written = self._write(_error(code if isinstance(code, int) else 500, error))
         return written if self._as_events else written + b"]"
 
-    def response(self, reply: Json) -> Json:
-        """Return a `GenerateContentResponse` with what a reply or a chunk completes."""
-        self._usage = reply.get("usage") or self._usage
-        candidates = []
-        for choice in reply["choices"]:
-            parts, finish_reason = self._parts(choice), choice.get("finish_reason")
-            if not parts and finish_reason is None and self._field == "delta":
-                continue
-            # Google's SDK drops a reply from its history if any content of it has no part.
-            content = {"role": "model", "parts": parts or [{"text": ""}]}
-            ended = {} if finish_reason is None else {"finishReason": FINISH_REASONS.get(finish_reason, "OTHER")}
-            logprobs = _logprobs((choice.get("logprobs") or {}).get("content") or [])
-            candidates.append({"content": content, "index": choice["index"]} | ended | logprobs)
-        return {
-            "candidates": candidates,
-            "usageMetadata": _usage(self._usage),
-            "modelVersion": reply["model"],
-            "responseId": own_id(reply["id"], Gemini.id_prefix),
-        }
+    def whole(self, reply: Json) -> Json:
+        """Return a whole reply as a `GenerateContentResponse`."""
+        self._read_head(reply)
+        return self._response([self._candidate(choice) for choice in reply["choices"]])
 
-    def _parts(self, choice: Json) -> list[Json]:
-        """Return the parts that a choice completes: the calls of a stream are complete at its end."""
+    def _read_head(self, reply: Json) -> None:
+        if usage := reply.get("usage"):
+            for choice in reply["choices"] if self._field == "delta" else ():
+                self._num_sampled[choice["index"]] = usage.get("completion_tokens", 0)
+            total = sum(self._num_sampled.values()) if reply["choices"] and self._num_sampled else None
+            self._usage = usage if total is None else {**usage, "completion_tokens": total}
+        self._head = {"modelVersion": reply["model"], "responseId": own_id(reply["id"], Gemini.id_prefix)}
+
+    def _response(self, candidates: list[Json]) -> Json:
+        for candidate in candidates:
+            # Google's SDK drops a reply from its history if any content of it has no part.
+            candidate["content"]["parts"] = candidate["content"]["parts"] or [{"text": ""}]
+        return {"candidates": candidates, "usageMetadata": _usage(self._usage), **self._head}
+
+    def _candidate(self, choice: Json) -> Json:
+        """Return what a choice, or a chunk of one, completes: the calls of a stream are complete at its end."""
         parts: list[Json] = []
-        calls = self._calls.setdefault(choice["index"], {})
+        finish_reason, calls = choice.get("finish_reason"), self._calls.setdefault(choice["index"], Assembler())
         for block in blocks_of(choice[self._field]):
             if block.kind == "tool":
-                calls.setdefault(block.call, []).append(block)
+                calls.block_for(block)
             elif block.kind == "text":
                 parts.append({"text": block.text})
             elif self._shows_thoughts:
                 parts.append({"text": block.text, "thought": True})
-        if choice.get("finish_reason") is not None or self._field == "message":
-            parts += [_function_call(call) for _, call in sorted(calls.items())]
-            calls.clear()
-        return parts
+        ended = {}
+        if finish_reason is not None:
+            made = calls.finish()
+            whole = [call for call in made if not call.is_cut_call(finish_reason)]
+            parts += map(_function_call, whole)
+            reason = FINISH_REASONS.get(finish_reason, "OTHER") if len(whole) == len(made) else MALFORMED
+            ended = {"finishReason": reason}
+        content = {"role": "model", "parts": parts}
+        logprobs = _logprobs((choice.get("logprobs") or {}).get("content") or [])
+        return {"content": content, "index": choice["index"]} | ended | logprobs
 
     def _write(self, response: Json) -> bytes:
         self._num_written += 1
@@ -226,12 +242,8 @@ class GeminiEncoder:
         return (b"[" if self._num_written == 1 else b",\r\n") + orjson.dumps(response)
 
 
-def _function_call(blocks: list[Block]) -> Json:
-    """Return the part of a tool call from its blocks."""
-    call_id = next((block.tool_call_id for block in blocks if block.tool_call_id), None)
-    name = "".join([block.name for block in blocks])
-    arguments = embedded("".join([block.text for block in blocks]))
-    return {"functionCall": {"id": call_id, "name": name, "args": arguments}}
+def _function_call(call: Block) -> Json:
+    return {"functionCall": {"id": call.tool_call_id or None, "name": call.name, "args": embedded(call.text)}}
 
 
 def _logprobs(content: list[Json]) -> Json:
@@ -256,7 +268,9 @@ def _usage(usage: Json) -> Json:
         "candidatesTokenCount": sampled - thoughts,
         "totalTokenCount": prompt + sampled,
     }
-    return counts | ({"thoughtsTokenCount": thoughts} if thoughts else {})
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    optional = {"thoughtsTokenCount": thoughts, "cachedContentTokenCount": cached}
+    return counts | {field: count for field, count in optional.items() if count}
 
 
 def _error(status: int, error: Json) -> Json:

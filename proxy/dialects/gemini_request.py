@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of
+from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of, stream_and_prefill
 from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps
@@ -32,7 +32,7 @@ SAMPLING_FIELDS = {
 }
 """Field of `generationConfig` → chat field."""
 TOOL_MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none", "MODE_UNSPECIFIED": "auto"}
-THINKING_LEVELS = {"MINIMAL": "low", "LOW": "low", "MEDIUM": "medium", "HIGH": "high"}
+THINKING_LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 OUTPUT_KEYS = ("output", "result")
 """A function response with only one of these keys stands for the value under it."""
 SCHEMA_NUMBERS = frozenset(
@@ -86,11 +86,7 @@ def chat_body(body: Json) -> tuple[Json, list[str]]:
         chat["tools"] = tools
         chat |= _tool_choice(read_object(read_object(body, "toolConfig"), "functionCallingConfig"))
     chat |= _sampling(read_object(body, "generationConfig"))
-    if body.get("stream"):
-        chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    if messages and messages[-1]["role"] == "assistant":
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    return chat, dropped
+    return chat | stream_and_prefill(body, messages), dropped
 
 
 def chat_messages(contents: list[Any]) -> list[Json]:
@@ -282,11 +278,11 @@ def _sampling(config: Json) -> Json:
     if "top_logprobs" in chat and "logprobs" not in chat:
         del chat["top_logprobs"]
     thinking = read_object(config, "thinkingConfig")
-    level = str(read(thinking, "thinkingLevel") or "").upper()
+    level = str(read(thinking, "thinkingLevel") or "").lower()
     if read(thinking, "thinkingBudget") == 0:
         chat["reasoning_effort"] = "none"
     elif level in THINKING_LEVELS:
-        chat["reasoning_effort"] = THINKING_LEVELS[level]
+        chat["reasoning_effort"] = level
     return chat | _response_format(config)
 
 

@@ -8,19 +8,33 @@ call extends the turn.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 import orjson
 
-from proxy.dialects.base import MESSAGES, STREAM, Action, Call, WireRoute
-from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, embedded, own_id, read_error
-from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.messages_request import chat_body, is_server_tool, previous_message_id, server_tool_name
+from proxy.dialects.base import MESSAGES, SAMPLED_ENDS, STREAM, Action, Call, WireRoute
+from proxy.dialects.blocks import (
+    Block,
+    BlockEncoder,
+    blocks_of,
+    chat_tool,
+    chat_tool_call,
+    cut_off_error,
+    embedded,
+    failed_text,
+    joined_content,
+    own_id,
+    parts_of,
+    read_error,
+    stream_and_prefill,
+)
+from proxy.dialects.chat import ChatCompletions, check_kinds
 from proxy.dialects.sse import named_event
-from turnwise.errors import InvalidRequest
-from turnwise.json_text import json_object
+from turnwise.errors import EngineUnavailable, InvalidRequest
+from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView
 from turnwise.types import Json
 
@@ -35,6 +49,25 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 """HTTP status → Anthropic's error type; any other status is an `api_error`."""
+REFUSED = "content_filter"
+"""The engine's finish reason of a reply that Anthropic calls a refusal."""
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+BOOKKEEPING = "x-anthropic-billing-header"
+"""Prefix of a system block that only Anthropic's service reads, and that changes with every call."""
+_DATE = re.compile(r"_\d{8}$")
+TRANSLATED = frozenset(
+    {
+        *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"),
+        *("stream_options", "thread"),
+    }
+)
+IGNORED = frozenset(
+    {
+        *("cache_control", "container", "context_management", "diagnostics", "inference_geo", "service_tier"),
+        *("betas", "mcp_servers", "speed"),
+    }
+)
+"""Fields about Anthropic's own service."""
 
 
 class Messages(ChatCompletions):
@@ -69,17 +102,12 @@ class Messages(ChatCompletions):
     }
     id_prefix = "msg_"
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Translate a request to a chat call.
-
-        Raises:
-            InvalidRequest: naming the field and what is wrong with it.
-        """
+    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:
         if not body.get("messages"):
             raise InvalidRequest("`messages` must hold at least one message.", param="messages")
         if not isinstance(body.get("max_tokens"), int):
             raise InvalidRequest("`max_tokens` must be an integer.", param="max_tokens")
-        call = super().parse(chat_body(body), max_choices=max_choices, max_messages=max_messages)
+        call = super().parse(chat_body(body, failed_tool_text), max_choices=max_choices, max_messages=max_messages)
         call.wants_logprobs = call.wants_token_ids = False
         call.dropped_tools = [server_tool_name(tool) for tool in body.get("tools") or () if is_server_tool(tool)]
         call.previous_turn_id = previous_message_id(body.get("thread"))
@@ -92,38 +120,35 @@ class Messages(ChatCompletions):
         if earlier.tools and not call.tools:
             call.body["tools"] = earlier.tools
 
-    def count_request(self, body: Json) -> Json:
-        """Return the chat request that the same message request would become."""
-        return chat_body(body)
+    def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:
+        return chat_body(body, failed_tool_text)
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply has all that is needed
-        """Return a chat reply as a message of blocks."""
         decoded = msgspec.json.decode(reply)
         choice = decoded["choices"][0]
-        blocks = list(blocks_of(choice["message"]))
+        finish_reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
+        if is_cut_off(finish_reason):
+            raise EngineUnavailable(cut_off_error(finish_reason))
+        blocks = [block for block in blocks_of(choice["message"]) if not block.is_cut_call(finish_reason)]
         message = _head(decoded)
         message |= {
             "content": [_content(block, message["id"]) for block in blocks],
-            "stop_reason": stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), blocks),
-            "stop_sequence": _stop_sequence(choice.get("stop_reason")),
+            **_stop(finish_reason, stop, has_calls=any(block.kind == "tool" for block in blocks)),
             "usage": _usage(decoded.get("usage") or {}),
         }
         return orjson.dumps(message)
 
     def encode_models(self, models: list[Json]) -> Json:
-        """Return Anthropic's list of models."""
         data = [self.encode_model(model) for model in models]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return {"data": data, "has_more": False, "first_id": first, "last_id": last}
 
     def encode_model(self, model: Json) -> Json:
-        """Return Anthropic's description of a model."""
         created_at = datetime.datetime.fromtimestamp(model.get("created") or 0, datetime.UTC)
         named = {"type": "model", "id": model["id"], "display_name": model["id"]}
         return named | {"created_at": created_at.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
     def encode_error(self, status: int, body: bytes) -> bytes:
-        """Return an error in Anthropic's shape."""
         error = read_error(body)
         encoded = _error(error, ERROR_TYPES.get(status, "api_error"))
         if error.get("code") == "previous_response_not_found":
@@ -132,63 +157,86 @@ class Messages(ChatCompletions):
 
 
 class MessageEncoder(BlockEncoder):
-    """Writes Anthropic's events."""
+    """Writes Anthropic's events: one block after another.
+
+    A call is sent when the reply is complete, so its input is always a whole object; a cut call is not sent.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._message_id = ""
+        self._num_closed = 0
+        self._has_calls = False
 
     def starting(self, chunk: Json) -> bytes:
-        """Open the message."""
         message = _head(chunk)
         self._message_id = message["id"]
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(self.usage)}
         return named_event("message_start", {"message": message | empty})
 
     def opening(self, block: Block) -> bytes:
-        """Open a block."""
-        content = _content(block, "")
-        return named_event("content_block_start", {"index": len(self.closed), "content_block": content})
-
-    def growing(self, block: Block, logprobs: Json | None) -> bytes:  # noqa: ARG002  Anthropic has none
-        """Add to the open block; a tool's input is sent when it is complete, so that it is always an object."""
         if block.kind == "tool":
             return b""
-        field = "thinking" if block.kind == "thinking" else "text"
-        return self._delta({"type": f"{field}_delta", field: block.text})
+        return self._event("start", content_block=_content(block, ""))
+
+    def growing(self, block: Block, text: str, logprobs: list[Json]) -> bytes:  # noqa: ARG002  Anthropic has none
+        match block.kind:
+            case "thinking":
+                return self._delta(type="thinking_delta", thinking=text)
+            case "text":
+                return self._delta(type="text_delta", text=text)
+            case _:
+                return b""
 
     def closing(self, block: Block) -> bytes:
-        """Close a block, after the signature of thinking or the input of a tool."""
-        last = b""
+        if block.is_cut_call(self.finish_reason) or (block.kind == "tool" and is_cut_off(self.finish_reason)):
+            return b""
+        events = b""
         if block.kind == "thinking":
-            last = self._delta({"type": "signature_delta", "signature": self._message_id})
+            events = self._delta(type="signature_delta", signature=self._message_id)
         elif block.kind == "tool":
-            text = "{}" if json_object(block.text) is None else block.text
-            last = self._delta({"type": "input_json_delta", "partial_json": text})
-        return last + named_event("content_block_stop", {"index": len(self.closed)})
+            self._has_calls = True
+            whole = block.text
+            block.text = ""
+            events = self._event("start", content_block=_content(block, ""))
+            events += self._delta(type="input_json_delta", partial_json=whole.strip() or "{}")
+        events += self._event("stop")
+        self._num_closed += 1
+        return events
 
     def ending(self) -> bytes:
-        """End the message with its stop reason and usage."""
-        reason = stop_reason(self.finish_reason, self.stop_reason, self.closed)
-        delta = {"stop_reason": reason, "stop_sequence": _stop_sequence(self.stop_reason)}
-        usage = {"output_tokens": self.usage.get("completion_tokens", 0)}
-        return named_event("message_delta", {"delta": delta, "usage": usage}) + named_event("message_stop", {})
+        if is_cut_off(self.finish_reason):
+            return self.failing({"message": cut_off_error(self.finish_reason), "code": 503})
+        delta = _stop(self.finish_reason, self.stop_reason, has_calls=self._has_calls)
+        ended = named_event("message_delta", {"delta": delta, "usage": _usage(self.usage)})
+        return ended + named_event("message_stop", {})
 
     def failing(self, error: Json) -> bytes:
         body = _error(error, ERROR_TYPES.get(error.get("code") or 0, "api_error"))
         return named_event("error", {"error": body["error"]})
 
-    def _delta(self, delta: Json) -> bytes:
-        return named_event("content_block_delta", {"index": len(self.closed), "delta": delta})
+    def _delta(self, **delta: str) -> bytes:
+        return self._event("delta", delta=delta)
+
+    def _event(self, name: str, **data: Any) -> bytes:
+        return named_event(f"content_block_{name}", {"index": self._num_closed, **data})
 
 
-def stop_reason(finish_reason: str | None, stop: Any, blocks: list[Block]) -> str:
-    """Return Anthropic's name for the reason that ended a reply."""
+def is_cut_off(finish_reason: str | None) -> bool:
+    """Return whether the engine ended a reply in a way that Anthropic has no stop reason for."""
+    return finish_reason is not None and finish_reason not in SAMPLED_ENDS and finish_reason != REFUSED
+
+
+def _stop(finish_reason: str | None, stop: Any, *, has_calls: bool) -> Json:
+    """Return Anthropic's fields about the end of a reply."""
+    reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
     if finish_reason == "length":
-        return "max_tokens"
-    if any(block.kind == "tool" for block in blocks):
-        return "tool_use"
-    return "stop_sequence" if isinstance(stop, str) else "end_turn"
+        reason = "max_tokens"
+    elif finish_reason == REFUSED:
+        reason = "refusal"
+    elif has_calls:
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": stop if isinstance(stop, str) else None}
 
 
 def _head(reply: Json) -> Json:
@@ -207,10 +255,6 @@ def _content(block: Block, signature: str) -> Json:
             return {"type": "tool_use", **called}
 
 
-def _stop_sequence(stop: Any) -> str | None:
-    return stop if isinstance(stop, str) else None
-
-
 def _usage(usage: Json) -> Json:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return {
@@ -223,3 +267,166 @@ def _usage(usage: Json) -> Json:
 
 def _error(error: Json, kind: str) -> Json:
     return {"type": "error", "error": {"type": kind, "message": str(error.get("message", "the call failed"))}}
+
+
+def chat_body(body: Json, failed_tool_text: str) -> Json:
+    """Translate a request to a chat request.
+
+    Raises:
+        InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
+    """
+    check_kinds(body, {"messages": list, "tools": list, "thinking": dict, "output_config": dict, "tool_choice": dict})
+    chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
+    chat["messages"] = [*_system(body.get("system")), *chat_messages(body.get("messages") or [], failed_tool_text)]
+    if tools := [_chat_tool(tool) for tool in body.get("tools") or () if not is_server_tool(tool)]:
+        chat["tools"] = tools
+    if (choice := body.get("tool_choice")) and (tools or not body.get("tools")):
+        chat |= _chat_tool_choice(choice)
+    if stops := body.get("stop_sequences"):
+        chat["stop"] = stops
+    if (body.get("thinking") or {}).get("type") == "disabled":
+        chat["reasoning_effort"] = "none"
+    chat |= _chat_output(body.get("output_config") or {}, chat)
+    return chat | stream_and_prefill(body, chat["messages"])
+
+
+def chat_messages(messages: list[Any], failed_tool_text: str) -> Iterator[Json]:
+    """Translate messages to chat messages.
+
+    Raises:
+        InvalidRequest: a message or block has the wrong shape.
+    """
+    for message in messages:
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"`messages` must hold objects, not {message!r:.80}.", param="messages")
+        content = message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise InvalidRequest(
+                f"`content` must be a text or a list of blocks, not {content!r:.80}.", param="messages"
+            )
+        match message.get("role"):
+            case "assistant":
+                yield _assistant_message(blocks)
+            case "system":
+                yield from _system(content)
+            case "user":
+                yield from _user_messages(blocks, failed_tool_text)
+            case other:
+                raise InvalidRequest(f"a role is 'user' or 'assistant', not {other!r:.40}.", param="messages")
+
+
+def _system(system: Any) -> Iterator[Json]:
+    texts = (
+        [system] if isinstance(system, str) else [str(block.get("text", "")) for block in parts_of(system, "system")]
+    )
+    if kept := [text for text in texts if text and not text.startswith(BOOKKEEPING)]:
+        yield {"role": "system", "content": "\n".join(kept)}
+
+
+def _assistant_message(blocks: list[Json]) -> Json:
+    message: Json = {"role": "assistant", "content": None}
+    if texts := [str(block.get("text") or "") for block in blocks if block.get("type") == "text"]:
+        message["content"] = "".join(texts)
+    if thinking := "".join(str(block.get("thinking") or "") for block in blocks if block.get("type") == "thinking"):
+        message["reasoning"] = thinking
+    if calls := [_chat_tool_call(block) for block in blocks if block.get("type") == "tool_use"]:
+        message["tool_calls"] = calls
+    return message
+
+
+def _chat_tool_call(block: Json) -> Json:
+    return chat_tool_call(block.get("id"), block.get("name"), dumps(block.get("input") or {}).decode())
+
+
+def _user_messages(blocks: list[Json], failed_tool_text: str) -> Iterator[Json]:
+    """Yield one message per tool result, then one message with all other blocks."""
+    rest = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            rest.append(_chat_part(block))
+            continue
+        content = block.get("content") or ""
+        parts = (
+            [{"type": "text", "text": content}]
+            if isinstance(content, str)
+            else [_chat_part(one) for one in parts_of(content, "content")]
+        )
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        if block.get("is_error"):
+            text = failed_text(text, failed_tool_text)
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+        rest += [part for part in parts if part["type"] != "text"]
+    if rest:
+        yield {"role": "user", "content": joined_content(rest)}
+
+
+def _chat_part(block: Json) -> Json:
+    """Translate a text or image block to a chat part."""
+    check_kinds(block, {"source": dict})
+    source = block.get("source") or {}
+    match block.get("type"), source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": str(block.get("text", ""))}
+        case "image", "base64":
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+            return {"type": "image_url", "image_url": {"url": url}}
+        case "image", "url":
+            return {"type": "image_url", "image_url": {"url": source.get("url")}}
+        case "image", kind:
+            raise InvalidRequest(
+                f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` or `url`",
+                param="messages",
+            )
+        case "document", "text":
+            return {"type": "text", "text": str(source.get("data", ""))}
+        case kind, _:
+            raise InvalidRequest(
+                f"a block of type {kind!r:.40} cannot be served; send text or images", param="messages"
+            )
+
+
+def is_server_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "custom"
+
+
+def server_tool_name(tool: Json) -> str:
+    return _DATE.sub("", str(tool["type"]))
+
+
+def _chat_tool(tool: Any) -> Json:
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(
+            f"a tool must be an object with `name` and `input_schema`, not {tool!r:.80}", param="tools"
+        )
+    return chat_tool(tool.get("name"), tool.get("description"), tool.get("input_schema") or {})
+
+
+def _chat_tool_choice(choice: Json) -> Json:
+    check_kinds(choice, {"type": str})
+    chat: Json = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    if choice.get("type") == "tool":
+        return chat | {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
+    if choice.get("type") not in TOOL_CHOICES:
+        raise InvalidRequest(f"a tool choice is auto, any, tool or none, not {choice!r:.80}.", param="tool_choice")
+    return chat | {"tool_choice": TOOL_CHOICES[choice["type"]]}
+
+
+def previous_message_id(thread: Any) -> str | None:
+    """Return the id of the message that a call continues; None if the request holds the whole conversation."""
+    if not isinstance(thread, dict) or thread.get("type") != "continue":
+        return None
+    previous = thread.get("previous_message_id")
+    if not isinstance(previous, str):
+        raise InvalidRequest(f"`previous_message_id` must be a message's id, not {previous!r:.80}.", param="thread")
+    return previous
+
+
+def _chat_output(config: Json, chat: Json) -> Json:
+    check_kinds(config, {"effort": str, "format": dict})
+    wanted: Json = {}
+    if (effort := config.get("effort")) and "reasoning_effort" not in chat:
+        wanted["reasoning_effort"] = effort
+    if schema := (config.get("format") or {}).get("schema"):
+        wanted["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    return wanted

@@ -13,6 +13,18 @@ from proxy.dialects.responses import Responses
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), TextCompletions(), Responses(), Messages(), Gemini())
 """All dialects. The first one answers paths that no other claims with `error_prefixes`."""
+HOSTED_TOOLS = frozenset(
+    {
+        *("web_search", "web_search_preview", "file_search", "image_generation", "code_interpreter", "computer"),
+        *("computer_use_preview", "mcp", "local_shell", "shell", "apply_patch", "tool_search"),
+        *("programmatic_tool_calling", "web_fetch", "code_execution", "bash", "text_editor", "memory", "advisor"),
+        *("mcp_toolset", "retrieval", "mcpServers"),
+        *("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "googleMaps", "fileSearch"),
+        *("computerUse", "enterpriseWebSearch", "google_search", "url_context", "google_maps"),
+    }
+)
+"""Tools that OpenAI, Anthropic or Google run on their own servers: requests lose them. Each name is a label value of
+the metric; all other names count as `other`."""
 SESSION_PREFIX = "/sessions/{session_id}"
 """Every route of a dialect is also served under this prefix."""
 

@@ -1,16 +1,28 @@
-"""Items of OpenAI's Responses: input items to chat messages, blocks of a reply to output items."""
+"""Tools and items of OpenAI's Responses: input items to chat messages, blocks of a reply to output items.
+
+A namespace becomes functions named `<namespace>__<name>`. A custom (freeform) tool becomes a function of one string,
+`input`. Tools that OpenAI runs on its own servers are dropped. Function calls of a reply become the items that the
+client expects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from proxy.dialects.blocks import Block, blocks_of, chat_tool_call, joined_content, parts_of
-from proxy.dialects.response_tools import ToolMap, custom_arguments, flat_name
+import orjson
+
+from proxy.dialects.base import ENDED
+from proxy.dialects.blocks import Block, blocks_of, chat_tool_call, failed_text, joined_content, parts_of
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.types import Json
 
+SEPARATOR = "__"
+INPUT = "input"
+"""The argument that holds the text of a custom tool call."""
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 ID_PREFIXES = {"thinking": "rs", "text": "msg", "tool": "fc"}
 HOSTED_ITEMS = frozenset(
     {
@@ -21,9 +33,114 @@ HOSTED_ITEMS = frozenset(
 )
 """Items that only OpenAI's own service can read or produce, such as encrypted state. They are ignored."""
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+FAILED = ("failed", "incomplete")
+"""Values of `status` of the output of a call that failed."""
 
 
-def chat_messages(given: Any) -> list[Json]:
+@dataclasses.dataclass(slots=True)
+class ToolMap:
+    """The tools of one request."""
+
+    chat_tools: list[Json] = dataclasses.field(default_factory=list)
+    dropped: list[str] = dataclasses.field(default_factory=list)
+    """Types of the tools that were dropped."""
+    namespaces: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Function name → namespace and name inside it."""
+    custom: set[str] = dataclasses.field(default_factory=set)
+    """Functions that stand for custom tools."""
+
+    def call_item(self, name: str, call_id: str, arguments: str) -> Json:
+        """Return a function call of a reply as the client's item, without `id` and `status`."""
+        namespace, own_name = self.namespaces.get(name, ("", name))
+        placed = {"namespace": namespace} if namespace else {}
+        called = {"call_id": call_id, "name": own_name}
+        if name in self.custom:
+            return {"type": "custom_tool_call", **called, **placed, "input": custom_input(arguments)}
+        return {"type": "function_call", **called, **placed, "arguments": arguments}
+
+
+def read_tools(tools: Any) -> ToolMap:
+    """Return the tools of a request.
+
+    Raises:
+        InvalidRequest: a tool or a namespace has the wrong shape.
+    """
+    found = ToolMap()
+    _add_tools(found, parts_of(tools, "tools"), "")
+    return found
+
+
+def _add_tools(found: ToolMap, tools: Iterable[Json], namespace: str) -> None:
+    for tool in tools:
+        kind = tool.get("type")
+        if kind == "namespace" and not namespace:
+            _add_tools(found, parts_of(tool.get("tools"), "tools"), str(tool.get("name") or ""))
+        elif kind in ("function", "custom"):
+            function = _function(tool) if kind == "function" else _custom_function(tool)
+            if namespace:
+                flat = flat_name(namespace, tool.get("name"))
+                found.namespaces[flat] = (namespace, str(tool.get("name")))
+                function["name"] = flat
+            if kind == "custom":
+                found.custom.add(str(function["name"]))
+            found.chat_tools.append({"type": "function", "function": function})
+        elif isinstance(kind, str):
+            found.dropped.append(kind)
+        else:
+            raise InvalidRequest(f"a tool needs a `type`, such as 'function', not {kind!r:.40}.", param="tools")
+
+
+def _function(tool: Json) -> Json:
+    return {field: tool[field] for field in FUNCTION_FIELDS if tool.get(field) is not None}
+
+
+def _custom_function(tool: Json) -> Json:
+    """Return a function of one string; a grammar for the string becomes a part of the description."""
+    wanted = tool.get("format") if isinstance(tool.get("format"), dict) else {}
+    description = str(tool.get("description") or "")
+    if isinstance(wanted, dict) and wanted.get("definition"):
+        description += f"\n\n`{INPUT}` follows this {wanted.get('syntax', '')} grammar:\n{wanted['definition']}"
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    return {"name": tool.get("name"), "description": description.strip(), "parameters": parameters}
+
+
+def flat_name(namespace: object, name: object) -> str:
+    return f"{namespace}{SEPARATOR}{name}" if namespace else str(name)
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text of a custom tool call from the function's arguments; broken arguments are the text itself."""
+    try:
+        text = orjson.loads(arguments)[INPUT]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return arguments
+    return text if isinstance(text, str) else arguments
+
+
+def custom_arguments(text: str) -> str:
+    return orjson.dumps({INPUT: text}).decode()
+
+
+def chat_tool_choice(choice: Any) -> Any:
+    """Return the tool choice as chat has it.
+
+    Raises:
+        InvalidRequest: the engine cannot be held to this choice.
+    """
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        name = flat_name(choice.get("namespace"), choice.get("name"))
+        return {"type": "function", "function": {"name": name}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return choice.get("mode") or "auto"
+    raise InvalidRequest(
+        f"a tool choice is none, auto, required, allowed_tools or one function, not {choice!r:.80}.",
+        param="tool_choice",
+    )
+
+
+def chat_messages(given: Any, failed_tool_text: str) -> list[Json]:
     """Translate input items to chat messages.
 
     Raises:
@@ -35,11 +152,11 @@ def chat_messages(given: Any) -> list[Json]:
         raise InvalidRequest(f"`input` must be a text or a list of items, not {given!r:.80}.", param="input")
     messages: list[Json] = []
     for item in given:
-        _add_item(messages, item)
+        _add_item(messages, item, failed_tool_text)
     return messages
 
 
-def _add_item(messages: list[Json], item: Any) -> None:
+def _add_item(messages: list[Json], item: Any, failed_tool_text: str) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     match kind:
         case "message" if item.get("role") == "assistant":
@@ -51,8 +168,11 @@ def _add_item(messages: list[Json], item: Any) -> None:
         case "function_call" | "custom_tool_call" | "local_shell_call":
             _open_reply(messages, unless_holds=()).setdefault("tool_calls", []).append(_chat_tool_call(item))
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            call_id = item.get("call_id") or item.get("id")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": _chat_content(item.get("output"))})
+            call_id, content = item.get("call_id") or item.get("id"), _chat_content(item.get("output"))
+            if item.get("status") in FAILED:
+                mark = {"type": "text", "text": failed_tool_text}
+                content = failed_text(content, failed_tool_text) if isinstance(content, str) else [mark, *content]
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case "item_reference":
             raise NotFound(
                 f"item {item.get('id')!r:.80} is not stored; send the item itself",
@@ -122,22 +242,35 @@ def _text(parts: Any) -> str:
     return "".join(str(part.get("text") or part.get("refusal") or "") for part in parts_of(parts, "input"))
 
 
-def output_item(block: Block, index: int, response_id: str, logprobs: list[Json], tools: ToolMap) -> Json:
+def item_status(block: Block, last: Block | None, finish_reason: str | None) -> str:
+    """Return the status of a block in which a reply may be cut off: a call's arguments, or the last one that grew."""
+    is_cut = block is last and block.kind != "tool" and finish_reason not in ENDED
+    return "incomplete" if is_cut or block.is_cut_call(finish_reason) else "completed"
+
+
+def output_item(
+    block: Block, response_id: str, tools: ToolMap, logprobs: Iterable[Json] = (), status: str = "completed"
+) -> Json:
     """Return a block as an item of the response's output; its id is derived from the response's id."""
-    item: Json = {"id": item_id(block, index, response_id), "status": "completed"}
+    item: Json = {"id": item_id(block, response_id), "status": status}
     match block.kind:
         case "thinking":
             content = [{"type": "reasoning_text", "text": block.text}]
             return item | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         case "text":
-            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": list(logprobs)}
             return item | {"type": "message", "role": "assistant", "content": [part]}
         case _:
             return item | tools.call_item(block.name, block.tool_call_id, block.text)
 
 
-def item_id(block: Block, index: int, response_id: str) -> str:
-    return f"{ID_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{index}"
+def item_id(block: Block, response_id: str) -> str:
+    return f"{ID_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{block.index}"
+
+
+def reply_blocks(message: Json) -> list[Block]:
+    """Return the blocks of a whole reply, at least one."""
+    return list(blocks_of(message)) or [Block("text", "")]
 
 
 def referenced_turn(reference: Json) -> tuple[str, int]:
@@ -158,5 +291,5 @@ def resolved(item: Any, stored: Mapping[str, Json], tools: ToolMap) -> Any:
     if not is_reference(item):
         return item
     turn_id, index = referenced_turn(item)
-    blocks = (list(blocks_of(stored[turn_id])) or [Block("text", "")]) if turn_id in stored else []
-    return output_item(blocks[index], index, turn_id, [], tools) if index < len(blocks) else item
+    blocks = reply_blocks(stored[turn_id]) if turn_id in stored else []
+    return output_item(blocks[index], turn_id, tools) if index < len(blocks) else item

@@ -13,11 +13,23 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects.base import IDENTITY, STREAM, Call, WireRoute
-from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
+from proxy.dialects.base import ENDED, IDENTITY, STREAM, Call, WireRoute
+from proxy.dialects.blocks import Block, BlockEncoder, cut_off_error, own_id, stream_and_prefill, text_logprobs
 from proxy.dialects.chat import ChatCompletions, check_kinds
-from proxy.dialects.response_items import chat_messages, is_reference, output_item, referenced_turn, resolved
-from proxy.dialects.response_tools import ToolMap, chat_tool_choice, custom_input, read_tools
+from proxy.dialects.response_items import (
+    ToolMap,
+    chat_messages,
+    chat_tool_choice,
+    custom_input,
+    is_reference,
+    item_id,
+    item_status,
+    output_item,
+    read_tools,
+    referenced_turn,
+    reply_blocks,
+    resolved,
+)
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps
@@ -39,6 +51,8 @@ IGNORED = frozenset(
 """Fields that are handled elsewhere or concern only OpenAI's own service."""
 UNSERVED = ("background", "prompt")
 """Fields that need server-side state that the proxy does not keep."""
+INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""The engine's finish reason → OpenAI's reason of an incomplete response; any other cut makes it a failed one."""
 CONVERSATION = "conversation"
 """Name of the request field, and of the stored sampling parameter, with the id of a conversation."""
 
@@ -57,14 +71,10 @@ class Responses(ChatCompletions):
     )
     id_prefix = "resp_"
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Translate a request to a chat call.
-
-        Raises:
-            InvalidRequest: naming the field and what is wrong with it.
-        """
+    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:
         tools = read_tools(body.get("tools"))
-        call = super().parse(chat_body(body, tools), max_choices=max_choices, max_messages=max_messages)
+        chat = chat_body(body, tools, failed_tool_text)
+        call = super().parse(chat, max_choices=max_choices, max_messages=max_messages)
         call.original = {field: value for field, value in body.items() if field != "input"}
         call.dropped_tools = tools.dropped
         call.wants_token_ids = False
@@ -99,103 +109,99 @@ class Responses(ChatCompletions):
         call.body["messages"] = call.messages
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
-        """Return a chat reply as a response of items."""
         decoded = msgspec.json.decode(reply)
         choice = decoded["choices"][0]
-        response = _head(decoded, call.original)
-        blocks = list(blocks_of(choice["message"])) or [Block("text", "")]
-        logprobs = content_logprobs(choice.get("logprobs"))
-        tools = read_tools(call.original.get("tools"))
-        output = [output_item(block, index, response["id"], logprobs, tools) for index, block in enumerate(blocks)]
-        response |= _ending(choice.get("finish_reason"), decoded.get("usage") or {}) | {"output": output}
-        return dumps(response)
+        response, finish_reason = _head(decoded, call.original), choice.get("finish_reason")
+        blocks, tools = reply_blocks(choice["message"]), read_tools(call.original.get("tools"))
+        logprobs = text_logprobs(choice.get("logprobs"), blocks)
+        output = [
+            output_item(block, response["id"], tools, logprobs, item_status(block, blocks[-1], finish_reason))
+            for block in blocks
+        ]
+        return dumps(response | _ending(finish_reason, decoded.get("usage") or {}) | {"output": output})
 
 
 class ResponseEncoder(BlockEncoder):
-    """Writes OpenAI's events for a response."""
+    """Writes OpenAI's events for a response; its items grow side by side."""
 
     def __init__(self, request: Json, tools: ToolMap) -> None:
         super().__init__()
         self._tools = tools
         self._request = request
         self._response: Json = {}
-        self._items: list[Json] = []
+        self._items: dict[int, Json] = {}
+        """The closed items, by their index."""
         self._logprobs: list[Json] = []
         self._num_events = 0
 
     def starting(self, chunk: Json) -> bytes:
-        """Open the response."""
         self._response = _head(chunk, self._request)
         created = self._event("response.created", response=self._response)
         return created + self._event("response.in_progress", response=self._response)
 
     def opening(self, block: Block) -> bytes:
-        """Open an item and its only part."""
-        item = self._item(block) | {"status": "in_progress"}
+        item = output_item(block, self._response["id"], self._tools, status="in_progress")
         if block.kind == "tool":
-            return self._item_event("response.output_item.added", item=item)
-        added = self._item_event("response.output_item.added", item=item | {"content": []})
-        return added + self._part_event("response.content_part.added", block, part=item["content"][0])
+            return self._item_event("added", block, item)
+        added = self._item_event("added", block, item | {"content": []})
+        return added + self._part_event("content_part.added", block, part=item["content"][0])
 
-    def growing(self, block: Block, logprobs: Json | None) -> bytes:
-        """Add to the open part."""
-        match block.kind:
-            case "tool" if self.open is not None and self.open.name in self._tools.custom:
-                return b""  # its text is known once the arguments that hold it are complete
-            case "tool":
-                return self._part_event("response.function_call_arguments.delta", block, delta=block.text)
-            case "thinking":
-                return self._part_event("response.reasoning_text.delta", block, delta=block.text)
-            case _:
-                added = content_logprobs(logprobs)
-                self._logprobs += added
-                return self._part_event("response.output_text.delta", block, delta=block.text, logprobs=added)
-
-    def closing(self, block: Block) -> bytes:
-        """Close the part and its item."""
-        item = self._item(block)
+    def growing(self, block: Block, text: str, logprobs: list[Json]) -> bytes:
         match block.kind:
             case "tool" if block.name in self._tools.custom:
+                return b""  # its text is known once the arguments that hold it are complete
+            case "tool":
+                return self._part_event("function_call_arguments.delta", block, delta=text)
+            case "thinking":
+                return self._part_event("reasoning_text.delta", block, delta=text)
+            case _:
+                self._logprobs += logprobs
+                return self._part_event("output_text.delta", block, delta=text, logprobs=logprobs)
+
+    def closing(self, block: Block) -> bytes:
+        status = item_status(block, self.last, self.finish_reason)
+        item = output_item(block, self._response["id"], self._tools, self._logprobs, status)
+        match block.kind:
+            case "tool" if status == "incomplete":
+                ended = b""
+            case "tool" if block.name in self._tools.custom:
                 text = custom_input(block.text)
-                ended = self._part_event("response.custom_tool_call_input.delta", block, delta=text)
-                ended += self._part_event("response.custom_tool_call_input.done", block, input=text)
+                ended = self._part_event("custom_tool_call_input.delta", block, delta=text)
+                ended += self._part_event("custom_tool_call_input.done", block, input=text)
             case "tool":
                 called = {"name": block.name, "arguments": block.text}
-                ended = self._part_event("response.function_call_arguments.done", block, **called)
+                ended = self._part_event("function_call_arguments.done", block, **called)
             case "thinking":
-                ended = self._part_event("response.reasoning_text.done", block, text=block.text)
+                ended = self._part_event("reasoning_text.done", block, text=block.text)
             case _:
                 whole = {"text": block.text, "logprobs": self._logprobs}
-                ended = self._part_event("response.output_text.done", block, **whole)
+                ended = self._part_event("output_text.done", block, **whole)
         if block.kind != "tool":
-            ended += self._part_event("response.content_part.done", block, part=item["content"][0])
-        ended += self._item_event("response.output_item.done", item=item)
-        self._items.append(item)
-        return ended
+            ended += self._part_event("content_part.done", block, part=item["content"][0])
+        self._items[block.index] = item
+        return ended + self._item_event("done", block, item)
 
     def ending(self) -> bytes:
-        """End the response; the last event repeats all of it."""
+        """Return the last event, which repeats the whole response."""
         events = b""
         if not self._items:
-            nothing = Block("text", "")
-            events = self.opening(nothing) + self.closing(nothing)
+            self.last = Block("text", "")
+            events = self.opening(self.last) + self.closing(self.last)
         ended = _ending(self.finish_reason, self.usage)
-        whole = self._response | ended | {"output": self._items}
+        whole = self._response | ended | {"output": [item for _, item in sorted(self._items.items())]}
         return events + self._event(f"response.{ended['status']}", response=whole)
 
     def failing(self, error: Json) -> bytes:
         fields = {"code": str(error.get("code")), "message": error.get("message"), "param": error.get("param")}
         return self._event("error", **fields)
 
-    def _item(self, block: Block) -> Json:
-        return output_item(block, len(self._items), self._response["id"], self._logprobs, self._tools)
-
     def _part_event(self, name: str, block: Block, /, **data: Any) -> bytes:
         part = {} if block.kind == "tool" else {"content_index": 0}
-        return self._item_event(name, item_id=self._item(block)["id"], **part, **data)
+        named = {"output_index": block.index, "item_id": item_id(block, self._response["id"])}
+        return self._event(f"response.{name}", **named, **part, **data)
 
-    def _item_event(self, name: str, /, **data: Any) -> bytes:
-        return self._event(name, output_index=len(self._items), **data)
+    def _item_event(self, name: str, block: Block, item: Json) -> bytes:
+        return self._event(f"response.output_item.{name}", output_index=block.index, item=item)
 
     def _event(self, name: str, /, **data: Any) -> bytes:
         self._num_events += 1
@@ -221,7 +227,7 @@ def conversation_id(body: Json) -> str | None:
     return named
 
 
-def chat_body(body: Json, tools: ToolMap) -> Json:
+def chat_body(body: Json, tools: ToolMap, failed_tool_text: str) -> Json:
     """Translate a request to a chat request.
 
     Raises:
@@ -234,7 +240,7 @@ def chat_body(body: Json, tools: ToolMap) -> Json:
         if body.get(field):
             raise InvalidRequest(f"`{field}` is not served; send the conversation as `input`.", param=field)
     chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
-    chat["messages"] = [*_instructions(body), *chat_messages(body.get("input"))]
+    chat["messages"] = [*_instructions(body), *chat_messages(body.get("input"), failed_tool_text)]
     if tools.chat_tools:
         chat["tools"] = tools.chat_tools
     if (choice := body.get("tool_choice")) is not None and (
@@ -249,14 +255,7 @@ def chat_body(body: Json, tools: ToolMap) -> Json:
         chat["response_format"] = wanted
     if LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
         chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
-    if body.get("stream"):
-        chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    return chat
-
-
-def content_logprobs(logprobs: Json | None) -> list[Json]:
-    """Return a choice's logprobs as a text part has them; none if the client asked for none."""
-    return list((logprobs or {}).get("content") or ())
+    return chat | stream_and_prefill(body, [])
 
 
 def _instructions(body: Json) -> list[Json]:
@@ -301,12 +300,14 @@ def _head(reply: Json, request: Json) -> Json:
 
 
 def _ending(finish_reason: str | None, usage: Json) -> Json:
-    cut = finish_reason == "length"
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    cut = INCOMPLETE.get(finish_reason or "")
+    failed = cut is None and finish_reason not in ENDED
     return {
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "failed" if failed else "completed" if cut is None else "incomplete",
+        "incomplete_details": None if cut is None else {"reason": cut},
+        "error": {"code": "server_error", "message": cut_off_error(finish_reason)} if failed else None,
         "usage": {
             "input_tokens": usage.get("prompt_tokens", 0),
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},

@@ -20,7 +20,7 @@ from proxy.calls.capture import Running
 from proxy.calls.resuming import read_turns, resume
 from proxy.calls.retries import Attempt, attempt_of, request_digest
 from proxy.dialects.base import Call
-from proxy.dialects.hosted_tools import HOSTED_TOOLS
+from proxy.dialects.registry import HOSTED_TOOLS
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
@@ -194,7 +194,12 @@ class SampleEndpoint(Endpoint):
             views = await read_turns(self._services.database, turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
-        call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
+        call = self._dialect.parse(
+            body,
+            max_choices=settings.max_choices,
+            max_messages=settings.max_messages,
+            failed_tool_text=settings.failed_tool_text,
+        )
         own_fields = self._services.pool.kind.own_fields
         if not own_fields.isdisjoint(call.body):
             call.dropped_fields = sorted(own_fields.intersection(call.body))

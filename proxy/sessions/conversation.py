@@ -1,8 +1,9 @@
 """The digests of a call's messages: one after every message, over what the chat template reads and nothing else.
 
 A request extends a turn when the digest of its first messages equals the digest of the turn's messages and reply. A
-digest covers role, text and tool calls with their arguments as values. It covers names and the ids of tool calls only
-where the served template prints them. It ignores all other fields, such as `provider_specific_fields`, `cache_control`
+digest covers role, text and tool calls with their arguments as values, but no call whose arguments were not sampled to
+the end: some formats cannot carry it. It covers names and the ids of tool calls only where the served template prints
+them. It ignores all other fields, such as `provider_specific_fields`, `cache_control`
 or thinking: no template reads them, and clients add, change and drop them.
 
 An agent repeats its whole conversation with every call. The messages of every dialect have one canonical text: the JSON
@@ -26,7 +27,7 @@ import orjson
 from blake3 import blake3
 
 from proxy.dialects.base import Call, template_arguments
-from proxy.dialects.chat import with_readable_arguments
+from proxy.dialects.chat import is_readable, with_readable_arguments
 from turnwise.json_text import dumps, json_object, loads, unify_numbers
 from turnwise.types import Json
 
@@ -210,7 +211,10 @@ def message_digest(message: Json, fields: frozenset[str] = NO_FIELDS) -> bytes:
     """Return the digest of one message."""
     content = canonical_content(message.get("content"))
     canonical: Json = {"r": message.get("role"), "c": content}
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        calls = [call for call in calls if is_readable(call)]
+    if calls:
         canonical["t"] = [_canonical_call(call, fields) for call in calls] if isinstance(calls, list) else calls
     if message.get("role") == "assistant" and isinstance(content, str):
         canonical["c"] = "" if CALL_TEXT in fields and calls and _have_ids(calls) else content.strip()
@@ -245,11 +249,7 @@ def _have_ids(calls: Any) -> bool:
 
 
 def canonical_arguments(arguments: Any) -> Any:
-    """Return tool arguments as a JSON object, so that spaces, key order and the spelling of numbers do not count.
-
-    Invalid JSON, and JSON that is not an object, is an empty object: so vLLM renders it, and so formats whose arguments
-    are objects send it back.
-    """
+    """Return tool arguments as a JSON object, so that spaces, key order and the spelling of numbers do not count."""
     if isinstance(arguments, str):
         return json_object(arguments) or {}
     if isinstance(arguments, dict):

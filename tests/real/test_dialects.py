@@ -183,7 +183,9 @@ def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
     )
     sent = shared_engine.calls[-1].body
     assert sent["response_format"]["json_schema"] == {"name": "x", "schema": SCHEMA, "strict": True}
-    assert len(made.output[0].content[0].logprobs) == made.usage.output_tokens
+    shown = made.output[0].content[0]
+    assert "".join(each.token for each in shown.logprobs) == shown.text
+    assert len(shown.logprobs) == made.usage.output_tokens - 1  # the end of the turn is no text
     plain = client.responses.create(model="fake", input="a")
     assert plain.output[0].content[0].logprobs == []
 

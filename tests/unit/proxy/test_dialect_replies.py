@@ -1,0 +1,277 @@
+"""What clients of Messages, Responses and Gemini read of a reply, whole and streamed.
+
+A client reads nothing that was not sampled: no call that was cut off, no end that the model did not reach.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.dialects.base import Call, Dialect
+from proxy.dialects.gemini import Gemini
+from proxy.dialects.messages import Messages
+from proxy.dialects.responses import Responses
+from turnwise.errors import EngineUnavailable
+
+Json = dict[str, Any]
+HEAD = {"id": "chatcmpl-1", "created": 0, "model": "m"}
+USAGE = {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17, "prompt_tokens_details": {"cached_tokens": 4}}
+REQUESTS: list[tuple[Dialect, Json]] = [
+    (Messages(), {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}]}),
+    (Responses(), {"input": "Hi.", "include": ["message.output_text.logprobs"]}),
+    (Gemini(), {"contents": [{"parts": [{"text": "Hi."}]}], "alt": "sse"}),
+]
+CUT = '{"path": "/var/'
+
+
+def called(index: int, arguments: str | None = None, name: str = "") -> Json:
+    """Return a part of a call as vLLM streams it."""
+    opened = {"id": f"call_{index}", "type": "function"} if name else {}
+    return {"index": index, **opened, "function": {"name": name or None, "arguments": arguments}}
+
+
+def call_of(dialect: Dialect, body: Json, *, stream: bool) -> Call:
+    return dialect.parse({**body, "stream": stream}, max_choices=4, max_messages=9)
+
+
+def read_stream(dialect: Dialect, body: Json, deltas: list[Json], finish_reason: str) -> list[Json]:
+    """Return the events that a client gets of a stream with these deltas."""
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks += [
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]},
+        {"choices": [], "usage": USAGE},
+    ]
+    return events_of(dialect, body, chunks)
+
+
+def events_of(dialect: Dialect, body: Json, chunks: list[Json]) -> list[Json]:
+    encoder = call_of(dialect, body, stream=True).encoder
+    sent = b"".join(encoder.chunks([json.dumps(HEAD | chunk).encode()]) for chunk in chunks) + encoder.done()
+    return [json.loads(line[6:]) for line in sent.splitlines() if line.startswith(b"data: ")]
+
+
+def read_whole(dialect: Dialect, body: Json, message: Json, finish_reason: str, **choice: Any) -> Json:
+    reply = {"choices": [{"index": 0, "message": message, "finish_reason": finish_reason, **choice}], "usage": USAGE}
+    read: Json = json.loads(
+        dialect.encode_reply(json.dumps(HEAD | reply).encode(), call_of(dialect, body, stream=False))
+    )
+    return read
+
+
+def messages_of(events: list[Json]) -> tuple[list[Any], Any]:
+    """Return the blocks of a stream of Messages, one after another, and its last event but one."""
+    blocks: list[Any] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+            blocks[event["index"]]["input"] = json.loads(event["delta"]["partial_json"])
+        elif event["type"] == "content_block_delta" and event["delta"]["type"] == "text_delta":
+            blocks[event["index"]]["text"] += event["delta"]["text"]
+    return blocks, events[-2]
+
+
+def read_reply(dialect: Dialect, body: Json, finish_reason: str, *calls: tuple[str, str], stream: bool) -> Any:
+    """Return the calls that a client reads, by name and arguments, and the end of the reply."""
+    made = [called(index, arguments, name) for index, (name, arguments) in enumerate(calls)]
+    if stream:
+        read: Any = read_stream(dialect, body, [{"tool_calls": [part]} for part in made], finish_reason)
+    else:
+        read = read_whole(dialect, body, {"content": None, "tool_calls": made}, finish_reason)
+    match dialect:
+        case Messages():
+            blocks, last = messages_of(read) if stream else (read["content"], {"delta": read})
+            return [(each["name"], each["input"]) for each in blocks], last["delta"]["stop_reason"]
+        case Responses():
+            whole = read[-1]["response"] if stream else read
+            items = [(each["name"], each["arguments"], each["status"]) for each in whole["output"] if "name" in each]
+            return items, whole["status"]
+    candidate = (read[-1] if stream else read)["candidates"][0]
+    named = [part["functionCall"] for part in candidate["content"]["parts"] if "functionCall" in part]
+    return [(each["name"], each["args"]) for each in named], candidate["finishReason"]
+
+
+WHOLE = ("look", '{"n": 1}')
+ENDS: list[tuple[str, list[Any]]] = [
+    ("length", ["max_tokens", "incomplete", "MALFORMED_FUNCTION_CALL"]),
+    ("content_filter", ["refusal", "incomplete", "MALFORMED_FUNCTION_CALL"]),
+    ("tool_calls", ["tool_use", "completed", "MALFORMED_FUNCTION_CALL"]),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("finish_reason", "ends"), ENDS)
+@pytest.mark.parametrize("arguments", [CUT, "", "[1]"])
+def test_no_client_gets_a_call_whose_arguments_were_not_sampled_to_the_end(
+    finish_reason: str, ends: list[str], arguments: str, *, stream: bool
+) -> None:
+    """The complete call beside it is sent. Without any argument a call is complete if the model ended it."""
+    is_complete = finish_reason == "tool_calls" and not arguments
+    items = [("look", '{"n": 1}', "completed"), ("read", arguments, "completed" if is_complete else "incomplete")]
+    for (dialect, body), end in zip(REQUESTS, ends, strict=True):
+        calls, found = read_reply(dialect, body, finish_reason, WHOLE, ("read", arguments), stream=stream)
+        if isinstance(dialect, Responses):
+            assert (calls, found) == (items, end)
+        elif is_complete:
+            assert (calls, found) == ([("look", {"n": 1}), ("read", {})], "STOP" if end.isupper() else end)
+        else:
+            assert (calls, found) == ([("look", {"n": 1})], end)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("finish_reason", ["abort", "error", "repetition", "something new"])
+def test_a_reply_that_the_engine_broke_off_does_not_look_finished(finish_reason: str, *, stream: bool) -> None:
+    """Messages has no stop reason for it and answers with an error, which its clients retry."""
+    (claude, body), (openai, given), (google, asked) = REQUESTS
+    if stream:
+        events = read_stream(
+            claude, body, [{"content": "So"}, {"tool_calls": [called(0, "{}", "look")]}], finish_reason
+        )
+        assert (events[-1]["type"], events[-1]["error"]["type"]) == ("error", "overloaded_error")
+        assert not any(event["type"] == "message_stop" or "tool_use" in str(event) for event in events)
+        last = read_stream(openai, given, [{"content": "So"}], finish_reason)[-1]
+        assert last["type"] == "response.failed"
+        response = last["response"]
+        (end,) = read_stream(google, asked, [{"content": "So"}], finish_reason)[-1]["candidates"]
+    else:
+        with pytest.raises(EngineUnavailable, match=finish_reason):
+            read_whole(claude, body, {"content": "So"}, finish_reason)
+        response = read_whole(openai, given, {"content": "So"}, finish_reason)
+        (end,) = read_whole(google, asked, {"content": "So"}, finish_reason)["candidates"]
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    assert finish_reason in response["error"]["message"]
+    assert (response["output"][0]["status"], response["output"][0]["content"][0]["text"]) == ("incomplete", "So")
+    assert end["finishReason"] == "OTHER"
+
+
+def test_a_filtered_reply_says_so_in_each_format() -> None:
+    (claude, body), (openai, given), (google, asked) = REQUESTS
+    said = {"content": "So"}
+    assert read_whole(claude, body, said, "content_filter")["stop_reason"] == "refusal"
+    response = read_whole(openai, given, said, "content_filter")
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "content_filter"})
+    assert read_whole(google, asked, said, "content_filter")["candidates"][0]["finishReason"] == "SAFETY"
+
+
+INTERLEAVED = [
+    {"reasoning": "hm"},
+    {"content": "Two"},
+    {"tool_calls": [called(0, '{"a"', "first")]},
+    {"tool_calls": [called(1, '{"b"', "second"), called(0, ": 1")]},
+    {"content": " calls."},
+    {"tool_calls": [called(1, ": 2}")]},
+    {"tool_calls": [called(0, "}")]},
+]
+
+
+def test_calls_whose_parts_alternate_are_put_together_by_their_index() -> None:
+    """With text between, which goes on where it was. Blocks of Messages follow each other, items alternate."""
+    (claude, body), (openai, given), (google, asked) = REQUESTS
+    blocks, end = messages_of(read_stream(claude, body, INTERLEAVED, "tool_calls"))
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert blocks[1]["text"] == "Two calls."
+    assert [block["input"] for block in blocks[2:]] == [{"a": 1}, {"b": 2}]
+    assert end["delta"]["stop_reason"] == "tool_use"
+    events = read_stream(openai, given, INTERLEAVED, "tool_calls")
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert output[1]["content"][0]["text"] == "Two calls."
+    assert [item["arguments"] for item in output[2:]] == ['{"a": 1}', '{"b": 2}']
+    for item in output[2:]:
+        parts = [event["delta"] for event in events if event.get("item_id") == item["id"] and "delta" in event]
+        assert "".join(parts) == item["arguments"]
+    added = [event["output_index"] for event in events if event["type"] == "response.output_item.added"]
+    closed = [event["output_index"] for event in events if event["type"] == "response.output_item.done"]
+    assert (added, sorted(closed)) == ([0, 1, 2, 3], added)
+    (last,) = read_stream(google, asked, INTERLEAVED, "tool_calls")[-1]["candidates"]
+    assert [part["functionCall"]["args"] for part in last["content"]["parts"]] == [{"a": 1}, {"b": 2}]
+
+
+def test_the_end_of_a_stream_has_the_whole_usage() -> None:
+    """Anthropic's counts are cumulative; its input tokens are those that were not cached."""
+    (claude, body), _, (google, asked) = REQUESTS
+    usage = read_stream(claude, body, [{"content": "So"}], "stop")[-2]["usage"]
+    assert usage == {
+        "input_tokens": 6,
+        "output_tokens": 7,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 4,
+    }
+    counts = read_stream(google, asked, [{"content": "So"}], "stop")[-1]["usageMetadata"]
+    expected = {"promptTokenCount": 10, "candidatesTokenCount": 7, "totalTokenCount": 17, "cachedContentTokenCount": 4}
+    assert counts == expected
+    assert read_whole(google, asked, {"content": "So"}, "stop")["usageMetadata"] == expected
+
+
+def test_a_stream_of_two_candidates_counts_the_tokens_of_both() -> None:
+    """vLLM's chunks count the tokens of their own choice. Google's SDK drops a reply whose end has no candidate."""
+    google, asked = REQUESTS[2]
+    asked = {**asked, "generationConfig": {"candidateCount": 2}}
+    counted = {"prompt_tokens": 10, "total_tokens": 12, "completion_tokens": 2}
+    chunks: list[Json] = [
+        {"choices": [{"index": index, "delta": {"content": "So"}, "finish_reason": end}], "usage": counted}
+        for index, end in ((0, None), (1, None), (1, "stop"), (0, "length"))
+    ]
+    events = events_of(google, asked, [*chunks, {"choices": [], "usage": {**counted, "completion_tokens": 4}}])
+    assert [event["usageMetadata"]["candidatesTokenCount"] for event in events] == [2, 4, 4]
+    ends = [(each["index"], each["finishReason"]) for each in events[-1]["candidates"]]
+    assert ends == [(0, "MAX_TOKENS"), (1, "STOP")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_logprobs_of_a_text_are_those_of_its_own_tokens(*, stream: bool) -> None:
+    """Not those of the thinking, which repeats the text here, nor of the marks around both."""
+    openai, given = REQUESTS[1]
+    tokens = ["<think>", "So", " it", " is", "</think>", "\n\n", "So", " it", " is", "<tool>", "So", "</tool>"]
+    content = [{"token": token, "logprob": -1.0 * number, "bytes": []} for number, token in enumerate(tokens)]
+    if stream:
+        parts = [({"reasoning": "So it is"}, content[:5]), ({"content": "So"}, content[5:7])]
+        parts += [({"content": " it is", "tool_calls": [called(0, "{}", "look")]}, content[7:])]
+        chunks: list[Json] = [
+            {"choices": [{"index": 0, "delta": delta, "logprobs": {"content": entries}, "finish_reason": None}]}
+            for delta, entries in parts
+        ]
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}], "usage": USAGE})
+        response = events_of(openai, given, chunks)[-1]["response"]
+    else:
+        message = {"reasoning": "So it is", "content": "So it is", "tool_calls": [called(0, "{}", "look")]}
+        response = read_whole(openai, given, message, "tool_calls", logprobs={"content": content})
+    (text,) = response["output"][1]["content"]
+    assert [(each["token"], each["logprob"]) for each in text["logprobs"]] == [("So", -6), (" it", -7), (" is", -8)]
+
+
+def test_an_argument_with_line_breaks_stays_one_event() -> None:
+    google, asked = REQUESTS[2]
+    (last,) = read_stream(google, asked, [{"tool_calls": [called(0, '{\n "a":\r\n 1}', "look")]}], "tool_calls")
+    (part,) = last["candidates"][0]["content"]["parts"]
+    assert part["functionCall"]["args"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("mark", "content", "said"),
+    [
+        ("It failed.", "no such file", "It failed.\nno such file"),
+        ("It failed.", None, "It failed."),
+        ("It failed.", [{"type": "text", "text": "no"}, {"type": "text", "text": "file"}], "It failed.\nno\nfile"),
+        ("", "no such file", "no such file"),
+    ],
+)
+def test_a_failed_tool_call_says_so_in_its_text(mark: str, content: Any, said: str) -> None:
+    """In Messages by `is_error`; in Responses by the status of the output."""
+    called_before = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": content}
+    asked = {"max_tokens": 9, "messages": [called_before, {"role": "user", "content": [result]}]}
+    call = Messages().parse(asked, max_choices=1, max_messages=9, failed_tool_text=mark)
+    assert call.messages[-1] == {"role": "tool", "tool_call_id": "c", "content": said}
+    assert Messages().count_request(asked, failed_tool_text=mark)["messages"] == call.messages
+    texts = [{**part, "type": "input_text"} for part in content] if isinstance(content, list) else content
+    items: list[Any] = [{"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}]
+    for status in ("failed", "incomplete", "completed"):
+        output = {"type": "function_call_output", "call_id": "c", "output": texts, "status": status}
+        call = Responses().parse({"input": [*items, output]}, max_choices=1, max_messages=9, failed_tool_text=mark)
+        plain = said.removeprefix("It failed.").lstrip("\n")
+        assert call.messages[-1]["content"] == (plain if status == "completed" else said)
