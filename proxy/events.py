@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import cachetools
 
+from proxy.limits.calls import Places
 from proxy.metrics import Metrics
-from turnwise.errors import Overloaded, StoreError
+from turnwise.errors import StoreError
 from turnwise.store.database import Database
 from turnwise.store.overview import NUM_SESSIONS, State, read_state
 from turnwise.types import Json
@@ -47,25 +48,10 @@ class Events:
     def __init__(self, database: Database, metrics: Metrics) -> None:
         self._database = database
         self._metrics = metrics
-        self._listeners: list[str] = []
-        """The tenant of each listener."""
+        self.listeners = Places("listen to events", MAX_LISTENERS, MAX_TENANT_LISTENERS)
         self._readings: cachetools.TTLCache[str, State] = cachetools.TTLCache(MAX_LISTENERS, SHARED_SECONDS)
         self._is_reading = asyncio.Lock()
-        metrics.compute(metrics.event_listeners, lambda: len(self._listeners))
-
-    def check_room(self, tenant: str) -> None:
-        """Check that another client of a tenant may listen.
-
-        Raises:
-            Overloaded: there are `MAX_LISTENERS` listeners, or `MAX_TENANT_LISTENERS` of the tenant.
-        """
-        if self._listeners.count(tenant) >= MAX_TENANT_LISTENERS:
-            raise Overloaded(
-                f"{MAX_TENANT_LISTENERS} clients of this tenant listen to events, which is the limit; close one, or "
-                "retry later"
-            )
-        if len(self._listeners) >= MAX_LISTENERS:
-            raise Overloaded(f"{MAX_LISTENERS} clients listen to events, which is the limit; retry later")
+        metrics.compute(metrics.event_listeners, self.listeners.num_taken)
 
     async def changes(self, tenant: str, closing: asyncio.Future[None]) -> AsyncIterator[list[Event]]:
         """Yield the changes that each reading shows, which may be none, until the server stops; the first shows none.
@@ -75,8 +61,7 @@ class Events:
             closing: done when the server stops.
         """
         known: State | None = None
-        self._listeners.append(tenant)
-        try:
+        with self.listeners.taken(tenant):
             while not closing.done():
                 try:
                     state = await self._read(tenant)
@@ -89,8 +74,6 @@ class Events:
                     yield found
                     known = state
                 await asyncio.wait([closing], timeout=READ_SECONDS)
-        finally:
-            self._listeners.remove(tenant)
 
     async def _read(self, tenant: str) -> State:
         async with self._is_reading:

@@ -27,7 +27,7 @@ from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.limits.bodies import Bodies
 from proxy.limits.budgets import Budgets
-from proxy.limits.calls import Limits
+from proxy.limits.calls import Limits, Places
 from proxy.metrics import Metrics
 from proxy.recent_counts import RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
@@ -49,7 +49,9 @@ NUM_READERS = 8
 MAX_SEARCHES = 2
 """Searches in what sessions hold that run at once in one process; others wait."""
 NUM_EXPORTS = 4
-"""Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
+"""Maximum number of pages of exports that are read at the same time."""
+MAX_EXPORTS, MAX_TENANT_EXPORTS = 64, 4
+"""Maximum number of concurrent exports, and of those of one tenant; each holds a page of sessions in memory."""
 REWARDED_IDLE = datetime.timedelta(minutes=10)
 """A single session that has a reward, and that no call names, ends after so long without activity."""
 SWEEP_SECONDS = 5.0
@@ -77,7 +79,8 @@ class Services:
         self.metrics = metrics = Metrics(metrics_directory)
         self.database = database
         self.exports = Database(settings.database.get_secret_value(), pool_size=NUM_EXPORTS)
-        """Used for answers streamed from an open transaction, so that slow clients do not block other readers."""
+        """Reads the pages of exports, so that they do not delay other reads."""
+        self.exporting = Places("read exports", MAX_EXPORTS, MAX_TENANT_EXPORTS)
         self.writer = Writer(settings, metrics)
         self.pool = EnginePool(
             settings.engine,

@@ -42,7 +42,7 @@ async def listen(
     second. The event `lost` says that the client was too slow and events were dropped: read the lists again. The
     comment `: listening` says that changes from then on are sent, `: keep-alive` that none came for 15 s.
     """
-    services.events.check_room(principal.tenant)
+    services.events.listeners.check(principal.tenant)
     return StreamingResponse(
         _stream(request, services, principal.tenant), media_type="text/event-stream", headers=HEADERS
     )

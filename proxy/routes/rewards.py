@@ -127,7 +127,7 @@ router = APIRouter(prefix="/v1", route_class=RewardsRoute, tags=["rewards"])
 
 
 class Export(StreamingResponse):
-    """Streams lines from an open transaction, and ends the transaction even if the client disconnects early."""
+    """Streams lines, and frees the tenant's place even if the client disconnects early."""
 
     def __init__(self, first: bytes, lines: Generator[bytes]) -> None:
         self._lines = lines
@@ -206,6 +206,7 @@ def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], re
 @router.get("/experiences", response_class=StreamingResponse)
 async def list_experiences(
     services: Here,
+    principal: Caller,
     matching: Annotated[SessionFilter, Depends(session_filter)],
     session_id: Id | None = None,
     credit: Credit | None = None,
@@ -221,7 +222,8 @@ async def list_experiences(
     Sessions that are over, and a session that `session_id` names, which may be open: `status` says so. `reward` is that
     of the turn, or of a chain under step-wise credit the sum of its turns'; `session_reward` that of the session.
     `return` and `advantage` have one value a turn. Before training `advantage` is what `grpo` would compute from the
-    sessions of the group that are over now, and null for a session without a group.
+    sessions of the group that are over now, and null for a session without a group. Sessions are read in pages, each as
+    it is then.
     """
     if gamma and credit is Credit.PROPAGATE:
         raise InvalidRequest(GAMMA_UNUSED, param="gamma")
@@ -230,8 +232,8 @@ async def list_experiences(
     shape = Shape(credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, roles=roles, merge=merge)
 
     def lines() -> Generator[bytes]:
-        with services.exports.read() as connection:
-            for experience in with_advantages(connection, wanted, shape):
+        with services.exporting.taken(principal.tenant):
+            for experience in with_advantages(services.exports, wanted, shape):
                 yield dumps(experience_json(experience)) + b"\n"
 
     found = lines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 import select
@@ -17,12 +18,20 @@ from pathlib import Path
 
 import aiohttp
 import httpx2
+import numpy as np
 import pytest
 from support.control_plane import metric
+from support.ledger_samples import finish, make_turn
+from support.migrated import migrated
 from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, running_proxy
 from support.waiting import wait_until
 from turnwise_fake_engine import Rule, Script, running_fake_engine
 from turnwise_fake_engine.script import Reply
+
+from turnwise.store import keys, sessions
+from turnwise.store.database import Database
+from turnwise.store.turns import append_turns
+from turnwise.types import Session
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 WHOLE_SECONDS = 1.0
@@ -362,3 +371,47 @@ def test_the_proxy_takes_the_open_files_that_the_system_allows_and_warns_if_they
     assert int(done.stdout) == most
     assert warning in done.stderr
     assert bool(done.stderr) == bool(warning)
+
+
+def test_a_tenant_whose_exports_are_read_slowly_delays_no_other_tenant_and_holds_no_snapshot(
+    fake_engine, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    """40 sessions of 30,000 tokens are more than sockets buffer. Each export stands still after its first bytes."""
+    database, secrets = Database(migrated(f"sqlite:///{tmp_path}/exports.db")), {}
+    for tenant in ("mine", "theirs"):
+        with database.write() as conn:
+            secrets[tenant] = keys.create_key(conn, tenant, keys.KeyRole.ADMIN, "")[1]
+        for number in range(40 if tenant == "mine" else 1):
+            name = f"{tenant}-{number}"
+            with database.write() as conn:
+                sessions.create_session(conn, Session(session_id=name, tenant=tenant))
+                tokens = {"token_ids": np.ones(30_000, np.int32), "logprobs": np.full(30_000, -0.123, np.float32)}
+                turn = make_turn("t1", session_id=name, tenant=tenant, **tokens)
+                append_turns(conn, [dataclasses.replace(turn, turn_id=name, chain_id=name)])
+            finish(database, name, tenant=tenant)
+    proxy = start_proxy(fake_engine.url, database_url=f"sqlite:///{tmp_path}/exports.db")
+
+    def read(tenant: str) -> httpx2.Response:
+        headers = {"authorization": f"Bearer {secrets[tenant]}"}
+        return httpx2.get(f"{proxy.v1}/experiences", headers=headers, timeout=DEADLINE_SECONDS)
+
+    host, port = proxy.url.removeprefix("http://").split(":")
+    head = f"GET /v1/experiences HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {secrets['mine']}\r\n\r\n"
+    with contextlib.ExitStack() as slow:
+        for _ in range(4):
+            client = slow.enter_context(socket.create_connection((host, int(port)), DEADLINE_SECONDS))
+            client.sendall(head.encode())
+            assert client.recv(12) == b"HTTP/1.1 200"
+        refused = read("mine")
+        assert refused.status_code == 429, refused.text
+        assert "4 clients of this tenant read exports" in refused.json()["error"]["message"]
+        assert len(read("theirs").text.splitlines()) == 1
+
+        def is_log_emptied() -> bool:
+            database.truncate_log()
+            return (tmp_path / "exports.db-wal").stat().st_size == 0
+
+        wait_until(is_log_emptied, "no export holds a snapshot")
+    wait_until(lambda: read("mine").status_code == 200, "the places of clients that left are free")
+    assert len(read("mine").text.splitlines()) == 40
+    database.close()

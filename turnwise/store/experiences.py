@@ -10,6 +10,7 @@ engines may serve another version than the one that was to be evaluated.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -28,10 +29,11 @@ from turnwise import chains
 from turnwise.chains import EID, HINTS, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import Floats, SessionCredit, assign_credit, is_uniform, latest_lines, normalised
 from turnwise.store import rows
+from turnwise.store.database import Database
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import feedback, session_labels, sessions, turns
-from turnwise.store.selection import SessionFilter, rows_in_batches
+from turnwise.store.selection import SessionFilter, next_rows
 from turnwise.store.sessions import labels_of
 from turnwise.store.statements import is_among
 from turnwise.store.turns import turns_of
@@ -82,18 +84,21 @@ class Shape:
     """Include sessions without rewards; their reward is 0."""
 
 
+Source: TypeAlias = sa.Connection | Database
+"""Where experiences are read: in one transaction, or in one for each page of sessions, so that a slow reader holds
+none open."""
 PER_TURN, PER_CHAIN = Shape(), Shape(merge="chain")
 
 
-def experiences(conn: sa.Connection, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
-    """Yield the experiences of rewarded sessions, oldest first, over a transaction that stays open meanwhile.
+def experiences(source: Source, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
+    """Yield the experiences of rewarded sessions, oldest first.
 
     Without a status only those of sessions that are over, unless one session is named.
     """
     clauses = wanted.clauses()
     if wanted.status is None and wanted.session_id is None:
         clauses.append(sessions.c.status != SessionStatus.OPEN.value)
-    yield from _stream(conn, clauses, shape)
+    yield from _stream(source, clauses, shape)
 
 
 def experiences_of_groups(
@@ -126,12 +131,21 @@ def session_credit(conn: sa.Connection, session_pk: int) -> SessionCredit | None
     return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
 
 
-def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: Shape) -> Iterator[Experience]:
+def _opened(source: Source) -> contextlib.AbstractContextManager[sa.Connection]:
+    return source.read() if isinstance(source, Database) else contextlib.nullcontext(source)
+
+
+def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Shape) -> Iterator[Experience]:
     is_rewarded = [] if shape.with_unrewarded else [sessions.c.num_rewards > 0]
-    for found in rows_in_batches(conn, *clauses, *is_rewarded):
-        pks = [row.session_pk for row in found]
-        turns, lines = turns_of(conn, pks), rewards_of(conn, pks)
-        updates_of, hints = trained_in(conn, pks), _hints(conn, pks)
+    found: Sequence[StoredRow] = ()
+    while True:
+        with _opened(source) as conn:
+            found = next_rows(conn, found, *clauses, *is_rewarded)
+            pks = [row.session_pk for row in found]
+            turns, lines = turns_of(conn, pks), rewards_of(conn, pks)
+            updates_of, hints = trained_in(conn, pks), _hints(conn, pks)
+        if not found:
+            return
         for row in found:
             pk = row.session_pk
             in_session = [_trained(turn, shape) for turn in turns.get(pk, [])]
@@ -256,15 +270,15 @@ def _advantages(turn_ids: Sequence[str], updates: Updates) -> npt.NDArray[np.flo
     return None
 
 
-def with_advantages(conn: sa.Connection, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
+def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
     """Yield experiences as `experiences` does, with the advantages that their turns got last, or would get."""
 
     @functools.lru_cache(NUM_GROUPS)
     def of_group(tenant: str, group_id: str) -> GroupValues:
         of_turns = dataclasses.replace(shape, merge="turn")
-        return _group_values(experiences(conn, SessionFilter(tenant=tenant, group_id=group_id), of_turns))
+        return _group_values(experiences(source, SessionFilter(tenant=tenant, group_id=group_id), of_turns))
 
-    for experience in experiences(conn, wanted, shape):
+    for experience in experiences(source, wanted, shape):
         if experience.turn_advantages is not None or experience.info["single"] or _is_open(experience):
             yield experience
             continue

@@ -82,15 +82,19 @@ def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
 
 def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Iterator[Sequence[rows.StoredRow]]:
     """Yield the rows of sessions, oldest first: of some that have so few turns that these are read at once."""
-    behind = 0
-    while True:
-        page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
-        found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
-        if not found:
-            return
-        batch = found[: num_within((row.num_turns for row in found), _TURNS_AT_ONCE)]
-        behind = batch[-1].session_pk
+    batch: Sequence[rows.StoredRow] = ()
+    while batch := next_rows(conn, batch, *wanted):
         yield batch
+
+
+def next_rows(
+    conn: sa.Connection, before: Sequence[rows.StoredRow], *wanted: sa.ColumnElement[bool]
+) -> Sequence[rows.StoredRow]:
+    """Return the batch of `rows_in_batches` after this one, which is empty before the first one."""
+    behind = before[-1].session_pk if before else 0
+    page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
+    found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
+    return found[: num_within((row.num_turns for row in found), _TURNS_AT_ONCE)]
 
 
 def session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:

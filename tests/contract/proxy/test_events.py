@@ -105,10 +105,10 @@ def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_oth
         hub = Events(database, Metrics())
         async with listening(hub, "mine"):
             with pytest.raises(Overloaded, match=refusal):
-                hub.check_room("mine")
+                hub.listeners.check("mine")
             with pytest.raises(Overloaded) if is_another_refused else contextlib.nullcontext():
-                hub.check_room("another")
-        hub.check_room("mine")
+                hub.listeners.check("another")
+        hub.listeners.check("mine")
 
     asyncio.run(go())
 
