@@ -18,10 +18,10 @@ from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.engines.activity import ActivityRecorder
+from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import CONNECT_SECONDS, Engine
 from proxy.engines.http_client import Access, HttpClient
 from proxy.engines.pool import EnginePool
-from proxy.engines.served_template import find_template
 from proxy.events import Events
 from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
@@ -163,7 +163,7 @@ class Services:
         is_checked = self.settings.engine_check != "off"
         try:
             if is_checked:
-                await engine.check_features()
+                await check_features(engine)
         except EngineUnsuitable as unsuitable:
             if self.settings.engine_check == "strict":
                 raise

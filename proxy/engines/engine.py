@@ -1,26 +1,31 @@
-"""One engine process over HTTP: its state, its health, and the lanes that calls sample in."""
+"""One engine, a vLLM over HTTP: its state, its health, the lanes that calls sample in, and the routes that are called.
+
+Of another kind of engine, the routes from `sample` on and the forms of `vllm_forms` would differ.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, ClassVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import orjson
 
+from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
-from proxy.engines.kind import EngineKind
-from proxy.engines.state import SERVING, TRANSITIONS, EngineState
+from proxy.engines.vllm_forms import read_parts, reject_prompt_logprobs, request, wants_tool_grammar, without_thinking
+from proxy.sessions.place import Place
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
 from turnwise.telemetry.tracing import current_request
-from turnwise.types import Json, PolicyKind, PolicyVersion
-from turnwise.verify.engine import read_models
+from turnwise.types import TOOL_GRAMMAR, Json, PolicyKind, PolicyVersion
+from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +39,39 @@ ADAPTER_PREFIX = "policy-v"
 """Prefix of the name that a version's adapter is served under."""
 UNLABELLED = -1
 """`loaded_version` of weights without a label: the model that the engine was started with."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this."""
+LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
+"""What vLLM answers without weight transfers, and with another backend than the plug-in's."""
 LOADING = "loading"
 """Label of weights that are being exchanged: a process that finds it after a crash must load a version again."""
+
+
+class EngineState(enum.StrEnum):
+    """What the proxy may do with an engine."""
+
+    ABSENT = "absent"
+    """It does not answer, or does not serve the version that it should; it gets no calls and is expected back."""
+    UNSUITABLE = "unsuitable"
+    """It answers but lacks what exact capture needs; it gets no calls until it is restarted with other flags."""
+    READY = "ready"
+    """It serves the right version and gets calls."""
+    DRAINING = "draining"
+    """It serves, but new calls go to another engine where there is one."""
+    RELOADING = "reloading"
+    """Its weights are being exchanged; new calls wait inside the proxy."""
+
+
+TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
+    EngineState.ABSENT: frozenset({EngineState.UNSUITABLE, EngineState.READY}),
+    EngineState.UNSUITABLE: frozenset({EngineState.ABSENT, EngineState.READY}),
+    EngineState.READY: frozenset({EngineState.ABSENT, EngineState.DRAINING, EngineState.RELOADING}),
+    EngineState.DRAINING: frozenset({EngineState.ABSENT, EngineState.READY, EngineState.RELOADING}),
+    EngineState.RELOADING: frozenset({EngineState.ABSENT, EngineState.READY, EngineState.DRAINING}),
+}
+"""The legal transitions; from a state to itself nothing happens."""
+SERVING = frozenset({EngineState.READY, EngineState.DRAINING, EngineState.RELOADING})
+"""States in which calls are routed to the engine, at once or after a wait."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,8 +97,16 @@ class Lane:
         return self.engine.base_lane.version or self.version
 
 
-class Engine(EngineKind):
-    """One engine process; a kind of engine is a subclass."""
+class Engine:
+    """One engine process."""
+
+    own_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority", "request_id", "data_parallel_rank"),
+            *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "stream_interval", "prompt_embeds"),
+        }
+    )
+    """Request fields that steer the engine itself; a client's are removed."""
 
     def __init__(
         self, url: str, *, timeout_seconds: float, gone_seconds: float = 30.0, access: Access | None = None
@@ -77,6 +121,16 @@ class Engine(EngineKind):
         """Name it serves its model under."""
         self.model_path = ""
         """Where it loaded that model from."""
+        self.dtype: str | None = None
+        """Number format of its weights, such as `float32`; None if it does not say."""
+        self.has_lora = False
+        """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self.has_tool_grammar = True
+        """Whether it samples strict tool calls, and single ones, under a grammar; True also where that is unknown."""
+        self.defaults: Mapping[str, object] = {}
+        """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
+        self.returns_routing = False
+        """Whether one of its replies had the experts of its tokens."""
         self.problem: str | None = None
         """Why it gets no calls, as the last check found; None while it serves, and before the first check."""
         self.own_model = PolicyVersion(version=0, path="")
@@ -272,7 +326,7 @@ class Engine(EngineKind):
 
     async def label_weights(self, label: int | str) -> None:
         """Label the base weights."""
-        await self.write_label(str(label))
+        await self.ask("POST", "/update_weight_version", {"new_version": str(label)})
         self.apply_label(str(label))
 
     def apply_label(self, label: str | None) -> None:
@@ -302,7 +356,8 @@ class Engine(EngineKind):
             advice = "; an engine takes adapters if it was started with `turnwise engine --lora`"
             try:
                 with self.loading(f"the adapter {path!r}", advice):
-                    await self.add_adapter(adapter_name(version), path, seconds=seconds)
+                    body: Json = {"lora_name": adapter_name(version), "lora_path": path}
+                    await self.ask("POST", "/v1/load_lora_adapter", body, seconds=seconds)
                 self.adapters[version] = Lane(self, version, adapter_name(version))
             except ReloadFailed:
                 await self.fetch_models()
@@ -322,8 +377,167 @@ class Engine(EngineKind):
 
     async def unload_adapter(self, version: int) -> None:
         """Unload a LoRA adapter; one that is not loaded is no error."""
-        await self.remove_adapter(adapter_name(version))
+        with contextlib.suppress(EngineRefused):
+            await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
         self.adapters.pop(version, None)
+
+    @property
+    def may_have_lora(self) -> bool:
+        return self.has_lora or bool(self.adapters)
+
+    async def sample(self, call: Call, place: Place, model: str, headers: dict[str, str]) -> Answer:
+        """Send a call to a served model, so that its reply has all that capture needs.
+
+        The caller reads the answer in a `with` block.
+
+        Raises:
+            EngineUnavailable: no connection, or one that broke before the answer's head.
+            EngineRefused: an error status, with the engine's own body.
+            InvalidRequest: the request would crash the engine.
+        """
+        body = request(call, place, returns_routing=self.returns_routing)
+        body["model"] = model
+        if self.may_have_lora:
+            reject_prompt_logprobs(body)
+        return await self.post(call.dialect.engine_route, dumps(body), headers)
+
+    def effective_sampling(self, call: Call) -> Json:
+        """Return how it samples a call: the call's parameters, its own defaults, and what it makes of both."""
+        sampling = call.sampling
+        unset = {name: value for name, value in self.defaults.items() if sampling.get(name) is None}
+        temperature = sampling.get("temperature", unset.get("temperature"))
+        if isinstance(temperature, int | float) and 0 < temperature < LOWEST_TEMPERATURE:
+            unset["temperature"] = LOWEST_TEMPERATURE
+        if self.has_tool_grammar and wants_tool_grammar(call):
+            unset[TOOL_GRAMMAR] = True
+        return {**sampling, **unset} if unset else sampling
+
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: Place) -> list[bytes]:
+        """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
+
+        Raises:
+            msgspec.DecodeError: a part is not what the engine's route answers.
+        """
+        shown = read_parts(
+            parts,
+            captured,
+            place.prompt,
+            shows_logprobs=call.wants_logprobs,
+            shows_token_ids=call.wants_token_ids,
+            shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
+        )
+        self.returns_routing |= captured.has_routing
+        return list(map(without_thinking, shown)) if call.hides_thinking else shown
+
+    async def tokenise(self, request: Json) -> list[int]:
+        """Return the prompt of a chat request.
+
+        Raises:
+            EngineUnavailable: no answer in time, or one without the prompt.
+            EngineRefused: an error status.
+        """
+        answer = await self.ask("POST", "/tokenize", request)
+        if not isinstance(answer, dict) or "tokens" not in answer:
+            raise EngineUnavailable(f"the engine at {self.url} answered no tokens: {str(answer)[:80]!r}; retry")
+        return list(answer["tokens"])
+
+    async def token_logprobs(
+        self, model: str, token_ids: list[int], positions: list[int], parameters: Json | None = None
+    ) -> list[float]:
+        """Return the logprobs of some of a text's tokens, each given the tokens before it, under a served model.
+
+        Raises:
+            EngineRefused: the engine does not support that.
+            EngineUnavailable: no answer.
+        """
+        body = logprobs_request(model, token_ids, positions, parameters or {})
+        reply = await self.ask("POST", "/v1/completions", body, seconds=60.0)
+        return read_logprobs(reply, token_ids, positions)
+
+    async def pause(self) -> None:
+        """Stop sampling; running calls are kept, new ones queue."""
+        await self.ask("POST", "/pause", mode="keep", clear_cache="true")
+
+    async def is_paused(self) -> bool:
+        """Return whether sampling is stopped; False from an engine without that route."""
+        return await self._is("paused")
+
+    async def resume(self) -> None:
+        await self.ask("POST", "/resume")
+
+    async def is_sleeping(self) -> bool:
+        """Return whether it gave up its memory; False from an engine without sleep mode."""
+        return await self._is("sleeping")
+
+    async def _is(self, state: str) -> bool:
+        try:
+            answer = await self.ask("GET", f"/is_{state}")
+        except EngineRefused:
+            return False
+        return isinstance(answer, dict) and bool(answer.get(f"is_{state}"))
+
+    async def sleep(self, level: int, *, seconds: float) -> None:
+        """Stop sampling and give up memory; running calls are kept, new ones queue."""
+        await self.ask("POST", "/sleep", seconds=seconds, level=str(level), mode="keep")
+
+    async def wake(self, part: str, *, seconds: float) -> None:
+        """Take back memory: `weights`, or `kv_cache`; sampling resumes once the engine has both."""
+        await self.ask("POST", "/wake_up", seconds=seconds, tags=part)
+
+    async def load_weights(self, path: str, *, seconds: float) -> None:
+        """Replace the base weights with those of a checkpoint directory.
+
+        Raises:
+            ReloadFailed: the engine refused them.
+        """
+        body: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        with self.loading(repr(path)):
+            await self.ask("POST", "/collective_rpc", body, seconds=seconds)
+
+    async def num_workers(self) -> int:
+        """Return how many processes hold a part of its model.
+
+        Raises:
+            EngineRefused: it does not say; then it takes no weights from memory.
+        """
+        return int((await self.ask("GET", "/get_world_size"))["world_size"])
+
+    async def receive_weights(self, init_info: Json, *, seconds: float) -> None:
+        """Start to receive a version from a trainer, beside the running calls.
+
+        Raises:
+            EngineRefused: it was not started for transfers, or cannot receive this one.
+        """
+        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, seconds=seconds)
+
+    async def load_received(self, version: int, *, seconds: float) -> None:
+        """Replace the base weights with a version that it received.
+
+        Raises:
+            ReloadFailed: the engine refused it.
+        """
+        with self.loading(f"version {version}, which it had received"):
+            try:
+                await self.ask("POST", "/start_weight_update", seconds=seconds)
+            except EngineRefused:  # a process that died had started an update
+                await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
+                await self.ask("POST", "/start_weight_update", seconds=seconds)
+            await self.ask("POST", "/update_weights", {"update_info": {"version": version}}, seconds=seconds)
+            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
+
+    @staticmethod
+    def says_it_takes_no_weights(refused: EngineRefused) -> bool:
+        """Return whether the refusal means that it was started without weight transfers."""
+        return refused.status in (404, 405) or any(words in str(refused) for words in LACKS_TRANSFERS)
+
+    async def weights_label(self) -> str | None:
+        """Return the label of the base weights; None from an engine that keeps none."""
+        try:
+            answer = await self.ask("GET", "/weight_info")
+        except EngineRefused:
+            return None
+        label = answer.get("weight_version") if isinstance(answer, dict) else None
+        return None if label is None else str(label)
 
 
 def without_credentials(url: str) -> str:

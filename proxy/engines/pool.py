@@ -19,10 +19,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from hashlib import blake2b
 
-from proxy.engines.engine import Engine, Lane
+from proxy.engines.engine import Engine, EngineState, Lane
 from proxy.engines.http_client import Access
-from proxy.engines.state import EngineState
-from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import Conflict, EngineUnavailable
 from turnwise.store import policies, serving
@@ -51,9 +49,8 @@ class EnginePool:
         gone_seconds: float = 30.0,
         access: Access | None = None,
     ) -> None:
-        self.kind: type[Engine] = Vllm
         self.engines: list[Engine] = [
-            self.kind(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
+            Engine(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
         ]
         self.serving: list[Engine] = []
         """Engines that calls are routed to; another list after each change."""

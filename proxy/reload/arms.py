@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from proxy.engines.state import EngineState
+from proxy.engines.engine import EngineState
 from proxy.reload.activation import MIN_ENGINES, Activation
 from proxy.reload.loader import serves
 from proxy.reload.verdict import drift, judge, lift

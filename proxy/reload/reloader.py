@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 
-from proxy.engines.engine import UNLABELLED, Engine
+from proxy.engines.engine import UNLABELLED, Engine, EngineState
 from proxy.engines.pool import EnginePool
-from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.arms import Arms

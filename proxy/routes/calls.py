@@ -21,6 +21,7 @@ from proxy.calls.resuming import read_turns, resume
 from proxy.calls.retries import Attempt, attempt_of, request_digest
 from proxy.dialects.base import Call
 from proxy.dialects.registry import HOSTED_TOOLS
+from proxy.engines.engine import Engine
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
@@ -200,7 +201,7 @@ class SampleEndpoint(Endpoint):
             max_messages=settings.max_messages,
             failed_tool_text=settings.failed_tool_text,
         )
-        own_fields = self._services.pool.kind.own_fields
+        own_fields = Engine.own_fields
         if not own_fields.isdisjoint(call.body):
             call.dropped_fields = sorted(own_fields.intersection(call.body))
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}

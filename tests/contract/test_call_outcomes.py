@@ -19,8 +19,8 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise_fake_engine.script import Reply, Rule
 
+from proxy.engines.engine import Engine
 from proxy.engines.http_client import Answer
-from proxy.engines.vllm.engine import Vllm
 from turnwise.errors import EngineUnavailable
 from turnwise.processes.supervisor import is_ready
 from turnwise.types import Outcome
@@ -133,12 +133,12 @@ def test_a_reload_before_the_first_token_shows_in_the_versions_of_a_turn(
 ):
     """The first token of a whole reply is not seen, so its first version is the one at its admission."""
 
-    async def sample_after_reload(engine: Vllm, *arguments: Any) -> Answer:
+    async def sample_after_reload(engine: Engine, *arguments: Any) -> Answer:
         engine.apply_label("2")
         return await sample(engine, *arguments)
 
-    sample = Vllm.sample
-    monkeypatch.setattr(Vllm, "sample", sample_after_reload)
+    sample = Engine.sample
+    monkeypatch.setattr(Engine, "sample", sample_after_reload)
     with in_process_proxy(tmp_path) as (http, _):
         http.post("/sessions/s/v1/chat/completions", json={**CHAT, "stream": stream}).raise_for_status()
         (turn,) = http.get("/v1/sessions/s/turns").json()["data"]
@@ -146,11 +146,11 @@ def test_a_reload_before_the_first_token_shows_in_the_versions_of_a_turn(
 
 
 def test_a_call_that_fails_is_stored_with_the_version_that_its_engine_had_at_the_end(tmp_path: Path, monkeypatch):
-    async def fail_after_reload(engine: Vllm, *_: Any) -> None:
+    async def fail_after_reload(engine: Engine, *_: Any) -> None:
         engine.apply_label("2")
         raise EngineUnavailable("the engine has ended")
 
-    monkeypatch.setattr(Vllm, "sample", fail_after_reload)
+    monkeypatch.setattr(Engine, "sample", fail_after_reload)
     with in_process_proxy(tmp_path) as (http, _):
         assert http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code == 503
         (turn,) = http.get("/v1/sessions/s/turns").json()["data"]

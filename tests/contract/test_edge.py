@@ -21,8 +21,8 @@ from support.proxies import RunningProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 
+from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
-from proxy.engines.vllm.engine import Vllm
 from proxy.settings import ProxySettings
 from turnwise.errors import EngineUnavailable, SettingsError
 from turnwise.store import keys
@@ -217,7 +217,7 @@ async def test_an_engine_with_tls_is_verified_by_its_own_authority_and_may_requi
         ({"engine_ca": authority}, False),
         (own, False),
     ):
-        engine = Vllm(url, timeout_seconds=5, access=Access(tls=ProxySettings(**settings).engine_tls()))
+        engine = Engine(url, timeout_seconds=5, access=Access(tls=ProxySettings(**settings).engine_tls()))
         if is_served:
             assert await engine.ask("GET", "/health") == {}
         else:

@@ -12,8 +12,8 @@ import pytest
 from support.engines import RunningEngine, running_engine
 from turnwise_fake_engine import Script, running_fake_engine
 
-from proxy.engines.vllm.engine import Vllm
-from proxy.engines.vllm.requirements import find_sampling_defaults
+from proxy.engines.checks import find_sampling_defaults
+from proxy.engines.engine import Engine
 from turnwise.errors import EngineUnsuitable
 from turnwise.processes.installation import Verdict, engine_findings
 from turnwise.types import TOOL_GRAMMAR
@@ -31,7 +31,7 @@ def test_only_parameters_that_change_the_distribution_are_read(tmp_path: Path):
 
 async def defaults_of(url: str) -> dict:
     """Probe an engine as the proxy does."""
-    engine = Vllm(url, timeout_seconds=60)
+    engine = Engine(url, timeout_seconds=60)
     try:
         await engine.fetch_models()
         return await find_sampling_defaults(engine)

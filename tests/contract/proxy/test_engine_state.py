@@ -10,10 +10,8 @@ from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
 from yarl import URL
 
-from proxy.engines.engine import MAX_FAILED_CHECKS, without_credentials
+from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, EngineState, without_credentials
 from proxy.engines.pool import EnginePool
-from proxy.engines.state import EngineState
-from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable
 from turnwise.store.database import Database
@@ -26,7 +24,7 @@ NO_STORE = Database("sqlite:///never-opened.db")
 
 @pytest.mark.parametrize("before", [EngineState.READY, EngineState.DRAINING])
 async def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(before: EngineState):
-    engine = Vllm("http://a", timeout_seconds=1)
+    engine = Engine("http://a", timeout_seconds=1)
     engine.change(EngineState.READY)
     engine.change(before)
     with engine.reloading():
@@ -72,7 +70,7 @@ async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_
     """A listener that accepts and never answers simulates an engine whose event loop is busy."""
     monkeypatch.setattr("proxy.engines.engine.HEALTH_TIMEOUT_SECONDS", 0.05)
     async with SilentServer() as url:
-        engine = Vllm(url, timeout_seconds=5)
+        engine = Engine(url, timeout_seconds=5)
         engine.change(EngineState.READY)
         for _ in range(MAX_FAILED_CHECKS - 1):
             await engine.check_health()
@@ -101,7 +99,7 @@ async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwh
                 began.set()
 
     server, began = await asyncio.start_server(serve, "127.0.0.1", 0), asyncio.Event()
-    engine = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=60)
+    engine = Engine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=60)
     engine.change(EngineState.READY)
     reading = asyncio.create_task(read(engine))
     await asyncio.wait_for(began.wait(), 60)
@@ -116,7 +114,7 @@ async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwh
 async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     async with SilentServer() as url:
         pass
-    engine = Vllm(url, timeout_seconds=5)
+    engine = Engine(url, timeout_seconds=5)
     engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
@@ -125,7 +123,7 @@ async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
 async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine: RunningFakeEngine):
     """Without this it would wait for `engine_timeout_seconds`, 600 s by default."""
     fake_engine.fail_next(Fault(kind=FaultKind.HANG))
-    engine = Vllm(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
+    engine = Engine(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
     while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
         await asyncio.sleep(0.01)
@@ -166,7 +164,7 @@ async def test_a_server_that_is_no_engine_is_named_with_what_to_do(content: byte
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    engine = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=5)
+    engine = Engine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=5)
     with pytest.raises(EngineUnavailable, match=r"answers GET /v1/models with .*; name the address of a vLLM server"):
         await engine.fetch_models()
     await engine.close()
@@ -175,7 +173,7 @@ async def test_a_server_that_is_no_engine_is_named_with_what_to_do(content: byte
 
 def test_user_and_password_of_an_engine_appear_in_no_address():
     assert without_credentials("http://user:secret@host:8000/base/") == "http://host:8000/base"
-    engine = Vllm("http://user:secret@host:8000", timeout_seconds=1)
+    engine = Engine("http://user:secret@host:8000", timeout_seconds=1)
     assert "secret" not in engine.url + str(engine._unavailable(OSError("refused")))
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 from support.reload_stage import Process, Stage
 
-from proxy.engines.state import EngineState
+from proxy.engines.engine import EngineState
 from turnwise.store import serving
 from turnwise.store.arms import Arm
 from turnwise.types import PolicyKind

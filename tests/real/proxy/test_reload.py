@@ -14,9 +14,8 @@ from support.reload_stage import Stage
 from support.tiny_checkpoints import write_probe
 from turnwise_fake_engine import running_fake_engine
 
-from proxy.engines.engine import LOADING
+from proxy.engines.engine import LOADING, EngineState
 from proxy.engines.pool import EnginePool
-from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
 from turnwise.store import processes, serving, versions

@@ -17,7 +17,7 @@ from support.dying_weights import weights
 from support.reload_stage import Stage, running_stage
 from turnwise_fake_engine import Script
 
-from proxy.engines.state import EngineState
+from proxy.engines.engine import EngineState
 from proxy.reload import transfer
 from trainer.publish.weight_server import HeldVersions, WeightServer
 from trainer.settings import TrainerSettings

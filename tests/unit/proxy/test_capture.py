@@ -15,8 +15,7 @@ from proxy.calls.capture import Running, build_turns, failed_turn, remembered
 from proxy.calls.retries import Attempt
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
-from proxy.engines.engine import Lane
-from proxy.engines.vllm.engine import Vllm
+from proxy.engines.engine import Engine, Lane
 from proxy.sessions.forest import KnownTurn, encode_ids
 from proxy.sessions.memory import LiveSession, known_turns
 from proxy.sessions.place import Place
@@ -176,7 +175,7 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
 def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defaults(limit: int | None, task: str):
     """The defaults limit a call without a limit to two tokens. A limit of four or less makes a call a probe."""
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
-    engine = Vllm("http://127.0.0.1:1", timeout_seconds=1.0)
+    engine = Engine("http://127.0.0.1:1", timeout_seconds=1.0)
     engine.defaults, engine.has_tool_grammar = {"max_tokens": 2}, False
     sampled = running(call, place_of(call), Captured(PROMPT_TEXT, {0: choice(7)}), lane=Lane(engine))
     (built_turn,) = build_turns(sampled)

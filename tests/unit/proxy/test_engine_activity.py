@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from proxy.engines.activity import MAX_WAITING, ActivityRecorder
+from proxy.engines.engine import EngineState
 from proxy.engines.pool import EnginePool
-from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
 from turnwise.store.database import Database

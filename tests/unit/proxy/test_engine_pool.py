@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name, adapter_version
+from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState, Lane, adapter_name, adapter_version
 from proxy.engines.pool import EnginePool
-from proxy.engines.state import EngineState
-from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
 from turnwise.errors import EngineUnavailable
@@ -153,7 +151,7 @@ def test_an_adapters_name_and_its_version_are_one_to_one():
 async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool: EnginePool):
     """Without the probe there is no other way to detect it."""
     engine = pool.engines[0]
-    assert isinstance(engine, Vllm)
+    assert isinstance(engine, Engine)
     assert not engine.may_have_lora
     engine.adapters[3] = Lane(engine, 3, adapter_name(3))
     assert engine.may_have_lora

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from proxy.dialects.base import SENT, Captured, read_logprobs
-from proxy.engines.vllm.reply import read_parts
+from proxy.engines.vllm_forms import read_parts
 from proxy.sessions.forest import encode_ids
 from proxy.settings import ProxySettings
 

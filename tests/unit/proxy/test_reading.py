@@ -20,8 +20,7 @@ from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
-from proxy.engines.engine import Lane
-from proxy.engines.vllm.engine import Vllm
+from proxy.engines.engine import Engine, Lane
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import Place
 from turnwise.types import Json, Session
@@ -108,7 +107,7 @@ def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     place = Place(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
     attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
     state = Running(call, place, attempt)
-    engine = Vllm("http://127.0.0.1:9", timeout_seconds=1.0)
+    engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)
     engine.model = MODEL
     return state, Lane(engine)
 

@@ -1,4 +1,6 @@
-"""Read a reply of vLLM, whole or streamed: what is captured of it, and the bytes of it that the client gets.
+"""The forms of vLLM: the request of a call, and its reply, whole or streamed, as captured and as the client gets it.
+
+vLLM always returns token ids and logprobs. They are captured, and stay in the reply only if the client asked for them.
 
 A whole reply is read as a stream of one part. Each part is decoded once. Logprobs and the prompt's ids, most of a
 reply's bytes, stay JSON, which the writer decodes. Fields that the client did not ask for become `null` in its reply;
@@ -9,14 +11,21 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import orjson
 
-from proxy.dialects.base import SENT, Captured, Choice
+from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.sessions.forest import EncodedIds
+from proxy.sessions.place import Place
+from turnwise.errors import InvalidRequest
 from turnwise.types import Json
+from turnwise.verify.engine import CHAT_ROUTE
 
+FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
+"""Request fields that capture always sets on the chat route."""
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 """A list of token ids (sampled or prompt), with the end of its key."""
 ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
@@ -241,3 +250,57 @@ def without_thinking(raw: bytes) -> bytes:
         elif choice["delta"] and "role" not in choice["delta"]:
             choice["delta"]["reasoning"] = None
     return orjson.dumps(reply)
+
+
+def request(call: Call, place: Place, *, returns_routing: bool) -> Json:
+    """Return the request of a call, with the options that capture needs, for `dumps`."""
+    body = dict(call.body)
+    if call.dialect.engine_route != CHAT_ROUTE:
+        logprobs = body.get("logprobs")
+        return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
+    if call.messages:
+        body["messages"] = orjson.Fragment(call.messages_json)
+    # vLLM refuses both of these; capture's options must not change that error.
+    is_refused = not body.get("messages") or (body.get("top_logprobs") and not body.get("logprobs"))
+    if not is_refused:
+        body |= FORCED
+    if place.prompt is not None:
+        body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(place.prompt.json())}
+        if returns_routing and place.parent is not None:
+            # Leaves out the experts of earlier turns' tokens. The last token before this turn's own was not routed when
+            # it was sampled, so its experts are this turn's.
+            body["routed_experts_prompt_start"] = place.prompt.num_ids - len(place.between) - 1
+    return body
+
+
+def reject_prompt_logprobs(body: Json) -> None:
+    """Reject a request that would crash an engine with LoRA.
+
+    A vLLM with LoRA crashes on logprobs of the prompt's own tokens while another call runs. `echo` asks for them too,
+    in chat even without `logprobs`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    field = "prompt_logprobs" if body.get("prompt_logprobs") is not None else "echo" if body.get("echo") else None
+    if field is not None:
+        raise InvalidRequest(
+            f"`{field}` would crash the engine, because it was started with LoRA; send the request without it, or "
+            "serve from an engine that was started without --lora",
+            param=field,
+            code="engine_has_lora",
+        )
+
+
+def wants_tool_grammar(call: Call) -> bool:
+    """Return whether vLLM, where it enforces strict tools, samples the call under a grammar that it does not name.
+
+    With `tool_choice` "auto", it attaches a structural tag if a tool is strict or only one call is allowed.
+    """
+    tools = call.tools
+    if not tools or call.body.get("tool_choice") not in (None, "auto"):
+        return False
+    if call.body.get("parallel_tool_calls") is False:
+        return True
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    return any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)
