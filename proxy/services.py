@@ -31,8 +31,8 @@ from proxy.limits.calls import Limits, Places
 from proxy.metrics import Metrics
 from proxy.recent_counts import RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
-from proxy.reload.reloader import Reloader
-from proxy.reload.version_files import VersionFiles
+from proxy.reload.checkpoint import VersionFiles
+from proxy.reload.driver import Reloader
 from proxy.sessions.place import Sessions
 from proxy.settings import ProxySettings
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded

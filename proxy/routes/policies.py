@@ -16,8 +16,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
 from proxy.auth import DEFAULT_TENANT, Principal
-from proxy.reload.checkpoint import check_headers
-from proxy.reload.version_files import PATIENCE_SECONDS
+from proxy.reload.checkpoint import PATIENCE_SECONDS, check_headers
 from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
 from proxy.routes.serialise import (
     Caller,

@@ -13,7 +13,7 @@ import orjson
 from fastapi import Depends, Request, Response
 
 from proxy.auth import ACTION_OF_ROUTE, DEFAULT_TENANT, Principal, session_deleted
-from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
+from proxy.reload.checkpoint import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.json_text import dumps

@@ -17,7 +17,7 @@ from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.reloader import Reloader
+from proxy.reload.driver import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable

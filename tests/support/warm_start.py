@@ -28,9 +28,9 @@ def share_template() -> None:
     """Load the stand-in engine's chat template here, for each later fork whose engine has the same files."""
     from turnwise_fake_engine.tokens import write_tokenizer
 
-    from proxy.engines import served_template
+    from proxy.engines import checks
 
-    load = served_template.load_chat_template
+    load = checks.load_chat_template
     with tempfile.TemporaryDirectory() as directory:
         files = {path.name: path.read_bytes() for path in write_tokenizer(Path(directory)).iterdir()}
         template = load(directory, "string")
@@ -39,7 +39,7 @@ def share_template() -> None:
         is_same = content_format == "string" and _holds(Path(path), files)
         return template if is_same else load(path, content_format)
 
-    served_template.load_chat_template = load_chat_template
+    checks.load_chat_template = load_chat_template
 
 
 def _holds(directory: Path, files: dict[str, bytes]) -> bool:

@@ -273,7 +273,7 @@ class Stack:
             env=self._database("proxy"),
             ready=f"{self.proxy_url}/readyz",
             port=self._settings.port,
-            shown_lines=lines_of("proxy.reload.reloader"),
+            shown_lines=lines_of("proxy.reload.driver"),
         )
 
     def _trainer(self) -> Child:

@@ -16,7 +16,7 @@ from turnwise_fake_engine import running_fake_engine
 
 from proxy.engines.engine import LOADING, EngineState
 from proxy.engines.pool import EnginePool
-from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
+from proxy.reload.lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
 from turnwise.store import processes, serving, versions
 from turnwise.store.database import Connection
@@ -34,8 +34,8 @@ async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds
         answers.wait()
         return base_version(path)
 
-    monkeypatch.setattr("proxy.reload.reloader.base_version", read)
-    monkeypatch.setattr("proxy.reload.reloader.OWN_MODEL_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.reload.driver.base_version", read)
+    monkeypatch.setattr("proxy.reload.driver.OWN_MODEL_SECONDS", 0.01)
     try:
         async with asyncio.timeout(120), stage.process() as process:
             assert process.versions == [None, None]
@@ -70,7 +70,7 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
     stage: Stage, monkeypatch, share: float, num_errors: int, status: str
 ):
     """Also where the version is to be tried by a share of the sessions first."""
-    monkeypatch.setattr("proxy.reload.activation.RETRY_LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
     opened, left = Path.open, [num_errors]
 
     def open_with_errors(self: Path, *args, **kwargs):
@@ -139,7 +139,7 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
     stage: Stage, monkeypatch, num_failures: int, status: str
 ):
     """One short lack of memory must not mark the version failed for good."""
-    monkeypatch.setattr("proxy.reload.activation.RETRY_LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
     left = [num_failures]
 
     def has_weights(directory: Path) -> bool:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from support.tiny_checkpoints import write_adapter, write_weights
 
-from proxy.reload.checkpoint import check_headers, check_tokenizer, check_values
-from proxy.reload.safetensors_header import find_not_finite, read_header
+from proxy.reload.checkpoint import check_headers, check_tokenizer, check_values, find_not_finite, read_header
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
 from turnwise.version_directory import Probe, read_probe

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from proxy.reload.probe_check import Gap, gap_to, limit_of, mismatch
+from proxy.reload.loader import Gap, gap_to, limit_of, mismatch
 from turnwise.version_directory import Probe
 
 LOGPROBS = [-1.0, -2.0, -3.0, -4.0]

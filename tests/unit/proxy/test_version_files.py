@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from proxy.reload.version_files import VersionFiles
+from proxy.reload.checkpoint import VersionFiles
 from turnwise.errors import BadCheckpoint, FilesNotRead, ReloadFailed
 
 

@@ -16,14 +16,13 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 
-from proxy.engines.engine import UNLABELLED, Engine, EngineState
+from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.arms import Arms
-from proxy.reload.driver_lease import DriverLease
-from proxy.reload.loader import Loader, serves
-from proxy.reload.sleep import Sleeper
+from proxy.reload.lease import DriverLease
+from proxy.reload.loader import Loader, serves, weights_path
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -43,6 +42,9 @@ from turnwise.verify.engine import ADDRESS_HINT
 from turnwise.version_directory import MANIFEST, base_version
 
 log = logging.getLogger(__name__)
+
+DROPS_WEIGHTS = 2
+"""The level at which an engine's weights are lost."""
 HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
 OWN_MODEL_SECONDS = 5.0
@@ -51,6 +53,78 @@ MAX_EXPORTED = 100
 """Named policies whose served version is a metric, the oldest ones: each has a label of its own."""
 LOST_SECONDS = 60.0
 """How long a restarted engine waits for the active version while it is not on disk and no trainer hands it out."""
+
+
+class Sleeper:
+    """Brings engines to sleep and wakes them, as trainers ask for it."""
+
+    def __init__(self, pool: EnginePool, transfers: Transfers, lease: DriverLease, *, seconds: float) -> None:
+        self._pool = pool
+        self._transfers = transfers
+        self._lease = lease
+        self._seconds = seconds
+        self._may_sleep = True
+        """Whether an engine may be asleep: another process, or an earlier one, may have brought it to sleep."""
+
+    async def follow(self, active: PolicyVersion | None) -> bool:
+        """Do what trainers ask for; return whether engines sleep, so that nothing may be loaded into them.
+
+        Raises:
+            EngineError: an engine did not do it.
+        """
+        wish = await self._transfers.wanted_sleep()
+        if wish is None and not self._may_sleep:
+            return False
+        async with self._lease.held() as is_driver:
+            if not is_driver:
+                return wish is not None
+            for engine in self._pool.serving:
+                if wish is None:
+                    await self.wake(engine, active)
+                else:
+                    await self._put_to_sleep(engine, wish.level, active)
+        self._may_sleep = wish is not None
+        if wish is not None:
+            await self._transfers.confirm_sleep(wish)
+        return wish is not None
+
+    async def bring_awake(self, engine: Engine, active: PolicyVersion | None) -> bool:
+        """Return whether an engine is awake, after waking one that no trainer needs asleep.
+
+        Raises:
+            EngineError: it did not wake.
+        """
+        if await engine.is_sleeping() and await self._transfers.wanted_sleep() is not None:
+            return False
+        await self.wake(engine, active)
+        return True
+
+    async def wake(self, engine: Engine, active: PolicyVersion | None) -> None:
+        """Wake an engine that sleeps, with the weights of the served version.
+
+        Raises:
+            EngineError: it did not wake.
+        """
+        if not await engine.is_sleeping():
+            return
+        await engine.wake("weights", seconds=self._seconds)
+        await engine.read_label()
+        if engine.loaded_version is None:
+            served = active if active is not None and active.kind is PolicyKind.FULL else engine.own_model
+            await engine.load_weights(weights_path(served, engine), seconds=self._seconds)
+            await engine.label_weights(served.version)
+        await engine.wake("kv_cache", seconds=self._seconds)
+        log.info("the engine at %s is awake", engine.url)
+
+    async def _put_to_sleep(self, engine: Engine, level: int, active: PolicyVersion | None) -> None:
+        if await engine.is_sleeping():
+            return
+        if active is not None and active.kind is PolicyKind.LORA:
+            level = 1  # the second level would drop the adapters too
+        if level == DROPS_WEIGHTS:
+            await engine.label_weights(LOADING)  # whoever wakes it must load its weights
+        await engine.sleep(level, seconds=self._seconds)
+        log.info("the engine at %s sleeps at level %d for the trainer", engine.url, level)
 
 
 class Reloader:
