@@ -9,29 +9,25 @@ stands in the ledger, so who can read the ledger can ask for weights. Training d
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from trainer.publish.checkpoint import HeldVersions
 from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed
-from turnwise.engine_plugin.layout import Layout, checksum_of
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
 
-MOST_HELD = 2
-"""Versions that stay in memory; engines get older ones from their directories."""
 MAX_BODY_BYTES = 1 << 16
 MOST_TRANSFERS = 64
 """Transfers whose result stays known."""
@@ -39,44 +35,6 @@ SILENCE_SECONDS = 60.0
 """Longest silence within one transfer."""
 SLEEP_SECONDS = 60.0
 """How long the trainer waits for the engines to sleep before it computes all the same."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldVersion:
-    """A version in memory."""
-
-    version: int
-    layout: Layout
-    buffer: Tensor
-    """All weights. [layout.num_bytes], uint8"""
-    checksum: str
-    probe: Json | None
-    """A text and its logprobs under these weights, as in a manifest; None without one."""
-
-
-class HeldVersions:
-    """The newest versions, for the thread that trains and the threads that send."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._versions: dict[int, HeldVersion] = {}
-
-    def hold(self, version: int, weights: Mapping[str, Tensor], probe: Json | None) -> bool:
-        """Copy a version; return False where a weight is not finite."""
-        if not all(bool(torch.isfinite(value.sum(dtype=torch.float32))) for value in weights.values()):
-            return False
-        layout = Layout.of(weights)
-        buffer = layout.pack(weights)
-        held = HeldVersion(version, layout, buffer, checksum_of(buffer), probe)
-        with self._lock:
-            self._versions[version] = held
-            for old in sorted(self._versions)[:-MOST_HELD]:
-                del self._versions[old]
-        return True
-
-    def find(self, version: int) -> HeldVersion | None:
-        with self._lock:
-            return self._versions.get(version)
 
 
 class Transfer:

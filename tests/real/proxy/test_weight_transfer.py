@@ -19,7 +19,8 @@ from turnwise_fake_engine import Script
 
 from proxy.engines.engine import EngineState
 from proxy.reload import transfer
-from trainer.publish.weight_server import HeldVersions, WeightServer
+from trainer.publish.checkpoint import HeldVersions
+from trainer.publish.weight_server import WeightServer
 from trainer.settings import TrainerSettings
 from turnwise.engine_plugin import channel
 from turnwise.store import processes
