@@ -157,7 +157,6 @@ class Evaluator:
         return reason is None
 
     def _wait_for(self, process: subprocess.Popen[bytes]) -> str | None:
-        """Wait until the command exits, or end its processes; return why they were ended."""
         started = time.monotonic()
         try:
             while process.poll() is None:

@@ -86,11 +86,7 @@ def check_startable(settings: TrainerSettings) -> None:
 
 
 def check_division(settings: TrainerSettings) -> None:
-    """Check how several processes divide the model.
-
-    Raises:
-        SettingsError: A combination is not supported.
-    """
+    """Check how several processes divide the model."""
     wanted = {name: getattr(settings, name) for name in ("replicas", "tensor_parallel", "context_parallel")}
     used = [f"{name}={value}" for name, value in wanted.items() if value > 1]
     if used and not settings.multi_devices:

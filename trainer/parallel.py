@@ -64,7 +64,6 @@ class World:
         return cast("Item", box[0])
 
     def gather(self, item: Item) -> list[Item]:
-        """Return what each process gives, in all processes."""
         found: list[Any] = [item] * self.size
         if self.size > 1:
             dist.all_gather_object(found, item, group=self._control)

@@ -141,7 +141,6 @@ class Policies:
         return training
 
     def _begin(self, number: int, training: Training) -> None:
-        """Set a policy up, and train it from now on."""
         with self._set_aside_on_error(number, training):
             if number != DEFAULT_POLICY:
                 self._check_shares_model()
@@ -150,11 +149,7 @@ class Policies:
             self._trained[number] = Trained(number=number, training=training, state=state)
 
     def _check_shares_model(self) -> None:
-        """Check that several policies can be trained over the model in memory.
-
-        Raises:
-            SettingsError: They cannot.
-        """
+        """Check that several policies can be trained over the model in memory."""
         if self._settings.kind is not PolicyKind.LORA:
             raise SettingsError("named policies are adapters, and this trainer has kind='full': set kind='lora'")
         if self._settings.multi_devices:

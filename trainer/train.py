@@ -194,7 +194,6 @@ class Training:
         self.checkpoints.close()
 
     def _apply_memory_limits(self, limits: MemoryLimits) -> None:
-        """Avoid what did not fit into memory before a restart."""
         self.learner.save_memory(limits)
         longest, wanted = limits.chain_tokens, self.settings.max_chain_tokens
         if longest is not None and (wanted is None or longest < wanted):

@@ -84,7 +84,6 @@ class Credited:
     gauges: Json
 
     def trainable(self) -> list[Experience]:
-        """Return the selected experiences that the model can compute."""
         return [one for one in self.chosen.experiences if one.group_key not in self.refused]
 
 

@@ -199,11 +199,7 @@ class GapCheck:
 
     @contextlib.contextmanager
     def _weights_of(self, version: int) -> Iterator[None]:
-        """Hold the weights of another version inside the block.
-
-        Raises:
-            BadCheckpoint: They cannot be read.
-        """
+        """Hold the weights of another version inside the block."""
         policy = self._learner.policy
         present = copied(policy.shards())
         try:
@@ -234,7 +230,6 @@ def _version_of(batch: Batch, member: int) -> int:
 
 
 def _some(found: BatchGap, members: Sequence[int], num_tokens: int) -> list[int]:
-    """Return members until they hold so many tokens, those that differ most first."""
     tokens_of = found.batch.tokens_of
     gaps = {member: float(np.nan_to_num(found.gap[tokens_of[member]], nan=np.inf).mean()) for member in members}
     chosen: list[int] = []

@@ -174,7 +174,6 @@ def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> GateResult:
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error; 0 without values."""
     if not values:
         return 0.0, 0.0
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -128,17 +128,14 @@ class Checkpoints:
         return _comes_true(is_seen)
 
     def close(self) -> None:
-        """Let another trainer use the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def policy_directory(self, version: int) -> Path:
-        """Return the directory of a version, for engines."""
         return version_directory.policy_directory(self.directory, version)
 
     def state_directory(self, version: int) -> Path:
-        """Return the directory of the trainer's state of a version."""
         return version_directory.state_directory(self.directory, version)
 
     def has_state(self, version: int) -> bool:
@@ -249,11 +246,9 @@ class Checkpoints:
         return gone
 
     def versions(self) -> list[int]:
-        """Return the versions on disk, oldest first."""
         return version_directory.find_versions(self.directory) if self.directory.is_dir() else []
 
     def _remove_unpublished(self) -> None:
-        """Remove the directories that were set aside until a day before today."""
         today = _today().isoformat()
         for aside in self.directory.glob(f"{UNPUBLISHED}*"):
             until = _LAST_DAY.search(aside.name)
@@ -344,11 +339,7 @@ def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """Check that the shards of all processes are here, before a state counts as written.
-
-    Raises:
-        BadCheckpoint: One is missing or too short.
-    """
+    """Check that the shards of all processes are here, before a state counts as written."""
     sizes: dict[Path, int] = {}
     for info in FileSystemReader(path).read_metadata().storage_data.values():
         file = path / info.relative_path
@@ -363,7 +354,6 @@ def _holds(file: Path, size: int) -> bool:
 
 
 def _comes_true(check: Callable[[], bool]) -> bool:
-    """Return whether a check comes true within `SHARED_SECONDS`."""
     deadline = time.monotonic() + SHARED_SECONDS
     while not check():
         if time.monotonic() >= deadline:
@@ -385,11 +375,7 @@ def _staging(place: Path) -> Path:
 
 
 def _locked(path: Path) -> TextIO:
-    """Open a file and lock it until it is closed.
-
-    Raises:
-        SettingsError: Another process has locked it.
-    """
+    """Open a file and lock it until it is closed."""
     try:
         return lock(path)
     except OSError as error:

@@ -124,7 +124,6 @@ class Commits:
         self._written = self._written | {version}
 
     def next_version(self, state: State) -> int:
-        """Return the number of the version that follows, in all processes."""
         at = state.progress.policy_version
         return 1 + self._learner.world.from_first(lambda: max(self._ledger.newest_version(), at))
 

@@ -121,7 +121,6 @@ class State:
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"]).with_batches(saved)
 
     def with_batches(self, saved: Json) -> State:
-        """Return this state with what `beside_checkpoint` returned."""
         singles = tuple(Row(*row) for row in saved["singles"])
         return dataclasses.replace(self, buffer=tuple(saved["buffer"]), singles=singles)
 
