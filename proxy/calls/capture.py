@@ -23,7 +23,7 @@ from proxy.engines.engine import Lane
 from proxy.sessions.conversation import has_media
 from proxy.sessions.forest import EncodedIds, KnownTurn, count_ids, encoded, ids_as_text
 from proxy.sessions.memory import known_turn
-from proxy.sessions.place import Place
+from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
@@ -45,7 +45,7 @@ class Running:
     """A call with its place and what the engine has answered so far."""
 
     call: Call
-    place: Place
+    place: CallPlace
     attempt: Attempt
     """What a retry of the call refers to."""
     has_waited: bool = False
@@ -232,7 +232,9 @@ def _unsampled_reason(running: Running) -> str | None:
     return "media" if has_media(call.messages) else None
 
 
-def _outcome(turn: NewTurn, place: Place, unsampled: str | None, *, aborted: str | None) -> tuple[Outcome, str | None]:
+def _outcome(
+    turn: NewTurn, place: CallPlace, unsampled: str | None, *, aborted: str | None
+) -> tuple[Outcome, str | None]:
     """Return the outcome of a turn, its logprobs not considered, and the reason: the first problem found."""
     if aborted is not None:
         return Outcome.ABORTED, aborted

@@ -20,7 +20,7 @@ import orjson
 from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.vllm_forms import read_parts, reject_prompt_logprobs, request, wants_tool_grammar, without_thinking
-from proxy.sessions.place import Place
+from proxy.sessions.place import CallPlace
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
 from turnwise.telemetry.tracing import current_request
@@ -385,7 +385,7 @@ class Engine:
     def may_have_lora(self) -> bool:
         return self.has_lora or bool(self.adapters)
 
-    async def sample(self, call: Call, place: Place, model: str, headers: dict[str, str]) -> Answer:
+    async def sample(self, call: Call, place: CallPlace, model: str, headers: dict[str, str]) -> Answer:
         """Send a call to a served model, so that its reply has all that capture needs.
 
         The caller reads the answer in a `with` block.
@@ -412,7 +412,7 @@ class Engine:
             unset[TOOL_GRAMMAR] = True
         return {**sampling, **unset} if unset else sampling
 
-    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: Place) -> list[bytes]:
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: CallPlace) -> list[bytes]:
         """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
 
         Raises:

@@ -19,7 +19,7 @@ import orjson
 
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.sessions.forest import EncodedIds
-from proxy.sessions.place import Place
+from proxy.sessions.place import CallPlace
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 from turnwise.verify.engine import CHAT_ROUTE
@@ -252,7 +252,7 @@ def without_thinking(raw: bytes) -> bytes:
     return orjson.dumps(reply)
 
 
-def request(call: Call, place: Place, *, returns_routing: bool) -> Json:
+def request(call: Call, place: CallPlace, *, returns_routing: bool) -> Json:
     """Return the request of a call, with the options that capture needs, for `dumps`."""
     body = dict(call.body)
     if call.dialect.engine_route != CHAT_ROUTE:

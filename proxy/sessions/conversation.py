@@ -68,7 +68,7 @@ of the first message that is no system message: one key may have thousands of co
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Conversation:
+class ConversationDigests:
     """The digests of a list of messages: entry i of three lists covers the first i + 1 messages."""
 
     context: bytes
@@ -124,7 +124,7 @@ class Conversation:
         )
 
 
-class Conversations(cachetools.FIFOCache[Owner, tuple[Conversation, ...]]):
+class Conversations(cachetools.FIFOCache[Owner, tuple[ConversationDigests, ...]]):
     """The conversations of recent calls, up to an amount of memory; of the owner that called least recently first."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -132,7 +132,7 @@ class Conversations(cachetools.FIFOCache[Owner, tuple[Conversation, ...]]):
             max_bytes, lambda kept: sum(CONVERSATION_BYTES + len(each.full) * MESSAGE_BYTES for each in kept)
         )
 
-    def find(self, owner: Owner, text: bytes) -> tuple[Conversation | None, blake3]:
+    def find(self, owner: Owner, text: bytes) -> tuple[ConversationDigests | None, blake3]:
         """Return the owner's longest conversation that a JSON array of messages begins with, and the hash of it."""
         alike = [
             each
@@ -146,7 +146,7 @@ class Conversations(cachetools.FIFOCache[Owner, tuple[Conversation, ...]]):
                 return each, hashed
         return None, blake3()
 
-    def keep(self, owner: Owner, conversation: Conversation, replaced: Conversation | None) -> None:
+    def keep(self, owner: Owner, conversation: ConversationDigests, replaced: ConversationDigests | None) -> None:
         """Add a conversation, in the place of the one that it extends."""
         others = [each for each in self.get(owner, ()) if each is not replaced]
         for kept in ((*others, conversation)[-MAX_COMPARED:], (conversation,)):
@@ -157,7 +157,7 @@ class Conversations(cachetools.FIFOCache[Owner, tuple[Conversation, ...]]):
 
 async def read_conversation(
     call: Call, fields: frozenset[str], conversations: Conversations, owner: Owner
-) -> Conversation:
+) -> ConversationDigests:
     """Encode the messages of a call for the engine, digest those that no earlier call of the owner had, and keep both.
 
     Args:
@@ -170,7 +170,7 @@ async def read_conversation(
     text = pieces[0] if len(pieces) == 1 else b"[%b]" % b",".join(piece[1:-1] for piece in pieces)
     call.messages_json = text
     earlier, hashed = conversations.find(owner, text)
-    conversation = Conversation(context_digest(call.tools, template_arguments(call.body)), fields)
+    conversation = ConversationDigests(context_digest(call.tools, template_arguments(call.body)), fields)
     if earlier is not None:
         conversation.num_old_bytes, conversation.kinds = earlier.num_bytes, earlier.kinds
         if (earlier.context, earlier.fields) == (conversation.context, fields):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import orjson
 
-from proxy.sessions.conversation import Conversation, reply_digest, tool_call_ids
+from proxy.sessions.conversation import ConversationDigests, reply_digest, tool_call_ids
 from turnwise.types import Json, Role, TokenIds
 
 PIECE_BYTES = 160
@@ -125,7 +125,7 @@ TurnIndex = dict[bytes, tuple[KnownTurn, ...]]
 
 
 @dataclasses.dataclass(slots=True)
-class Forest:
+class TurnForest:
     """The turns of one session, indexed by id and by conversation digest."""
 
     by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
@@ -178,7 +178,7 @@ class Forest:
         same = self.by_prompt[turn.prompt_digest]
         return [each for each in same if each.turn_id != turn.turn_id and each.parent_turn_id == turn.parent_turn_id]
 
-    def left_out(self, parent: KnownTurn | None, conversation: Conversation) -> list[KnownTurn]:
+    def left_out(self, parent: KnownTurn | None, conversation: ConversationDigests) -> list[KnownTurn]:
         """Return the turns after `parent` whose prompt a conversation repeats, and whose reply it leaves out."""
         parent_id, first = (None, 0) if parent is None else (parent.turn_id, parent.num_messages)
         replies, digests = set(conversation.replies), conversation.messages[first:]
@@ -187,7 +187,7 @@ class Forest:
             turn for digest in prompts for turn in self.by_prompt.get(digest, ()) if turn.parent_turn_id == parent_id
         ]
 
-    def deepest(self, conversation: Conversation, messages: Sequence[Json]) -> KnownTurn | None:
+    def deepest(self, conversation: ConversationDigests, messages: Sequence[Json]) -> KnownTurn | None:
         """Return the turn that covers most of the conversation's messages up to the last reply.
 
         Of several turns with that history, prefer those whose tool-call ids the conversation repeats, then complete

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import cachetools
 
-from proxy.sessions.conversation import Conversation, tool_call_ids
+from proxy.sessions.conversation import ConversationDigests, tool_call_ids
 from proxy.sessions.forest import KnownTurn, repeated_calls
 from proxy.sessions.memory import LiveSession, SessionCache
 from proxy.settings import ProxySettings
@@ -93,7 +93,9 @@ class InferredSessions:
         self._ids.clear()
         self._unanswered.clear()
 
-    async def find(self, conversation: Conversation, messages: Sequence[Json], caller: Caller) -> Candidate | None:
+    async def find(
+        self, conversation: ConversationDigests, messages: Sequence[Json], caller: Caller
+    ) -> Candidate | None:
         """Return the session that contains the longest part of the conversation, where that is decidable.
 
         A match in memory up to the last reply is used at once; otherwise the store may have a better one.
@@ -174,7 +176,7 @@ class InferredSessions:
 
 
 def _read_candidates(
-    connection: Connection, caller: Caller, conversation: Conversation
+    connection: Connection, caller: Caller, conversation: ConversationDigests
 ) -> tuple[bool, bytes, list[str]]:
     """Return the sessions with the conversation; else those with its dialogue under other tools or another system.
 

@@ -25,7 +25,7 @@ from proxy.sessions.conversation import (
     reply_digest,
     tool_call_ids,
 )
-from proxy.sessions.forest import EncodedIds, Forest, KnownTurn, encode_ids
+from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encode_ids
 from proxy.sessions.roles import COMPACTION_PROMPT, Root, read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -48,7 +48,7 @@ class LiveSession:
     """A session in memory."""
 
     session: Session
-    forest: Forest = dataclasses.field(default_factory=Forest)
+    forest: TurnForest = dataclasses.field(default_factory=TurnForest)
     key: SessionKey = dataclasses.field(init=False)
     """Tenant and id."""
     _document_bytes: int = dataclasses.field(init=False)

@@ -26,13 +26,13 @@ from proxy.sessions.conversation import (
     CALL_TEXT,
     NO_FIELDS,
     SYSTEM_ROLES,
-    Conversation,
+    ConversationDigests,
     Conversations,
     has_media,
     message_digest,
     read_conversation,
 )
-from proxy.sessions.forest import EncodedIds, Forest, KnownTurn, encoded, ids_as_text
+from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
@@ -55,11 +55,11 @@ RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Place:
+class CallPlace:
     """The session of a call, how it was found, and the turn and the prompt with which the call continues it."""
 
     live: LiveSession
-    conversation: Conversation
+    conversation: ConversationDigests
     inferred_by: str | None = None
     """The API key whose conversations identified the session; None if the call names its session."""
     repeated_by: tuple[Caller, bytes] | None = None
@@ -104,7 +104,7 @@ class Sessions:
         """Bytes of the messages of long calls so far."""
         self.learn_template(None)
 
-    async def find(self, call: Call, principal: Principal, request: bytes = b"") -> Place:
+    async def find(self, call: Call, principal: Principal, request: bytes = b"") -> CallPlace:
         """Return the session of a call, whose parameters replace the call's; create the session if it does not exist.
 
         Args:
@@ -139,7 +139,7 @@ class Sessions:
 
     async def _place(
         self, live: LiveSession, call: Call, principal: Principal, inferred_by: str | None = None
-    ) -> Place:
+    ) -> CallPlace:
         """Place a call in a session.
 
         Pinned parameters replace the call's before its conversation is read, because the template prints some of them.
@@ -148,7 +148,7 @@ class Sessions:
             check_has_policy(live.session, call.policy_id, call.model, param="model")
         if sampling := live.session.sampling:
             call.body = {**call.body, **sampling}
-        return Place(live, await self._read(call, principal), inferred_by)
+        return CallPlace(live, await self._read(call, principal), inferred_by)
 
     async def _open_next(self, over: LiveSession, call: Call) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
@@ -178,7 +178,7 @@ class Sessions:
         self._inferred.clear()
         self._conversations.clear()
 
-    async def _read(self, call: Call, principal: Principal) -> Conversation:
+    async def _read(self, call: Call, principal: Principal) -> ConversationDigests:
         """Compute the digests of a call's conversation, over what the served template reads."""
         if call.session_id is not None:
             owner = principal.tenant, "session", call.session_id, b""
@@ -190,7 +190,7 @@ class Sessions:
             self.num_bytes_read += len(call.messages_json)
         return conversation
 
-    async def plan(self, place: Place, call: Call) -> None:
+    async def plan(self, place: CallPlace, call: Call) -> None:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
         live, conversation = place.live, place.conversation
         if not conversation.num_replied:
@@ -205,7 +205,7 @@ class Sessions:
             tokens, keep_thinking = await self.cache.tokens(live, parent), self._settings.thinking == "keep"
             await extend(place, call, parent, tokens, self.template, keep_thinking=keep_thinking)
 
-    async def _reserve_deepest(self, place: Place, call: Call) -> KnownTurn | None:
+    async def _reserve_deepest(self, place: CallPlace, call: Call) -> KnownTurn | None:
         live, conversation = place.live, place.conversation
         parent = live.forest.deepest(conversation, call.messages)
         # Another proxy may have stored a longer history, or the complete reply to a retry of a call cut off here.
@@ -237,11 +237,11 @@ class Sessions:
             self.release(place)
         return None if place.prompt is None else place.prompt.num_ids
 
-    def _reserve(self, place: Place, parent: KnownTurn) -> None:
+    def _reserve(self, place: CallPlace, parent: KnownTurn) -> None:
         place.reserved = parent
         self._reserved[parent.turn_id] += 1
 
-    def release(self, place: Place, *, has_failed: bool = False) -> None:
+    def release(self, place: CallPlace, *, has_failed: bool = False) -> None:
         """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
         if has_failed and place.repeated_by is not None and not place.live.forest.by_id:
             self._inferred.add_unanswered(*place.repeated_by, place.live)
@@ -251,7 +251,7 @@ class Sessions:
             if not self._reserved[turn_id]:
                 del self._reserved[turn_id]
 
-    async def _infer(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> Place:
+    async def _infer(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> CallPlace:
         """Return the open session of this caller that contains what the call extends, or a new session."""
         conversation = await self._read(call, principal)
         live, turn = await self._inferred.find(conversation, call.messages, caller) or (None, None)
@@ -269,12 +269,12 @@ class Sessions:
         if live is None:
             self._metrics.sessions.labels("inferred").inc()
             live = await self.cache.open(_opened_by_call(session_id, caller, call))
-        place = Place(live, conversation, principal.key_id, repeated_by=(caller, request))
+        place = CallPlace(live, conversation, principal.key_id, repeated_by=(caller, request))
         if turn is not None and turn.history_digest in conversation.full:
             self._reserve(place, turn)
         return place
 
-    def remember(self, place: Place, turns: list[KnownTurn]) -> None:
+    def remember(self, place: CallPlace, turns: list[KnownTurn]) -> None:
         """Add the committed turns of a call, so that the next call can extend them."""
         self.cache.add_turns(place.live, turns)
         if place.reserved is not None and any(not turn.is_aborted for turn in turns):
@@ -297,7 +297,7 @@ def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
 
 
 async def extend(
-    place: Place,
+    place: CallPlace,
     call: Call,
     parent: KnownTurn,
     tokens: EncodedIds,
@@ -368,7 +368,7 @@ def _reason_not_to_extend(call: Call, parent: KnownTurn, template: ChatTemplate 
     return None
 
 
-def break_reason(conversation: Conversation, forest: Forest, parent: KnownTurn | None = None) -> str | None:
+def break_reason(conversation: ConversationDigests, forest: TurnForest, parent: KnownTurn | None = None) -> str | None:
     """Return why a conversation extends no turn, or an earlier turn than its last reply's; None if it breaks nothing.
 
     Args:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from proxy.dialects.base import Call
-from proxy.sessions.conversation import SYSTEM_ROLES, Conversation, canonical_content, text_digest
-from proxy.sessions.forest import Forest, KnownTurn
+from proxy.sessions.conversation import SYSTEM_ROLES, ConversationDigests, canonical_content, text_digest
+from proxy.sessions.forest import KnownTurn, TurnForest
 from turnwise.types import Json, Role
 
 SCANNED_CHARACTERS = 4000
@@ -111,7 +111,7 @@ def find_role(
     call: Call,
     parent: KnownTurn | None,
     reason: str | None,
-    forest: Forest,
+    forest: TurnForest,
     root: Root | None,
     *,
     is_named: bool = True,
@@ -144,7 +144,7 @@ def find_role(
     return _later_role(call, reason, forest, system_digest)
 
 
-def _later_role(call: Call, reason: str | None, forest: Forest, system_digest: bytes) -> tuple[Role, str]:
+def _later_role(call: Call, reason: str | None, forest: TurnForest, system_digest: bytes) -> tuple[Role, str]:
     """Return the role of a chain that starts beside an agent's."""
     if reason is not None and reason != "edited_history":
         return Role.MAIN, "continues_conversation"
@@ -159,7 +159,7 @@ def _later_role(call: Call, reason: str | None, forest: Forest, system_digest: b
 
 
 def corrections(
-    turn: KnownTurn, forest: Forest, conversation: Conversation
+    turn: KnownTurn, forest: TurnForest, conversation: ConversationDigests
 ) -> list[tuple[list[str], tuple[Role, str]]]:
     """Return what a new turn shows about the turns before it: ids of stored turns, their true role and its reason.
 
@@ -198,7 +198,7 @@ def corrections(
     return found
 
 
-def continued_role(turn: KnownTurn, forest: Forest) -> Role:
+def continued_role(turn: KnownTurn, forest: TurnForest) -> Role:
     """Return the role that a child of this turn gets. If the turn is a `retry`, that of its sibling which is none.
 
     Of two attempts with the same prompt, as parallel sub-agents with one task make them, the client may continue both.
@@ -212,7 +212,7 @@ def continued_role(turn: KnownTurn, forest: Forest) -> Role:
     return Role.MAIN
 
 
-def _is_asked_by_call(messages: Sequence[Json], forest: Forest) -> bool:
+def _is_asked_by_call(messages: Sequence[Json], forest: TurnForest) -> bool:
     asked = text_digest(_last_text(messages, None))
     return any(asked in turn.arguments and not turn.has_child for turn in forest.by_id.values())
 

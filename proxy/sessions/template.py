@@ -373,7 +373,8 @@ class Outliner:
         """
         replied = continued.replied
         known += map(self.kind, continued.messages[len(known) :])
-        messages, kinds = restored(continued.messages, thinking), known[:]
+        messages = restored(continued.messages, thinking) if thinking else continued.messages
+        kinds = known[:]
         for position in thinking:
             kinds[position] = self.kind(messages[position])
         positions = kept_positions(kinds[:replied]) if replied >= MIN_MESSAGES else range(replied)

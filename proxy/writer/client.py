@@ -21,7 +21,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
-from proxy.writer.process import Job, NewTurn, Report, Setup, Work
+from proxy.writer.process import BatchReport, Job, NewTurn, Setup, Work
 from turnwise.errors import StoreUnavailable
 from turnwise.store import keys, retention, rows
 from turnwise.store.database import Connection
@@ -264,7 +264,7 @@ class Writer:
 
     def take(self, fields: tuple[Any, ...]) -> None:
         """Give the callers the results of their jobs, from the fields of a report."""
-        report, metrics = Report(*fields), self._metrics
+        report, metrics = BatchReport(*fields), self._metrics
         now = self._reported_at = time.monotonic()
         if self._ready_at is None:
             self._ready_at = now

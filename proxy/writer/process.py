@@ -98,7 +98,7 @@ class Job(NamedTuple):
     """Turns to append, a session to open, or anything else."""
 
 
-class Report(NamedTuple):
+class BatchReport(NamedTuple):
     """The results of one batch; it is sent as a plain tuple."""
 
     results: dict[int, Any]
@@ -161,11 +161,11 @@ class Committer:
         self._num_retries = 0
         self._num_errors = 0
 
-    def write(self, batch: list[Job]) -> Report:
+    def write(self, batch: list[Job]) -> BatchReport:
         """Write a batch; return each job's result, or the exception to raise at its caller."""
         self._num_retries = self._num_errors = 0
         results = self._write(batch)
-        return Report(results, self._num_retries, self._num_errors)
+        return BatchReport(results, self._num_retries, self._num_errors)
 
     def _write(self, batch: list[Job]) -> dict[int, Any]:
         """Write jobs in one transaction, which is tried again while the store is locked or unreachable."""
@@ -203,7 +203,7 @@ class Committer:
         now = time.monotonic()
         if now - self._reported_at >= PROGRESS_SECONDS:
             self._reported_at = now
-            self._link.sendall(b"".join(frame(tuple(Report({}, 0, 0, problem=problem)))))
+            self._link.sendall(b"".join(frame(tuple(BatchReport({}, 0, 0, problem=problem)))))
 
     def _transact(self, batch: list[Job]) -> dict[int, Any]:
         results: dict[int, Any] = {}

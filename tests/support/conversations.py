@@ -5,17 +5,17 @@ from __future__ import annotations
 import orjson
 
 from proxy.dialects.base import Call, template_arguments
-from proxy.sessions.conversation import NO_FIELDS, Conversation, context_digest
+from proxy.sessions.conversation import NO_FIELDS, ConversationDigests, context_digest
 from turnwise.types import Json
 
 
-def digest_history(messages: list[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> Conversation:
+def digest_history(messages: list[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> ConversationDigests:
     """Return the digests of messages."""
-    conversation = Conversation(context, fields, num_bytes=len(orjson.dumps(messages)) - 1)
+    conversation = ConversationDigests(context, fields, num_bytes=len(orjson.dumps(messages)) - 1)
     conversation.extend(messages)
     return conversation
 
 
-def conversation_of(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
+def conversation_of(call: Call, fields: frozenset[str] = NO_FIELDS) -> ConversationDigests:
     """Return the digests of a call's messages."""
     return digest_history(call.messages, context_digest(call.tools, template_arguments(call.body)), fields)

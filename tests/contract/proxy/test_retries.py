@@ -14,8 +14,8 @@ from proxy.calls import relay
 from proxy.calls.retries import Attempt, Retries, attempt_of, request_digest
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.conversation import Conversation
-from proxy.sessions.forest import Forest, KnownTurn
+from proxy.sessions.conversation import ConversationDigests
+from proxy.sessions.forest import KnownTurn, TurnForest
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, StoreUnavailable
 from turnwise.store.turns import set_roles
@@ -214,7 +214,7 @@ def test_the_answer_of_a_deleted_session_is_not_repeated(path: str, tmp_path: Pa
 def test_a_stored_turn_is_answered_although_the_roles_of_earlier_turns_cannot_be_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def correct(turn: KnownTurn, _: Forest, __: Conversation) -> list[tuple[list[str], tuple[Role, str]]]:
+    def correct(turn: KnownTurn, _: TurnForest, __: ConversationDigests) -> list[tuple[list[str], tuple[Role, str]]]:
         return [([turn.turn_id], (Role.SIDE, "asks_for_title"))]
 
     async def do(self: Writer, change: Any, *arguments: Any) -> Any:

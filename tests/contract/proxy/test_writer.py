@@ -25,7 +25,7 @@ from proxy.settings import ProxySettings
 from proxy.writer import client
 from proxy.writer.client import Writer, row_of
 from proxy.writer.frames import Frames, frame
-from proxy.writer.process import Job, NewTurn, Report, Setup, Work
+from proxy.writer.process import BatchReport, Job, NewTurn, Setup, Work
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import sessions, turns
 from turnwise.store.database import Connection, Database
@@ -320,10 +320,10 @@ def is_locked(connection: sqlite3.Connection) -> bool:
     return False
 
 
-def receive(link: socket.socket) -> Report:
+def receive(link: socket.socket) -> BatchReport:
     """Return the next report of a writing process that has results."""
     frames, found = Frames(), []
     while not found:
-        reports = [Report(*fields) for fields in frames.feed(link.recv(1 << 16))]
+        reports = [BatchReport(*fields) for fields in frames.feed(link.recv(1 << 16))]
         found = [report for report in reports if report.results]
     return found[0]

@@ -17,7 +17,7 @@ from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
 from proxy.sessions.forest import KnownTurn, encode_ids
 from proxy.sessions.inferred_sessions import SessionIds
-from proxy.sessions.place import Place, Sessions
+from proxy.sessions.place import CallPlace, Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
@@ -72,11 +72,11 @@ def call_of(*messages: Json, **fields) -> Call:
     return call
 
 
-async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) -> Place:
+async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) -> CallPlace:
     return await sessions.find(call, principal)
 
 
-def replied(sessions: Sessions, place: Place, call: Call) -> None:
+def replied(sessions: Sessions, place: CallPlace, call: Call) -> None:
     """Add a reply to the call, as a commit does."""
     live = place.live
     full, messages, dialogue = conversation_of(call).extended(REPLY)

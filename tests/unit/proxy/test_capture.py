@@ -18,7 +18,7 @@ from proxy.dialects.chat import ChatCompletions
 from proxy.engines.engine import Engine, Lane
 from proxy.sessions.forest import KnownTurn, encode_ids
 from proxy.sessions.memory import LiveSession, known_turns
-from proxy.sessions.place import Place
+from proxy.sessions.place import CallPlace
 from proxy.writer.client import row_of
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
@@ -44,12 +44,12 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
     return Choice(fields=dict(REPLY), token_ids=list(token_ids), logprobs=[encoded], finish_reason="stop", **fields)
 
 
-def place_of(call: Call, reason: str | None = None) -> Place:
+def place_of(call: Call, reason: str | None = None) -> CallPlace:
     """Return the place of a call that starts a chain."""
-    return Place(LiveSession(SESSION), conversation_of(call), reason=reason)
+    return CallPlace(LiveSession(SESSION), conversation_of(call), reason=reason)
 
 
-def extending(call: Call) -> Place:
+def extending(call: Call) -> CallPlace:
     """Return the place of a call whose prompt is [1, 2, 3, 4]: the parent's [1, 2, 3] and one token after it."""
     place = place_of(call)
     place.parent = KnownTurn(
@@ -78,7 +78,7 @@ def stored(turn: NewTurn) -> NewTurn:
     )
 
 
-def running(call: Call, place: Place, captured: Captured, **fields: Any) -> Running:
+def running(call: Call, place: CallPlace, captured: Captured, **fields: Any) -> Running:
     """Return a call with what the engine has answered: the first token came after half a second."""
     attempt = Attempt(
         ("team", "key", "s"), call.idempotency_key, b"digest", ("chat", False), (), "1", "chatcmpl-1", Future()
@@ -87,7 +87,7 @@ def running(call: Call, place: Place, captured: Captured, **fields: Any) -> Runn
     return Running(call, place, attempt, captured=captured, **given)
 
 
-def built(call: Call, place: Place, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
+def built(call: Call, place: CallPlace, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
     """Return the turns as they are stored."""
     return list(map(stored, build_turns(running(call, place, captured), aborted=aborted)))
 

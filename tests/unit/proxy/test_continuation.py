@@ -11,9 +11,9 @@ from support.conversations import conversation_of
 
 from proxy.dialects.chat import ChatCompletions
 from proxy.sessions.conversation import tool_call_ids
-from proxy.sessions.forest import Forest, KnownTurn, encode_ids
+from proxy.sessions.forest import KnownTurn, TurnForest, encode_ids
 from proxy.sessions.memory import LiveSession
-from proxy.sessions.place import Place, break_reason, extend
+from proxy.sessions.place import CallPlace, break_reason, extend
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe, restored
 from turnwise.types import Json, Session
 
@@ -28,7 +28,7 @@ def call(messages: list[Json], **fields: object):
 
 
 def stored(
-    forest: Forest,
+    forest: TurnForest,
     turn_id: str,
     messages: list[Json],
     reply: str | Json,
@@ -64,7 +64,7 @@ def said(text: str) -> Json:
 
 def test_a_request_extends_the_deepest_turn_that_it_repeats():
     """Of two repeated turns, the later one."""
-    forest = Forest()
+    forest = TurnForest()
     stored(forest, "t1", [USER], "A")
     deep = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
     messages = [USER, said("A"), NEXT, said("B"), USER]
@@ -76,7 +76,7 @@ def test_a_request_extends_the_deepest_turn_that_it_repeats():
 
 def test_a_branch_extends_the_turn_it_leaves_from():
     """Another question after the first reply goes back to the first turn."""
-    forest = Forest()
+    forest = TurnForest()
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
     branch = [USER, said("A"), {"role": "user", "content": "other"}]
@@ -84,7 +84,7 @@ def test_a_branch_extends_the_turn_it_leaves_from():
 
 
 def test_of_equal_turns_a_request_extends_that_of_its_calls_then_a_whole_reply_then_the_newest():
-    forest = Forest()
+    forest = TurnForest()
 
     def calling(call_id: str) -> Json:
         function = {"name": "f", "arguments": "{}"}
@@ -113,7 +113,7 @@ def test_of_equal_turns_a_request_extends_that_of_its_calls_then_a_whole_reply_t
 )
 def test_a_history_that_extends_no_turn_has_a_reason(messages, fields, reason):
     """No reply, an edited reply, another system message, other tools."""
-    forest = Forest()
+    forest = TurnForest()
     stored(forest, "t1", [SYSTEM, USER], "A")
     conversation = conversation_of(call(messages, **fields))
     assert forest.deepest(conversation, messages) is None
@@ -137,7 +137,7 @@ S2 = {"role": "system", "content": "Now hurry."}
 )
 async def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
     """It still extends stored tokens, so it is exact; a new sample or a branch of the same prompt drops nothing."""
-    forest = Forest()
+    forest = TurnForest()
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), S2, NEXT], "B", parent="t1")
     wanted = call(messages)
@@ -150,7 +150,7 @@ async def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
 
 def test_a_prompt_that_leaves_out_its_first_reply_has_a_reason():
     """No sampled token was tokenised again: it is the root of a chain, with a reason."""
-    forest = Forest()
+    forest = TurnForest()
     stored(forest, "t1", [USER], "A")
     assert break_reason(conversation_of(call([USER, NEXT])), forest) == "edited_history"
     assert break_reason(conversation_of(call([USER])), forest) is None
@@ -159,7 +159,7 @@ def test_a_prompt_that_leaves_out_its_first_reply_has_a_reason():
 
 def test_a_first_call_with_a_foreign_history_has_no_break_reason():
     """A session may start with a longer conversation: nothing of it was sampled here."""
-    assert break_reason(conversation_of(call([USER, said("A"), NEXT])), Forest()) is None
+    assert break_reason(conversation_of(call([USER, said("A"), NEXT])), TurnForest()) is None
 
 
 class Canned:
@@ -177,17 +177,17 @@ class Canned:
 
 
 async def extended(
-    forest: Forest, parent: KnownTurn, template: Canned | None, messages: list[Json], **fields: object
-) -> Place:
+    forest: TurnForest, parent: KnownTurn, template: Canned | None, messages: list[Json], **fields: object
+) -> CallPlace:
     """Return the place of a call that may extend a turn."""
     wanted = call(messages, **fields)
-    place = Place(LiveSession(Session(session_id="s"), forest), conversation_of(wanted))
+    place = CallPlace(LiveSession(Session(session_id="s"), forest), conversation_of(wanted))
     await extend(place, wanted, parent, parent.tokens, template, keep_thinking=False)  # type: ignore[arg-type]
     return place
 
 
-async def planned(template: Canned | None, messages: list[Json], **fields: object) -> Place:
-    forest = Forest()
+async def planned(template: Canned | None, messages: list[Json], **fields: object) -> CallPlace:
+    forest = TurnForest()
     return await extended(forest, stored(forest, "t1", [USER], "A", reasoning="hm"), template, messages, **fields)
 
 
@@ -267,7 +267,7 @@ async def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_
 
 async def test_thinking_is_restored_in_every_reply_that_had_some():
     """Also in ancestors, each at its own position; a reply without thinking stays unchanged."""
-    forest, template = Forest(), Canned()
+    forest, template = TurnForest(), Canned()
     stored(forest, "t1", [USER], "A", reasoning="one")
     parent = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1", reasoning="two")
     messages = [USER, said("A"), NEXT, said("B"), USER]

@@ -14,7 +14,7 @@ from proxy.dialects.base import Dialect
 from proxy.dialects.chat import ChatCompletions
 from proxy.sessions.conversation import (
     NO_FIELDS,
-    Conversation,
+    ConversationDigests,
     Conversations,
     Owner,
     message_digest,
@@ -29,7 +29,7 @@ TEXTS = [f"text {number} {'x' * 50}" for number in range(300)]
 ROLES = ["assistant" if number % 2 else "user" for number in range(300)]
 
 
-def read_chat(messages: list[Json], conversations: Conversations, owner: Owner = OWNER) -> Conversation:
+def read_chat(messages: list[Json], conversations: Conversations, owner: Owner = OWNER) -> ConversationDigests:
     call = ChatCompletions().parse({"messages": messages}, max_choices=1, max_messages=99)
     return asyncio.run(read_conversation(call, NO_FIELDS, conversations, owner))
 
@@ -132,7 +132,7 @@ def test_every_dialect_digests_only_the_messages_that_are_new(
         digested.append(message)
         return message_digest(message, *args)
 
-    def read(num_messages: int, conversations: Conversations) -> tuple[Conversation, bytes, list[Json]]:
+    def read(num_messages: int, conversations: Conversations) -> tuple[ConversationDigests, bytes, list[Json]]:
         call = dialect.parse(body_of(dialect, num_messages), max_choices=1, max_messages=10_000)
         found = asyncio.run(read_conversation(call, NO_FIELDS, conversations, OWNER))
         return found, call.messages_json, call.messages

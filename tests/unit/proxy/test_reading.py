@@ -22,7 +22,7 @@ from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.engines.engine import Engine, Lane
 from proxy.sessions.memory import LiveSession
-from proxy.sessions.place import Place
+from proxy.sessions.place import CallPlace
 from turnwise.types import Json, Session
 
 TRAPS = [
@@ -104,7 +104,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     """Return a call that has been sent to an engine, with a planned prompt."""
     call = dialect.parse(body, max_choices=4, max_messages=10)
-    place = Place(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
+    place = CallPlace(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
     attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
     state = Running(call, place, attempt)
     engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)

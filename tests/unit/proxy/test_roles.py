@@ -11,7 +11,7 @@ from support.conversations import conversation_of
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.sessions.conversation import argument_digests, reply_digest
-from proxy.sessions.forest import Forest, KnownTurn
+from proxy.sessions.forest import KnownTurn, TurnForest
 from proxy.sessions.roles import corrections, find_role, read_root
 from turnwise.types import Json, Role
 
@@ -29,7 +29,7 @@ def call_of(*messages: Json, agent_id: str | None = None, **fields: Any) -> Call
 
 def role_of(
     call: Call,
-    forest: Forest,
+    forest: TurnForest,
     parent: KnownTurn | None = None,
     reason: str | None = None,
     *,
@@ -40,7 +40,7 @@ def role_of(
 
 
 def stored(
-    forest: Forest,
+    forest: TurnForest,
     turn_id: str,
     call: Call,
     parent: KnownTurn | None = None,
@@ -80,7 +80,7 @@ def stored(
 
 
 def shown(
-    forest: Forest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0
+    forest: TurnForest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0
 ) -> list[tuple[list[str], tuple[Role, str]]]:
     """Add a turn, and return what it shows about the turns before it."""
     return corrections(stored(forest, turn_id, call, parent, at=at), forest, conversation_of(call))
@@ -111,18 +111,18 @@ def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(
     call: Call, reason: str | None, found: tuple[Role, str]
 ):
     """In a session whose agent has a system message and tools."""
-    forest = Forest()
+    forest = TurnForest()
     stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
     assert role_of(call, forest, reason=reason) == found
 
 
 def test_a_sessions_only_chain_is_the_main_agents_whatever_it_asks_for():
     """A session that trains a model to write titles has no other chain."""
-    assert role_of(call_of(TITLES, USER), Forest()) == (Role.MAIN, "first_chain")
+    assert role_of(call_of(TITLES, USER), TurnForest()) == (Role.MAIN, "first_chain")
 
 
 def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
-    forest = Forest()
+    forest = TurnForest()
     stored(forest, "title", call_of(TITLES, USER))
     main = stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
     assert main.role is Role.MAIN
@@ -132,7 +132,7 @@ def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
 
 
 def test_later_turns_have_their_chains_role_and_a_compaction_prompt_is_a_side_call():
-    forest = Forest()
+    forest = TurnForest()
     stored(forest, "main", call_of(CODER, USER))
     sub = stored(forest, "sub", call_of(USER, agent_id="a1"))
     on = call_of(USER, {"role": "assistant", "content": "ok"}, USER)
@@ -143,18 +143,18 @@ def test_later_turns_have_their_chains_role_and_a_compaction_prompt_is_a_side_ca
 
 def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():
     """It is marked once the other attempt is continued. Concurrent attempts are separate samples."""
-    forest = Forest()
+    forest = TurnForest()
     first, second = (stored(forest, name, call_of(CODER, USER), at=at) for name, at in (("a", 0.0), ("b", 2.0)))
     assert corrections(second, forest, conversation_of(call_of(CODER, USER))) == []
     found = shown(forest, "d", call_of(CODER, USER, USER), second, at=4.0)
     assert [(turn_ids, role) for turn_ids, (role, _) in found] == [([first.turn_id], Role.RETRY)]
-    parallel = Forest()
+    parallel = TurnForest()
     _, second = (stored(parallel, name, call_of(CODER, USER), at=0.5) for name in ("a", "b"))
     assert shown(parallel, "d", call_of(CODER, USER, USER), second) == []
 
 
 def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again():
-    forest = Forest()
+    forest = TurnForest()
     stored(forest, "a", call_of(CODER, USER), aborted=True)
     found = shown(forest, "b", call_of(CODER, USER), at=2.0)
     assert found == [(["a"], (Role.RETRY, "sampled_again"))]
@@ -164,7 +164,7 @@ def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again
 @pytest.mark.parametrize("is_asked_first", [False, True])
 def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders: tuple[Json, ...], is_asked_first: bool):
     """Its harness asks again with the same prompt (Qwen Code, Kimi Code) or a reminder (Claude Code, Hermes Agent)."""
-    forest, asked, parent = Forest(), (CODER, USER), None
+    forest, asked, parent = TurnForest(), (CODER, USER), None
     if not is_asked_first:
         parent = stored(forest, "call", call_of(*asked))
         asked = (*asked, {"role": "assistant", "content": "I look."}, {"role": "user", "content": "Go on."})
@@ -175,7 +175,7 @@ def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders: tupl
 
 def test_an_empty_reply_stays_the_agents_where_a_call_repeats_it_or_was_made_beside_it():
     """A harness that sends the empty reply back goes on from it; parallel agents ask with equal prompts."""
-    forest, asked = Forest(), (CODER, USER)
+    forest, asked = TurnForest(), (CODER, USER)
     stored(forest, "empty", call_of(*asked), at=2.0, is_empty=True)
     assert (
         shown(forest, "tools", call_of(*asked, {"role": "assistant", "content": ""}, USER, tools=TOOLS), at=4.0) == []
@@ -206,7 +206,7 @@ SUMMARIES = {
 @pytest.mark.parametrize("harness", SUMMARIES)
 def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and_parent(harness: str, role: str):
     """On their own, after the conversation, and as the next turn of the agent's chain."""
-    forest = Forest()
+    forest = TurnForest()
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
     asked = {"role": role, "content": SUMMARIES[harness]}
     for messages in ([asked], [CODER, USER, {"role": "assistant", "content": "Done."}, asked]):
@@ -226,7 +226,7 @@ def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and
 def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_history_is_a_side_call(text: str):
     """Qwen Code and Gemini CLI replace the agent's system message; what a call with tools has there is the agent's."""
     forest, history = (
-        Forest(),
+        TurnForest(),
         (USER, {"role": "assistant", "content": "I look at the tests before I change the code."}),
     )
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), reply=history[1])
@@ -245,15 +245,15 @@ def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_his
 def test_a_harnesss_compaction_prompt_without_a_session_is_a_side_call_even_alone(harness: str):
     """A session that the call names may train a model to write summaries; so may an application's own prompt."""
     call = call_of({"role": "user", "content": SUMMARIES[harness]})
-    assert role_of(call, Forest(), is_named=False) == (Role.SIDE, "asks_for_summary")
-    assert role_of(call, Forest()) == (Role.MAIN, "first_chain")
+    assert role_of(call, TurnForest(), is_named=False) == (Role.SIDE, "asks_for_summary")
+    assert role_of(call, TurnForest()) == (Role.MAIN, "first_chain")
     own = call_of({"role": "user", "content": "Summarize this conversation with a customer."})
-    assert role_of(own, Forest(), is_named=False) == (Role.MAIN, "first_chain")
+    assert role_of(own, TurnForest(), is_named=False) == (Role.MAIN, "first_chain")
 
 
 def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
     """gptme writes into it what a summary replaced; the replies that it repeats were sampled in this session."""
-    forest, changed = Forest(), {"role": "system", "content": "You write code. Resumed from a checkpoint."}
+    forest, changed = TurnForest(), {"role": "system", "content": "You write code. Resumed from a checkpoint."}
     sampled = {"role": "assistant", "content": "I look at the tests before I change the code."}
     stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), reply=sampled)
     on = call_of(changed, USER, sampled, USER, tools=TOOLS)
@@ -274,7 +274,7 @@ def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
     ],
 )
 def test_an_agents_own_work_is_no_compaction(text: str):
-    forest = Forest()
+    forest = TurnForest()
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
     call = call_of(
         CODER, USER, {"role": "assistant", "content": "Done."}, {"role": "user", "content": text}, tools=TOOLS
@@ -285,7 +285,7 @@ def test_an_agents_own_work_is_no_compaction(text: str):
 @pytest.mark.parametrize("text", ["Find all callers of f.", "Find all callers of f. " * 400])
 def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_asks_it(text: str):
     """Until the call has its result; a question that no call asks is the agent's own."""
-    forest, task = Forest(), {"role": "user", "content": text}
+    forest, task = TurnForest(), {"role": "user", "content": text}
     call = {"id": "c", "function": {"name": "research", "arguments": json.dumps({"input": f"{text}\n"})}}
     asked = argument_digests({"role": "assistant", "tool_calls": [call]})
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), arguments=asked)
@@ -298,7 +298,7 @@ def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_as
 
 def test_a_turn_that_extends_an_attempt_that_was_sampled_again_disproves_the_mark():
     """Twins with one task: the second continues, the first is marked, then the first continues too."""
-    forest, task = Forest(), call_of({"role": "system", "content": "You search."}, USER)
+    forest, task = TurnForest(), call_of({"role": "system", "content": "You search."}, USER)
     stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
     twins = [stored(forest, name, task, at=at) for name, at in (("first", 0.0), ("second", 2.0))]
     replied = call_of({"role": "system", "content": "You search."}, USER, {"role": "assistant", "content": "a"}, USER)
