@@ -16,20 +16,8 @@ from starlette.routing import Match, Route
 import turnwise
 from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
-from proxy.routes import (
-    dashboard,
-    events,
-    feedback,
-    keys,
-    logprobs,
-    openapi,
-    operations,
-    policies,
-    rewards,
-    sessions,
-    tokens,
-)
-from proxy.routes.serialise import answer
+from proxy.routes import feedback, keys, openapi, operations, policies, rewards, sessions, turns, web
+from proxy.routes.control import answer
 from proxy.services import Services, services_of
 from turnwise.errors import TurnwiseError
 
@@ -55,11 +43,11 @@ def create_app(services: Services | None = None) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
     )
-    records = (sessions, tokens, logprobs, rewards, feedback)
-    for module in (*records, policies, keys, operations, events):
+    records = (sessions, turns, rewards, feedback)
+    for module in (*records, policies, keys, operations, openapi):
         app.include_router(module.router)
     app.include_router(operations.control)
-    page = dashboard.PageFiles()
+    page = web.PageFiles()
     app.add_route("/", page.index, include_in_schema=False)
     app.mount("/web", page)
     app.add_exception_handler(TurnwiseError, _answer_error)

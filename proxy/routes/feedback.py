@@ -16,9 +16,20 @@ from pydantic import Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.dialects.base import template_arguments
-from proxy.routes.checked_route import Body, CheckedRoute, Id, RewardValue, Text
+from proxy.routes.control import (
+    Body,
+    Caller,
+    CheckedRoute,
+    Here,
+    Id,
+    RewardValue,
+    Text,
+    answer,
+    describe_answer,
+    page,
+    record_json,
+)
 from proxy.routes.rewards import IdempotencyKey, body_digest
-from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
 from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.settings import FeedbackRewards
 from turnwise.chains import as_root, is_trainable

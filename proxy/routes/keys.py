@@ -8,8 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from proxy.routes.checked_route import Body, CheckedRoute, Id, Text
-from proxy.routes.serialise import Caller, Here, answer, describe_answer, page, record_json
+from proxy.routes.control import Body, Caller, CheckedRoute, Here, Id, Text, answer, describe_answer, page, record_json
 from turnwise.store import keys
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now

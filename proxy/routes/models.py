@@ -19,8 +19,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from proxy.routes import logprobs, operations, rewards, sessions, tokens
-from proxy.routes.serialise import PUBLIC
+from proxy.routes import operations, rewards, sessions, turns
+from proxy.routes.control import PUBLIC
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store.keys import Key
@@ -217,8 +217,8 @@ UpdateAnswer = answer_model(
 
 ChainRole = answer_model("ChainRole", sessions.ChainRole)
 DeletedAnswer = answer_model("DeletedAnswer", Deletion)
-TokensAnswer = answer_model("TokensAnswer", tokens.TurnTokens)
-RecomputedAnswer = answer_model("RecomputedAnswer", logprobs.RecomputedLogprobs)
+TokensAnswer = answer_model("TokensAnswer", turns.TurnTokens)
+RecomputedAnswer = answer_model("RecomputedAnswer", turns.RecomputedLogprobs)
 BudgetAnswer = answer_model("BudgetAnswer", operations.Budget)
 ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
 RewardsAnswer = page_model(

@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Dialect, WireRoute
-from proxy.routes.checked_route import Body
-from proxy.routes.serialise import describe_answer
+from proxy.routes.control import Body, Caller, answer, describe_answer
 from turnwise.settings import field_docs
 from turnwise.types import Json
 
+router = APIRouter(tags=["operations"])
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {**describe_answer("ErrorAnswer")[200], "description": "What the caller can change"},
     "5XX": {
@@ -93,3 +93,9 @@ def describe(app: FastAPI) -> Json:
         for operation in operations.values():
             operation["security"] = [] if path in WITHOUT_KEY else [{"key": []}]
     return document
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def document(request: Request, _: Caller) -> Response:
+    """Return the OpenAPI document."""
+    return answer(describe(request.app))

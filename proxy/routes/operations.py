@@ -1,30 +1,45 @@
-"""Routes for operators: liveness, readiness, counts, updates and metrics."""
+"""Routes for operators: liveness, readiness, counts, updates, metrics, and changes as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
+import math
+import time
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from proxy.auth import ACTION_OF_ROUTE
+from proxy.http.connections import CLOSING
 from proxy.metrics import Metrics
-from proxy.routes.checked_route import CheckedRoute
-from proxy.routes.openapi import describe
-from proxy.routes.serialise import Caller, Here, answer, caller, describe_answer, is_operator, page, record_json
+from proxy.routes.control import (
+    Caller,
+    CheckedRoute,
+    Here,
+    answer,
+    caller,
+    describe_answer,
+    is_operator,
+    page,
+    record_json,
+)
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
+from turnwise.json_text import dumps
 from turnwise.processes import installation
 from turnwise.store import overview, updates
 from turnwise.store.database import Connection
 from turnwise.store.processes import TrainerState, TrainerStatus, trainer_statuses
 
 router = APIRouter(tags=["operations"])
+
 log = logging.getLogger(__name__)
 
 control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
@@ -210,12 +225,6 @@ async def examine(services: Here, principal: Caller) -> Response:
     return await asyncio.to_thread(lambda: page(installation.examine_running(engines, database, tenant, **options)))
 
 
-@router.get("/openapi.json", include_in_schema=False)
-async def document(request: Request, _: Caller) -> Response:
-    """Return the OpenAPI document."""
-    return answer(describe(request.app))
-
-
 @router.get(
     "/metrics",
     response_class=Response,
@@ -270,3 +279,47 @@ def _read_gauges(connection: Connection, metrics: Metrics) -> None:
         reward = update.metrics.get("reward_mean")
         if reward is not None:
             metrics.last_update_reward.set(reward)
+
+
+KEEP_ALIVE_SECONDS = 15.0
+"""Longest time without a byte; then a comment is sent."""
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@control.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def listen(
+    request: Request,
+    services: Here,
+    principal: Caller,
+) -> StreamingResponse:
+    """Stream changes of this tenant's sessions and of versions and updates, as server-sent events.
+
+    An event is `session`, `policy` or `update`, with the fields of the object that is new or has changed. A session has
+    `session_id`, `task_id`, `group_id`, `status`, `num_turns`, `num_chains` and `num_rewards`, a policy `version` and
+    `status`, an update `update_id` and `policy_version`. Changes of the 200 newest sessions are seen, within about a
+    second. The event `lost` says that the client was too slow and events were dropped: read the lists again. The
+    comment `: listening` says that changes from then on are sent, `: keep-alive` that none came for 15 s.
+    """
+    services.events.listeners.check(principal.tenant)
+    return StreamingResponse(
+        _stream(request, services, principal.tenant), media_type="text/event-stream", headers=HEADERS
+    )
+
+
+async def _stream(request: Request, services: Services, tenant: str) -> AsyncIterator[bytes]:
+    comment, sent_at = b": listening\n\n", -math.inf
+    async for found in services.events.changes(tenant, request.scope["extensions"][CLOSING]):
+        part = b"".join(b"event: %s\ndata: %s\n\n" % (kind.encode(), dumps(data)) for kind, data in found)
+        now = time.monotonic()
+        if part or now - sent_at >= KEEP_ALIVE_SECONDS:
+            try:
+                with contextlib.suppress(StoreError):
+                    await services.authenticator.authenticate(dict(request.scope["headers"]))
+            except ClientError:  # the key has been revoked, or has expired
+                return
+            yield part or comment
+            comment, sent_at = b": keep-alive\n\n", now

@@ -17,10 +17,13 @@ from pydantic import Field, model_validator
 
 from proxy.auth import DEFAULT_TENANT, Principal
 from proxy.reload.checkpoint import PATIENCE_SECONDS, check_headers
-from proxy.routes.checked_route import Body, CheckedRoute, Count, Text
-from proxy.routes.serialise import (
+from proxy.routes.control import (
+    Body,
     Caller,
+    CheckedRoute,
+    Count,
     Here,
+    Text,
     answer,
     caller,
     describe_answer,

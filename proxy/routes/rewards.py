@@ -25,10 +25,8 @@ from pydantic import (
 from starlette.types import Receive, Scope, Send
 
 from proxy.auth import Principal
-from proxy.routes.checked_route import Body, CheckedRoute, Count, Id, RewardValue, Text
-from proxy.routes.search import session_filter
-from proxy.routes.serialise import Caller, Here, describe_answer, page
-from proxy.routes.sessions import GAMMA_UNUSED
+from proxy.routes.control import Body, Caller, CheckedRoute, Count, Here, Id, RewardValue, Text, describe_answer, page
+from proxy.routes.sessions import GAMMA_UNUSED, session_filter
 from proxy.services import Services
 from proxy.settings import ProxySettings
 from proxy.writer.process import add_pickled

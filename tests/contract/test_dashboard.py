@@ -15,7 +15,7 @@ from support.migrated import migrated, writing
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
-from proxy.routes.tokens import Characters, characters
+from proxy.routes.turns import Characters, characters
 from turnwise.store import keys
 from turnwise.store.processes import TrainerState, TrainerStatus, report_status
 from turnwise.types import utc_now

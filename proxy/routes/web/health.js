@@ -1,7 +1,6 @@
 // Health: engines, store, queues, limits and keys, live curves while the view is open, and what the doctor finds.
-import {card, facts, make, mean, number, optional, readMetrics, request, status, table, tally, time, total} from "./page.js";
+import {card, countedAt, facts, make, mean, number, optional, readMetrics, readiness, request, serving, status, table, tally, time, total, trainerWords} from "./page.js";
 import {chart} from "./chart.js";
-import {countedAt, readiness, serving, trainerWords} from "./overview.js";
 
 const SAMPLE_MS = 2000, KEPT = 150;
 const VERDICTS = {ok: "good", warn: "warn", fail: "bad"};

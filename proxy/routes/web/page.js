@@ -195,3 +195,40 @@ export async function readMetrics() {
 }
 
 export const total = (found, name, labels = {}) => sum(found.filter((sample) => sample.name === name && Object.entries(labels).every(([label, value]) => sample.labels[label] === value)).map((sample) => sample.value));
+
+export async function readiness() {
+  const ready = await request("readyz");
+  byId("state").replaceChildren(ready.ready ? status("ready") : make("span", {className: "bad"}, "not ready"));
+  return ready;
+}
+
+// Counts of a large tenant are not read for every view: then the page says when they were.
+const STALE_MS = 5000;
+export const countedAt = (counts) => Date.now() - new Date(counts.counted_at) > STALE_MS ? make("p", {className: "quiet"}, `Counted ${time(counts.counted_at)}`) : "";
+
+export const chip = (label, note) => make("a", {className: "chip", href: `#sessions/${new URLSearchParams({label})}`, title: note ?? ""}, label);
+
+export const chips = (labels) => labels.length ? make("span", {}, ...labels.map((one) => chip(one.label, one.note))) : "";
+
+export function serving(ready, pinned, gain = "") {
+  const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
+    make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? ", " : engine.error ? `: ${engine.error}` : "", engine.ready ? shortName(engine.model) : "")]);
+  const version = ready.policy_version === null ? "no version" : `version ${ready.policy_version}`;
+  const kept = pinned === null || pinned === undefined ? "" :
+    make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until you follow the newest in `, link("runs", "Runs"), ".");
+  return card("Serving", make("b", {}, version), kept, gain, facts([["store", status(ready.store)],
+    ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]),
+    ready.reload_error ? make("p", {className: "bad"}, `Last reload: ${ready.reload_error}`) : null);
+}
+
+// The name of a model that is a directory is the directory's last part.
+const shortName = (model) => make("span", {title: model ?? ""}, (model ?? "").split("/").filter(Boolean).at(-1) ?? "");
+
+// What each trainer said last; one that waits for a time counts down to it.
+export function trainerWords(trainers) {
+  if (!trainers.length) return [empty("No trainer has reported.", "turnwise train --model DIR", " starts one.")];
+  return trainers.map((each) => {
+    const left = each.starts_at ? Math.max(0, Math.round((new Date(each.starts_at) - Date.now()) / 1000)) : null;
+    return make("p", {}, ...(each.state === "running" ? [] : [status(each.state), each.text === each.state ? "" : ": "]), each.text === each.state ? "" : each.text, left === null ? "" : `, starts in ${left} s`, make("span", {className: "quiet"}, " (reported ", ago(each.reported_at), ")"));
+  });
+}

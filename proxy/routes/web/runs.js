@@ -1,7 +1,6 @@
 // Curves over updates or time, the versions and which is served, and what two versions replied to the same tasks.
-import {actionButton, ago, card, empty, everyPage, facts, link, make, makeForm, mean, number, optional, path, plural, readMetrics, remembered, request, seconds, select, status, sum, table} from "./page.js";
+import {actionButton, ago, card, empty, everyPage, facts, link, make, makeForm, mean, number, optional, path, plural, readMetrics, readiness, remembered, request, seconds, select, status, sum, table, trainerWords} from "./page.js";
 import {chart} from "./chart.js";
-import {readiness, trainerWords} from "./overview.js";
 
 const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, REFRESH_MS = 15_000, COMPARED_SESSIONS = 500, COMPARED_TASKS = 30, SHOWN_VERSIONS = 20;
 const meanReward = (found) => mean(found.map((each) => each.reward));

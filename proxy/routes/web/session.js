@@ -1,7 +1,6 @@
 // One session as a conversation with its branches beside it, and what a person does with it: reward, label, end, delete, export.
-import {actionButton, ago, download, everyPage, filtered, inlineFacts, lasted, link, make, makeForm, number, optional, path, plural, request, status, sum, time} from "./page.js";
+import {actionButton, ago, chip, chips, download, everyPage, filtered, inlineFacts, lasted, link, make, makeForm, number, optional, path, plural, readiness, request, status, sum, time} from "./page.js";
 import {childrenOf, conversation, given, pathThrough, rewardChips, rewardForm, tree} from "./conversation.js";
-import {chip, chips, readiness} from "./overview.js";
 
 const TURNS = 200;
 

@@ -1,6 +1,5 @@
 // Sessions: what was said in them; found by what they are and by what they hold; and a group side by side.
-import {ago, card, empty, facts, filtered, lasted, link, make, makeForm, mean, message, number, optional, path, plural, request, select, status} from "./page.js";
-import {chip, chips, readiness} from "./overview.js";
+import {ago, card, chip, chips, empty, facts, filtered, lasted, link, make, makeForm, mean, message, number, optional, path, plural, readiness, request, select, status} from "./page.js";
 import {agentOf} from "./session.js";
 
 const PAGE = 50, COMPARED = 16, TURNS = 50;

@@ -189,7 +189,7 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
         return is_dir(self, **kwargs)
 
     monkeypatch.setattr(Path, "is_dir", stalling)
-    monkeypatch.setattr("proxy.routes.serialise.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.routes.control.PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr("proxy.routes.policies.CHECK_SECONDS", 0.05)
 
     def on_disk() -> list[bool | None]:

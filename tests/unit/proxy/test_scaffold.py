@@ -7,7 +7,7 @@ import itertools
 import pytest
 from turnwise_fake_engine import tokens
 
-from proxy.routes.scaffold import scaffold_flags
+from proxy.routes.turns import scaffold_flags
 
 SPECIAL = frozenset(tokens.SPECIAL_IDS)
 
