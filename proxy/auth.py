@@ -295,12 +295,10 @@ class Authenticator:
 
 @functools.lru_cache(MAX_CACHED_KEYS)
 def _open_principal(digest: bytes) -> Principal:
-    """Return the caller of a proxy without keys who presented the key with this digest, or none."""
     return Principal(tenant=DEFAULT_TENANT, role="admin", key_id=f"open-{digest[:6].hex()}", parent_key_id=OPEN)
 
 
 def session_deleted(session_id: str) -> Unauthorized:
-    """Return the error for a session key whose session was deleted."""
     return _refused(f"is for session {session_id!r}, which was deleted")
 
 

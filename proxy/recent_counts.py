@@ -59,7 +59,6 @@ class RecentCounts:
         return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
 
     def forget(self, tenant: str) -> None:
-        """Count the rows of a tenant again at the next read."""
         self._kept.pop(tenant, None)
 
     async def _count(self, tenant: str) -> Counted:

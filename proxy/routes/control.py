@@ -179,7 +179,6 @@ async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles
 
 
 def turn_json(view: TurnView) -> Json:
-    """Return a turn as the API's JSON."""
     return record_json(view.turn) | {
         "messages": view.messages,
         "tools": view.tools,
@@ -216,7 +215,6 @@ def page(rows: Iterable[Any], *, has_more: bool = False, **others: Any) -> Respo
 
 
 def answer(content: object, *, status: int = 200) -> Response:
-    """Encode an answer: a record, or the API's JSON."""
     encoded = dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(encoded, status_code=status, media_type="application/json")
 
@@ -271,7 +269,6 @@ class CheckedRequest(Request):
     """The body, where the route has decoded it already."""
 
     async def json(self) -> Any:
-        """Return the decoded body; FastAPI rejects a body that cannot be decoded."""
         return loads(await self.body()) if self.decoded is None else self.decoded
 
 

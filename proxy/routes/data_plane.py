@@ -44,7 +44,6 @@ class CountEndpoint(Endpoint):
     """An endpoint of one dialect that counts the tokens of a prompt."""
 
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
-        """Answer with the length of a prompt, continued from a stored turn or rendered by the engine."""
         services, settings = self._services, self._services.settings
         headers = self._dialect.normalise_headers(dict(scope["headers"]), query_of(scope))
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
@@ -60,7 +59,6 @@ class CountEndpoint(Endpoint):
         await reply.whole(orjson.dumps(self._dialect.encode_count(num_tokens)))
 
     async def _read(self, raw: bytes, scope: Scope) -> Call:
-        """Return the chat call whose prompt is counted."""
         settings = self._services.settings
         body = await parse_object(raw, **settings.json_limits)
         body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
@@ -70,7 +68,6 @@ class CountEndpoint(Endpoint):
         return call
 
     async def _rendered_length(self, call: Call, principal: Principal) -> int:
-        """Return the number of tokens of a prompt that the engine renders."""
         engine = self._services.pool.route(principal.key_id)
         rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
         rendered |= {"messages": call.messages, "model": engine.model}
@@ -86,7 +83,6 @@ class ModelsEndpoint(Endpoint):
     """
 
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:  # noqa: ARG002  it has no body
-        """Answer with the models, or with one."""
         services, headers = self._services, dict(scope["headers"])
         reply.dialect = dialect = registry.dialect_of_headers(headers, self._dialect)
         name = scope["path_params"].get("model")

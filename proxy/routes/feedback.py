@@ -288,7 +288,6 @@ def hint_of(template: ChatTemplate | None, view: TurnView, text: str) -> Json | 
 
 
 def _reward(wanted: NewFeedback, table: FeedbackRewards) -> float | None:
-    """Return what feedback counts in the reward ledger; None where it is not in the table."""
     up, down = table["up"], table["down"]
     if wanted.value is None or isinstance(wanted.value, str):
         return table.get("correction")
@@ -299,7 +298,6 @@ def _reward(wanted: NewFeedback, table: FeedbackRewards) -> float | None:
 
 
 def _feedback_json(record: Feedback) -> Json:
-    """Return feedback as the API's JSON."""
     content = record.content
     named = {"value": content["value"], "scale": content.get("scale"), "over": content.get("over", [])}
     return record_json(record) | {"turn_id": record.turn_id or None} | named

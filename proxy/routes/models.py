@@ -273,7 +273,6 @@ DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this inst
 
 
 def schemas() -> Json:
-    """Return the JSON schemas of all models, and of the types in them, by name."""
     models = {each for each in globals().values() if isinstance(each, type) and issubclass(each, Answer)}
     wanted: list[tuple[type[Answer], JsonSchemaMode]] = [(each, "serialization") for each in models - {Answer, Page}]
     return dict(models_json_schema(wanted, ref_template="#/components/schemas/{model}")[1]["$defs"])

@@ -74,7 +74,6 @@ def _bodies(base: type[Body]) -> list[type[Body]]:
 
 
 def describe(app: FastAPI) -> Json:
-    """Return the whole document."""
     from proxy.routes import models
 
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)

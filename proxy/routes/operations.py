@@ -147,7 +147,6 @@ async def readyz(request: Request, services: Here) -> Response:
 
 
 async def _known_tenant(request: Request, services: Services) -> str | None:
-    """Return the tenant of a caller with a valid API key, who may see addresses; a session key is an agent's."""
     try:
         principal = await services.authenticator.authenticate(dict(request.scope["headers"]))
     except (ClientError, StoreError):
@@ -265,7 +264,6 @@ def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
 
 
 def _read_gauges(connection: Connection, metrics: Metrics) -> None:
-    """Set the gauges that come from the store."""
     unfinished = overview.unfinished_groups(connection)
     update = updates.last_update(connection)
     trainers = collections.Counter(each.state for each in trainer_statuses(connection))

@@ -282,11 +282,6 @@ async def archive_policy(
 
 
 async def _check_owner(services: Services, principal: Principal) -> None:
-    """Check that the caller's tenant owns the model.
-
-    Raises:
-        Forbidden: another tenant owns it.
-    """
     if not await is_operator(services, principal):
         owner = services.settings.policy_tenant or DEFAULT_TENANT
         raise Forbidden(

@@ -92,7 +92,6 @@ class RewardsRoute(CheckedRoute):
     """A route whose body may be long: it is decoded and checked in a thread."""
 
     def limits(self, settings: ProxySettings) -> tuple[int, dict[str, int]]:
-        """Return the limits of a model call's body."""
         return settings.max_body_bytes, settings.json_limits
 
     async def decode(self, raw: bytes) -> list[RewardLine] | None:
@@ -132,7 +131,6 @@ class Export(StreamingResponse):
         super().__init__(itertools.chain((first,), lines), media_type="application/jsonl")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         try:
             await super().__call__(scope, receive, send)
         finally:

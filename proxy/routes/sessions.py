@@ -56,7 +56,6 @@ def session_filter(
     policy: Annotated[Text | None, Query(description="Name of the policy that samples.")] = None,
     metadata: Annotated[Id | None, Query(description="`KEY=VALUE`: a pair of the session's metadata.")] = None,
 ) -> SessionFilter:
-    """Return the conditions on a session of the caller's tenant."""
     return SessionFilter(
         tenant=principal.tenant,
         task_id=task_id,
@@ -81,7 +80,6 @@ def contents(
     ] = None,
     text: Annotated[Id | None, Query(description="Part of the turn's messages or reply.")] = None,
 ) -> Contents:
-    """Return the conditions on what a session holds."""
     return Contents(
         min_reward=min_reward,
         max_reward=max_reward,

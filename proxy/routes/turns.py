@@ -161,7 +161,6 @@ def characters(token_ids: Sequence[int], pieces: Mapping[int, str], text_of: Dec
 
 
 def _prompt_parts(turn: Turn, template: ChatTemplate | None, pieces: Mapping[int, str]) -> list[tuple[Kind, int]]:
-    """Return kind and length of each part of the prompt that a turn added."""
     if template is None:
         return [("prompt", int(turn.prompt_delta.size))]
     ids = turn.prompt_delta.tolist()
@@ -233,11 +232,6 @@ async def recompute_logprobs(
 
 
 def _check_repeatable(view: TurnView) -> None:
-    """Check that the turn's logprobs can be compared with recomputed ones.
-
-    Raises:
-        Conflict: they cannot, with the reason.
-    """
     if not is_trainable(view.turn) or not view.turn.token_ids.size:
         raise Conflict("this turn has no logprobs that could be compared: it is not trainable, or sampled nothing")
     if names := [name for name in NOT_REPEATABLE if view.turn.sampling.get(name)]:

@@ -28,7 +28,6 @@ class Upstream(Endpoint):
     """One route that is passed on."""
 
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
-        """Pass a request on, and its answer back."""
         settings, headers = self._services.settings, dict(scope["headers"])
         upstream = self._services.upstream
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):

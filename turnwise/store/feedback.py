@@ -179,7 +179,6 @@ def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedb
 
 
 def _is_same(given: Feedback, session_pk: int) -> sa.ColumnElement[bool]:
-    """Return the condition for feedback of the same target, kind and name."""
     same = {"session_pk": session_pk, "turn_id": given.turn_id, "kind": given.kind.value, "name": given.name}
     return sa.and_(*(feedback.c[name] == value for name, value in same.items()))
 
@@ -199,7 +198,6 @@ def _check_number(conn: sa.Connection, given: Feedback, session_pk: int) -> None
 
 
 def _store(conn: sa.Connection, given: Feedback, group: Sequence[Member]) -> None:
-    """Store a demonstration's sessions, each with its turn and its reward, and end them."""
     present = sessions_of_turns(conn, given.tenant, [one.copied for one in group])
     if missing := [one.copied for one in group if one.copied not in present]:
         raise NotFound(f"there is no turn {missing[0]!r} any more; its session was deleted", param="turn_id")

@@ -67,7 +67,6 @@ class Deleted:
     """Whether the deletion has to be called again."""
 
     def __add__(self, other: Deleted) -> Deleted:
-        """Return the sum of two deletions."""
         deleted_versions = self.deleted_versions + other.deleted_versions
         gone = {policy.version for policy in deleted_versions}
         return Deleted(
