@@ -21,15 +21,15 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from proxy.routes import operations, rewards, sessions, turns
 from proxy.routes.control import PUBLIC
+from proxy.routes.summaries import Summary, UpdateSummary
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store.keys import Key
 from turnwise.store.overview import Counts
 from turnwise.store.policies import PolicySummary
 from turnwise.store.retention import Deletion
-from turnwise.store.search import Summary
 from turnwise.store.turns import TrainedTurn
-from turnwise.store.updates import TrainedSession, UpdateGroup, UpdateSummary
+from turnwise.store.updates import TrainedSession, UpdateGroup
 from turnwise.types import (
     Feedback,
     Json,

@@ -18,6 +18,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from proxy.auth import ACTION_OF_ROUTE
 from proxy.http.connections import CLOSING
 from proxy.metrics import Metrics
+from proxy.routes import summaries
 from proxy.routes.control import (
     Caller,
     CheckedRoute,
@@ -207,7 +208,7 @@ async def summarise_updates(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> Response:
     """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
-    return page(await services.database.fetch(updates.summarise_updates, principal.tenant, limit=limit))
+    return page(await services.database.fetch(summaries.summarise_updates, principal.tenant, limit=limit))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))

@@ -33,9 +33,10 @@ from proxy.routes.control import (
     sessions_json,
     turn_json,
 )
+from proxy.routes.summaries import Summary, summarise_sessions, training_note
 from proxy.services import Services
 from proxy.sessions.which import SESSION_ID, check_has_policy, check_id
-from turnwise.store import groups, policies, retention, search, selection, sessions, statements, turns
+from turnwise.store import policies, retention, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.search import Contents
 from turnwise.store.selection import SessionFilter
@@ -284,9 +285,9 @@ async def list_sessions(
     `outcome`, `reason`, `policy_version` and `text` together.
     """
 
-    def read(connection: Connection) -> tuple[search.Found, Sequence[search.Summary]]:
+    def read(connection: Connection) -> tuple[search.Found, Sequence[Summary]]:
         found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
-        return found, search.summaries(connection, found.sessions) if summary else ()
+        return found, summarise_sessions(connection, found.sessions) if summary else ()
 
     async with contextlib.nullcontext() if held.is_empty else services.searches:
         found, summed_up = await services.database.fetch(read)
@@ -359,7 +360,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     )
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
-    note = await services.database.fetch(groups.describe_training, session)
+    note = await services.database.fetch(training_note, session)
     return answer({**await session_json(session, services), "training_note": note})
 
 

@@ -204,7 +204,7 @@ def _regroup(conn: sa.Connection) -> None:
     sessions.change_session(conn, changed, {"group_id"})
     sessions.change_session(conn, changed, {"group_size"})
     sessions.change_session(conn, changed, {"group_size"})
-    groups.describe_training(conn, changed)
+    groups.progress_of(conn, changed)
 
 
 def _feedback(conn: sa.Connection, text: str) -> None:
@@ -243,7 +243,7 @@ OF_TENANT: dict[str, Ask] = {
     "a later search": lambda c: search.search_sessions(c, TENANT, CONTENTS, after="over"),
     "a search without contents": lambda c: search.search_sessions(c, TENANT, Contents()),
     "a search by rewards": lambda c: search.search_sessions(c, TENANT, Contents(min_reward=0.0)),
-    "a page's summaries": lambda c: search.summaries(
+    "a page's summaries": lambda c: search.ends_of(
         c, [sessions.read_session(c, "t", "s"), sessions.read_session(c, "t", "over")]
     ),
     "a session's own rewards": lambda c: sessions.read_session_with_rewards(c, "t", "s"),
@@ -272,7 +272,7 @@ OF_TENANT: dict[str, Ask] = {
     "last updates of sessions": lambda c: updates.last_updates(c, "t", ["s"]),
     "versions of an evaluation": lambda c: experiences.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
     "imported sessions": lambda c: search.imported_digests(c, "t", ["s"]),
-    "what a session waits for": lambda c: groups.describe_training(c, _session("member", group_id="g")),
+    "what a session waits for": lambda c: groups.progress_of(c, _session("member", group_id="g")),
     "a new session": lambda c: sessions.create_session(c, _session("n", group_id="g2")),
     "a new session of a group": lambda c: sessions.create_session(c, _session("n", group_id="g")),
     "a session that exists": lambda c: sessions.create_session(c, _session("s")),
@@ -332,7 +332,7 @@ OF_ALL: dict[str, Ask] = {
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),
     "the regression set": lambda c: experiences.regression_set(c, 4, ["golden"], roles=set(Role)),
-    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), updates.summarise_updates(c, "t")),
+    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), updates.judged_sessions(c, "t", 2)),
     "updates": lambda c: updates.list_update_views(c, "t"),
     "later updates": lambda c: (
         updates.list_update_views(c, "t", after=9),

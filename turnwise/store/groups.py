@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import sqlalchemy as sa
 
@@ -29,7 +29,6 @@ from turnwise.types import (
     Session,
     SessionKey,
     SessionStatus,
-    Split,
     utc_now,
 )
 
@@ -37,16 +36,6 @@ log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
 """Maximum number of group ids in a log line."""
-SINGLE = {
-    GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
-    GroupStatus.READY: "It is a single session and waits for the trainer, which takes several at once",
-    GroupStatus.CLAIMED: "It is a single session that the trainer works on",
-    GroupStatus.TRAINED: "It is a single session and was trained",
-    GroupStatus.DROPPED: "It is a single session and was not trained",
-}
-"""What is said about a session that is its own group, by the state of that group."""
-COMPARED = "Its reward is compared with those of other single sessions of the same agent."
-
 OPEN_WITH_REWARD = sa.and_(
     sessions.c.status == sa.literal_column(f"'{SessionStatus.OPEN.value}'"),
     sessions.c.num_rewards > sa.literal_column("0"),
@@ -280,46 +269,27 @@ def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -
     )
 
 
-def describe_training(conn: sa.Connection, session: Session) -> str:
-    """Return what a session that is over waits for until it is trained, or why it is not trained, as a sentence."""
-    if session.split is Split.EVAL:
-        return "A session of split `eval` is not trained."
-    missing = "It has no reward yet: post one to `/v1/rewards`. " if session.reward is None else ""
+class Progress(NamedTuple):
+    """How far the group of a session is."""
+
+    status: GroupStatus
+    reason: str | None
+    group_size: int | None
+    num_sessions: int
+    num_finished: int
+    num_open: int
+
+
+def progress_of(conn: sa.Connection, session: Session) -> Progress | None:
+    """Return how far the group of a session is; None if it was deleted."""
     group_id = session.session_id if session.group_id is None else session.group_id
-    group = conn.execute(
-        sa.select(groups).where(groups.c.tenant == session.tenant, groups.c.group_id == group_id)
+    is_open = sessions.c.group_pk == groups.c.group_pk, sessions.c.status == SessionStatus.OPEN.value
+    num_open = sa.select(sa.func.count()).select_from(sessions).where(*is_open).correlate(groups).scalar_subquery()
+    columns = [groups.c[name] for name in Progress._fields[:-1]]
+    row = conn.execute(
+        sa.select(*columns, num_open).where(groups.c.tenant == session.tenant, groups.c.group_id == group_id)
     ).one_or_none()
-    if group is None:
-        return "It was deleted."
-    if group.group_size == 1:
-        reason = f": {group.reason}" if group.reason else ""
-        return f"{missing}{SINGLE[GroupStatus(group.status)]}{reason}. {COMPARED}"
-    name = f"Group {session.group_id!r}"
-    if group.status != GroupStatus.OPEN:
-        return f"{missing}{name} is {group.status}" + (f": {group.reason}." if group.reason else ".")
-    if group.group_size is None:
-        return (
-            f"{missing}{name} has no `group_size`: it closes when nothing has happened in it for the trainer's "
-            "`stalled_seconds`."
-        )
-    done = f"{missing}{name} has {group.num_finished} of {group.group_size} sessions that are over and have a reward."
-    return done + _awaited(conn, group)
-
-
-def _awaited(conn: sa.Connection, group: StoredRow) -> str:
-    """Return what an open group waits for, as a sentence."""
-    is_open = sessions.c.status == SessionStatus.OPEN.value
-    num_open = conn.execute(
-        sa.select(sa.func.count()).select_from(sessions).where(sessions.c.group_pk == group.group_pk, is_open)
-    ).scalar_one()
-    num_ended = group.num_sessions - group.num_finished - num_open
-    awaited = {
-        "not created": group.group_size - group.num_sessions,
-        "not ended": num_open,
-        "ended without a reward (`unrewarded_seconds`)": num_ended,
-    }
-    named = [f"{count} {what}" for what, count in awaited.items() if count > 0]
-    return f" Missing: {', '.join(named)}." if named else ""
+    return None if row is None else Progress._make(row)._replace(status=GroupStatus(row.status))
 
 
 def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, int]:

@@ -12,9 +12,8 @@ import dataclasses
 import json
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import orjson
 import sqlalchemy as sa
 
 from turnwise.store import rows
@@ -25,7 +24,7 @@ from turnwise.store.sessions import list_sessions, sessions_from_rows, sessions_
 from turnwise.store.statements import PAGE_BYTES, ROW_BYTES, has_text, is_among, size_of
 from turnwise.store.turns import TurnView, turn_views, turns_of
 from turnwise.store.updates import Updates
-from turnwise.types import Json, Outcome, Reward, Session, Turn
+from turnwise.types import Outcome, Reward, Session, Turn
 
 WINDOW = 50
 """Sessions that are read at once."""
@@ -37,8 +36,6 @@ MAX_TEXT_BYTES = 256 * 1024
 """A first prompt or a last reply with more stored bytes is not read."""
 MAX_COUNTED_TURNS = 1_000
 """The tokens of a session with more turns are not counted."""
-MAX_CHARACTERS = 300
-"""Length at which a text is cut."""
 TOKEN_BYTES = 4
 
 
@@ -217,84 +214,44 @@ def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[s
     return {session_id: json.loads(text).get("imported", {}).get("digest", "") for session_id, text in found}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What was said in a session, in short; a text is null if there is none, or if it is too long to be read here."""
+class Ends(NamedTuple):
+    """What is read of a session for its summary; a text is None if there is none, or if it is long."""
 
-    first_message: str | None = None
-    """The start of the user's message that the first turn answers; those before it may be examples of the agent's."""
+    first_prompt: str | None = None
+    """The stored messages of the first turn."""
     last_reply: str | None = None
-    """The start of the last reply; of a reply without text, the names of the tools that it calls."""
+    """The stored reply of the last turn."""
     last_outcome: str | None = None
-    """Outcome of the last turn; null without a turn."""
     num_sampled_tokens: int | None = None
-    """Sampled tokens of all turns; null for a session with more than 1,000 turns."""
+    """None for a session with more than `MAX_COUNTED_TURNS` turns."""
 
 
-def summaries(conn: sa.Connection, found: Sequence[Session]) -> list[Summary]:
-    """Return the summaries of sessions of one tenant, in their order."""
+def ends_of(conn: sa.Connection, found: Sequence[Session]) -> list[Ends]:
+    """Return the ends of sessions of one tenant, in their order. Texts of more than `MAX_TEXT_BYTES` are not read."""
     if not found:
         return []
     dialect, held = conn.dialect, turns.c
-    is_found = is_among(conn.dialect, sessions.c.session_id, [session.session_id for session in found])
+    is_found = is_among(dialect, sessions.c.session_id, [session.session_id for session in found])
     of_sessions = [sessions.c.tenant == found[0].tenant, is_found]
-    joined = sa.select(sessions.c.session_id, held.seq).join_from(turns, sessions).where(*of_sessions)
+    joined = sa.select(sessions.c.session_id).join_from(turns, sessions).where(*of_sessions)
     begins = joined.add_columns(_short(dialect, held.messages)).where(held.seq == 0)
     ends = joined.add_columns(_short(dialect, held.response), held.outcome).where(held.seq == sessions.c.num_turns - 1)
-    count = (
-        sa.select(sessions.c.session_id, sa.func.sum(size_of(dialect, held.token_ids)))
-        .join_from(turns, sessions)
-        .where(*of_sessions, sessions.c.num_turns <= MAX_COUNTED_TURNS)
-        .group_by(sessions.c.session_id)
-    )
-    first = {row.session_id: row[2] for row in conn.execute(begins)}
-    last = {row.session_id: row for row in conn.execute(ends)}
-    num_bytes = {row[0]: row[1] for row in conn.execute(count)}
+    counted = joined.add_columns(sa.func.sum(size_of(dialect, held.token_ids)))
+    counted = counted.where(sessions.c.num_turns <= MAX_COUNTED_TURNS).group_by(sessions.c.session_id)
+    first, last, num_bytes = ({row[0]: row[1:] for row in conn.execute(each)} for each in (begins, ends, counted))
     return [
-        Summary(
-            first_message=_first_message(first.get(session.session_id)),
-            last_reply=_last_reply(last[session.session_id][2]) if session.session_id in last else None,
-            last_outcome=last[session.session_id].outcome if session.session_id in last else None,
-            num_sampled_tokens=(
+        Ends._make(
+            (
+                *first.get(each.session_id, (None,)),
+                *last.get(each.session_id, (None, None)),
                 None
-                if session.num_turns > MAX_COUNTED_TURNS
-                else int(num_bytes.get(session.session_id) or 0) // TOKEN_BYTES
-            ),
+                if each.num_turns > MAX_COUNTED_TURNS
+                else int(num_bytes.get(each.session_id, [0])[0] or 0) // TOKEN_BYTES,
+            )
         )
-        for session in found
+        for each in found
     ]
 
 
 def _short(dialect: sa.Dialect, column: sa.Column[Any]) -> sa.ColumnElement[str | None]:
     return sa.case((size_of(dialect, column) <= MAX_TEXT_BYTES, column), else_=None)
-
-
-def _first_message(stored: str | None) -> str | None:
-    messages = orjson.loads(stored) if stored else []
-    said = [text for message in messages if message.get("role") == "user" and (text := _text(message.get("content")))]
-    return _cut(said[-1]) if said else None
-
-
-def _last_reply(stored: str | None) -> str | None:
-    reply: Json = orjson.loads(stored) if stored else {}
-    calls = (call.get("function") or {} for call in reply.get("tool_calls") or () if isinstance(call, dict))
-    named = ", ".join(f"calls {call.get('name')}" for call in calls)
-    return _cut(_text(reply.get("content")) or named) or None
-
-
-def _text(content: Any) -> str:
-    """Return the text of a message's content, which a client may send in any shape."""
-    return " ".join(" ".join(_texts(content)).split())
-
-
-def _texts(content: Any) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for part in content:
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield part["text"]
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"

@@ -15,6 +15,7 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.waiting import wait_until
 
+from proxy.routes.summaries import training_note
 from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
@@ -23,7 +24,7 @@ from trainer.claims.ledger import FinishedBatch, RunProgress, StopFlag, outlast
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
-from turnwise.store import groups, overview, serving, sessions, versions
+from turnwise.store import overview, serving, sessions, versions
 from turnwise.store.database import Database
 from turnwise.store.processes import TrainerStatus
 from turnwise.store.rewards import add_rewards
@@ -70,12 +71,12 @@ def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(databas
     source = source_for(database, stalled_seconds=3600.0, **rule)
     assert source._look(NOW).num_ready == 0
     with database.read() as connection:
-        said = groups.describe_training(connection, sessions.read_session(connection, "default", "unrewarded"))
+        said = training_note(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 not ended." in said
     with database.write() as connection:
         sessions.end_session(connection, "default", "unrewarded")
     with database.read() as connection:
-        said = groups.describe_training(connection, sessions.read_session(connection, "default", "unrewarded"))
+        said = training_note(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 ended without a reward (`unrewarded_seconds`)." in said
     if rule.get("unrewarded_seconds") == 0.0:
         wait_until(lambda: source._look(NOW).num_ready == 1, "the group is ready")

@@ -5,6 +5,7 @@ from support.ledger_samples import add_session, finish
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 
+from proxy.routes.summaries import summarise_updates
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.replay import ReplayBuffer
@@ -67,7 +68,7 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
     _, state = workflow.step(workflow.setup(0))
     with ledger.read() as conn:
         (shown,), _ = updates.list_update_views(conn, "default")
-        (batch,) = updates.summarise_updates(conn, "default")
+        (batch,) = summarise_updates(conn, "default")
         claimed = conn.execute(groups.select()).all()
         kept = processes.kept_state(conn, 0)
     assert (

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 from support.ledger_samples import finish, make_turn, update_record
 
+from proxy.routes.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import (
     arms,
@@ -262,7 +263,7 @@ def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
         for tenant, shown in (("a", [1, 0]), ("b", [2, 0]), ("c", [0])):
             assert [each.update_id for each in updates.list_updates(conn, tenant=tenant)[0]] == shown
             assert [each.update.update_id for each in updates.list_update_views(conn, tenant)[0]] == shown
-            assert [each.update_id for each in updates.summarise_updates(conn, tenant)] == shown[::-1]
+            assert [each.update_id for each in summarise_updates(conn, tenant)] == shown[::-1]
             state = overview.read_state(conn, tenant)
             assert [number for kind, number in state if kind == "policy"] == shown[::-1]
             assert [number for kind, number in state if kind == "update"] == shown[:1]

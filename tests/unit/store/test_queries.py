@@ -328,3 +328,15 @@ def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_ope
         "of another policy": (b"", []),
     }
     assert other_key == (b"", [])
+
+
+def test_a_session_has_the_credit_of_its_own_policy(database: Database) -> None:
+    add_session(database, "s", turns=2, credit=Credit.STEP_WISE, gamma=0.5)
+    with database.write() as connection:
+        rewards.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])
+    with database.read() as connection:
+        credit = experiences.session_credit(connection, selection.session_row(connection, "default", "s").session_pk)
+    assert credit is not None
+    assert credit.turn_rewards == {"s-t1": 1.0, "s-t2": 1.0}
+    # 1 + 0.5 * 1 = 1.5
+    assert credit.turn_returns == {"s-t1": 1.5, "s-t2": 1.0}

@@ -1,0 +1,203 @@
+"""What is stored, in a few words and numbers, for people: sessions in lists, updates, and what a session waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from turnwise.store import groups, processes, search, updates
+from turnwise.store.database import Connection
+from turnwise.types import GroupStatus, Json, Session, Split, UpdateRecord
+
+MAX_CHARACTERS = 300
+"""Length at which a text is cut."""
+MAX_TASKS = 50
+"""Tasks of one answer: those with the most sessions."""
+SINGLE = {
+    GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
+    GroupStatus.READY: "It is a single session and waits for the trainer, which takes several at once",
+    GroupStatus.CLAIMED: "It is a single session that the trainer works on",
+    GroupStatus.TRAINED: "It is a single session and was trained",
+    GroupStatus.DROPPED: "It is a single session and was not trained",
+}
+"""What is said about a session that is its own group, by the state of that group."""
+COMPARED = "Its reward is compared with those of other single sessions of the same agent."
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What was said in a session, in short; a text is null if there is none, or if it is too long to be read here."""
+
+    first_message: str | None = None
+    """The start of the user's message that the first turn answers; those before it may be examples of the agent's."""
+    last_reply: str | None = None
+    """The start of the last reply; of a reply without text, the names of the tools that it calls."""
+    last_outcome: str | None = None
+    """Outcome of the last turn; null without a turn."""
+    num_sampled_tokens: int | None = None
+    """Sampled tokens of all turns; null for a session with more than 1,000 turns."""
+
+
+def summarise_sessions(conn: Connection, found: Sequence[Session]) -> list[Summary]:
+    """Return the summaries of sessions of one tenant, in their order."""
+    return [
+        Summary(
+            first_message=_first_message(each.first_prompt),
+            last_reply=_last_reply(each.last_reply),
+            last_outcome=each.last_outcome,
+            num_sampled_tokens=each.num_sampled_tokens,
+        )
+        for each in search.ends_of(conn, found)
+    ]
+
+
+def _first_message(stored: str | None) -> str | None:
+    messages = orjson.loads(stored) if stored else []
+    said = [text for message in messages if message.get("role") == "user" and (text := _text(message.get("content")))]
+    return _cut(said[-1]) if said else None
+
+
+def _last_reply(stored: str | None) -> str | None:
+    reply: Json = orjson.loads(stored) if stored else {}
+    calls = (call.get("function") or {} for call in reply.get("tool_calls") or () if isinstance(call, dict))
+    named = ", ".join(f"calls {call.get('name')}" for call in calls)
+    return _cut(_text(reply.get("content")) or named) or None
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content, which a client may send in any shape."""
+    return " ".join(" ".join(_texts(content)).split())
+
+
+def _texts(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield part["text"]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
+
+
+def training_note(conn: Connection, session: Session) -> str:
+    """Return what a session that is over waits for until it is trained, or why it is not trained, as a sentence."""
+    if session.split is Split.EVAL:
+        return "A session of split `eval` is not trained."
+    missing = "It has no reward yet: post one to `/v1/rewards`. " if session.reward is None else ""
+    group = groups.progress_of(conn, session)
+    if group is None:
+        return "It was deleted."
+    if group.group_size == 1:
+        reason = f": {group.reason}" if group.reason else ""
+        return f"{missing}{SINGLE[group.status]}{reason}. {COMPARED}"
+    name = f"Group {session.group_id!r}"
+    if group.status != GroupStatus.OPEN:
+        return f"{missing}{name} is {group.status}" + (f": {group.reason}." if group.reason else ".")
+    if group.group_size is None:
+        return (
+            f"{missing}{name} has no `group_size`: it closes when nothing has happened in it for the trainer's "
+            "`stalled_seconds`."
+        )
+    awaited = {
+        "not created": group.group_size - group.num_sessions,
+        "not ended": group.num_open,
+        "ended without a reward (`unrewarded_seconds`)": group.num_sessions - group.num_finished - group.num_open,
+    }
+    named = [f"{count} {what}" for what, count in awaited.items() if count > 0]
+    done = f"{missing}{name} has {group.num_finished} of {group.group_size} sessions that are over and have a reward."
+    return done + (f" Missing: {', '.join(named)}." if named else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of some sessions' rewards."""
+
+    mean: float
+    num_sessions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSummary:
+    """One update."""
+
+    update_id: int
+    trainer_id: str
+    policy_version: int
+    created_at: datetime.datetime
+    num_tokens: int
+    """Number of sampled tokens that carried loss."""
+    metrics: Json
+    dropped: Mapping[str, int]
+    """Number of this tenant's dropped groups, by reason."""
+    reward: Mean | None
+    """Of this tenant's sessions in it, those of dropped groups included; None without a rewarded one."""
+    by_task: Mapping[str, Mean]
+    by_name: Mapping[str, Mean]
+    """By the name of the reward; each is a part of the session's reward."""
+    engine_idle_share: float | None
+    """Share of the engines' serving seconds, since the trainer's update before, in which no call ran; None for the
+    first update of the list, and where no proxy has recorded it."""
+
+
+def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
+    """Return the newest updates, oldest first."""
+    newest, _ = updates.list_updates(conn, limit=limit, tenant=tenant)
+    judged = {update.update_id: updates.judged_sessions(conn, tenant, update.update_id) for update in newest}
+    sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
+    tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
+    in_update = updates.groups_of(conn, tenant, list(judged))
+    idle = processes.idle_shares(conn, _periods(newest))
+    return [
+        UpdateSummary(
+            update_id=update.update_id,
+            trainer_id=update.trainer_id,
+            policy_version=update.policy_version,
+            created_at=update.created_at,
+            num_tokens=update.num_tokens,
+            metrics=update.metrics,
+            dropped=dict(
+                Counter(
+                    group.reason or "no reason"
+                    for group in in_update[update.update_id]
+                    if group.status is GroupStatus.DROPPED
+                )
+            ),
+            reward=_mean([one.reward for _, one in judged[update.update_id]]),
+            by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
+            by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
+            engine_idle_share=idle.get(update.update_id),
+        )
+        for update in reversed(newest)
+    ]
+
+
+def _periods(newest: Sequence[UpdateRecord]) -> dict[int, processes.Period]:
+    """Return the time since the update of the same trainer before it, for each update that follows one."""
+    periods: dict[int, processes.Period] = {}
+    last: dict[str, datetime.datetime] = {}
+    for update in reversed(newest):
+        if update.trainer_id in last:
+            periods[update.update_id] = last[update.trainer_id], update.created_at
+        last[update.trainer_id] = update.created_at
+    return periods
+
+
+def _mean(values: Sequence[float]) -> Mean | None:
+    return Mean(statistics.fmean(values), len(values)) if values else None
+
+
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, Mean]:
+    """Return the mean of the values of each name."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in named:
+        values[name].append(value)
+    return {name: Mean(statistics.fmean(each), len(each)) for name, each in sorted(values.items())}
