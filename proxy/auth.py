@@ -20,9 +20,8 @@ from collections.abc import Callable, Mapping
 import cachetools
 
 from turnwise.errors import Forbidden, Unauthorized
-from turnwise.store import keys
+from turnwise.store import keys, rows
 from turnwise.store.database import Connection, Database
-from turnwise.store.rows import to_micros
 from turnwise.types import DEFAULT_POLICY, Session
 
 SESSION_KEY_PREFIX = "tws-"
@@ -149,7 +148,7 @@ class Principal:
 
     def owns(self, session: Session) -> bool:
         """Return whether a session key was made for this session, not for an earlier one of its name."""
-        return session.session_id == self.session_id and to_micros(session.created_at) == self.session_created_at
+        return session.session_id == self.session_id and rows.to_micros(session.created_at) == self.session_created_at
 
 
 class Authenticator:
@@ -249,7 +248,7 @@ class Authenticator:
             expires_at: Time at which the key expires, in seconds since 1970; None if it does not expire.
         """
         role = SESSION_REWARD if may_reward else SESSION
-        created_at = str(to_micros(session.created_at))
+        created_at = str(rows.to_micros(session.created_at))
         lifetime = "" if expires_at is None else str(expires_at)
         parts = [session.tenant, session.session_id, created_at, creator.root_key_id, role, lifetime]
         payload = base64.urlsafe_b64encode("\0".join(parts).encode()).decode().rstrip("=")

@@ -17,8 +17,8 @@ import cachetools
 from proxy.limits.calls import Places
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
+from turnwise.store import overview
 from turnwise.store.database import Database
-from turnwise.store.overview import NUM_SESSIONS, State, read_state
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Events:
         self._database = database
         self._metrics = metrics
         self.listeners = Places("listen to events", MAX_LISTENERS, MAX_TENANT_LISTENERS)
-        self._readings: cachetools.TTLCache[str, State] = cachetools.TTLCache(MAX_LISTENERS, SHARED_SECONDS)
+        self._readings: cachetools.TTLCache[str, overview.State] = cachetools.TTLCache(MAX_LISTENERS, SHARED_SECONDS)
         self._is_reading = asyncio.Lock()
         metrics.compute(metrics.event_listeners, self.listeners.num_taken)
 
@@ -60,7 +60,7 @@ class Events:
             tenant: whose changes.
             closing: done when the server stops.
         """
-        known: State | None = None
+        known: overview.State | None = None
         with self.listeners.taken(tenant):
             while not closing.done():
                 try:
@@ -75,20 +75,20 @@ class Events:
                     known = state
                 await asyncio.wait([closing], timeout=READ_SECONDS)
 
-    async def _read(self, tenant: str) -> State:
+    async def _read(self, tenant: str) -> overview.State:
         async with self._is_reading:
             state = self._readings.get(tenant)
             if state is None:
-                state = self._readings[tenant] = await self._database.fetch(read_state, tenant)
+                state = self._readings[tenant] = await self._database.fetch(overview.read_state, tenant)
             return state
 
 
-def changes_between(before: State, after: State) -> Iterator[Event]:
+def changes_between(before: overview.State, after: overview.State) -> Iterator[Event]:
     """Yield an event for each object that is new or has changed; objects of a deleted session get none.
 
     If all sessions of a reading are new, there may have been others: then `lost` comes first.
     """
-    if sum(kind == "session" for kind, _ in after.keys() - before.keys()) >= NUM_SESSIONS:
+    if sum(kind == "session" for kind, _ in after.keys() - before.keys()) >= overview.NUM_SESSIONS:
         yield Event("lost", {})
     for (kind, name), fields in after.items():
         if before.get((kind, name)) != fields:

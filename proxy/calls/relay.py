@@ -44,7 +44,7 @@ from turnwise.errors import (
     StoreError,
     TurnwiseError,
 )
-from turnwise.store.turns import SESSION_ENDED, set_roles
+from turnwise.store import turns as stored_turns
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -273,7 +273,7 @@ class Relay:
         forest = running.place.live.forest
         for turn_ids, (role, reason) in corrections(turn, forest, running.place.conversation):
             try:
-                await self._writer.do(set_roles, turn_ids, role, reason)
+                await self._writer.do(stored_turns.set_roles, turn_ids, role, reason)
             except StoreError as error:  # the call's own turn is stored
                 log.warning("the turns %s keep their roles: %s", ", ".join(turn_ids), error)
                 continue
@@ -300,6 +300,6 @@ class Relay:
                     param="session_id",
                 ) from error
             raise
-        if any(turn.reason == SESSION_ENDED for turn in turns):
+        if any(turn.reason == stored_turns.SESSION_ENDED for turn in turns):
             self._sessions.cache.drop(key)
         return is_first

@@ -9,8 +9,9 @@ from proxy.auth import Principal
 from proxy.dialects.base import Call
 from proxy.sessions.which import EXPLICIT_SOURCES, newest_turn
 from turnwise.errors import InvalidRequest, NotFound
+from turnwise.store import turns
 from turnwise.store.database import Connection, Database
-from turnwise.store.turns import TurnView, read_turn
+from turnwise.store.turns import TurnView
 
 
 async def read_turns(database: Database, turn_ids: Sequence[str], principal: Principal) -> dict[str, TurnView]:
@@ -20,7 +21,7 @@ async def read_turns(database: Database, turn_ids: Sequence[str], principal: Pri
         found = {}
         for turn_id in dict.fromkeys(turn_ids):
             with contextlib.suppress(NotFound):
-                found[turn_id] = read_turn(connection, principal.tenant, turn_id)
+                found[turn_id] = turns.read_turn(connection, principal.tenant, turn_id)
         return found
 
     views = await database.fetch(read)

@@ -26,8 +26,8 @@ from proxy.sessions.template import ChatTemplate
 from turnwise.errors import Conflict
 from turnwise.json_text import dumps
 from turnwise.store import selection
+from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection, Database
-from turnwise.store.turns import find_turn, read_turn
 from turnwise.types import Json, Session, TokenIds, Turn
 
 ATTEMPT_BYTES = 800
@@ -173,7 +173,7 @@ class Retries:
         def read(connection: Connection) -> list[Turn]:
             names = [attempt.stored_key(index) for index in range(call.num_choices)]
             own = session.tenant, session.session_id
-            found = [find_turn(connection, *own, request_key=name) for name in names]
+            found = [stored_turns.find_turn(connection, *own, request_key=name) for name in names]
             return [turn for turn in found if turn is not None and turn.finish_reason is not None]
 
         stored, prompt = await self._database.fetch(read), None
@@ -182,7 +182,9 @@ class Retries:
         if len(stored) != call.num_choices:
             return None
         if call.wants_token_ids:
-            prompt = (await self._database.fetch(read_turn, session.tenant, stored[0].turn_id)).prompt_token_ids
+            prompt = (
+                await self._database.fetch(stored_turns.read_turn, session.tenant, stored[0].turn_id)
+            ).prompt_token_ids
         ids = {token for turn in stored for token in turn.token_ids.tolist()} if call.wants_logprobs else set()
         texts = template.token_texts(ids) if template is not None else {}
         return _rebuilt_answer(call, stored, prompt, texts), stored[0].policy_version_first

@@ -23,10 +23,8 @@ from proxy.engines.engine import Engine, EngineState, Lane
 from proxy.engines.http_client import Access
 from proxy.metrics import Metrics
 from turnwise.errors import Conflict, EngineUnavailable
-from turnwise.store import policies, serving
+from turnwise.store import policies, schema, serving
 from turnwise.store.database import Connection, Database
-from turnwise.store.schema import NO_TENANT
-from turnwise.store.serving import NO_VERSIONS, ServingState
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyVersion, Session
 
 DRAIN_POLL_SECONDS = 0.02
@@ -68,7 +66,7 @@ class EnginePool:
         """The versions that sessions of policies sampled with which were then archived or deleted."""
         self.read_at = 0.0
         """When the newest reading of all this that was applied started, on the monotonic clock."""
-        self.served: Mapping[int, ServingState] = {}
+        self.served: Mapping[int, serving.ServingState] = {}
         """The versions of each policy that has any, by its number: the active version, the adapter that it starts from
         before its first version, and the versions of its arms. Only sessions of an arm sample with its version."""
         self.load_adapter: Callable[[Engine, int], Awaitable[Lane]] | None = None
@@ -101,9 +99,9 @@ class EnginePool:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def state(self, policy_id: int) -> ServingState:
+    def state(self, policy_id: int) -> serving.ServingState:
         """Return the versions of a policy, as the newest reading found them."""
-        return self.served.get(policy_id, NO_VERSIONS)
+        return self.served.get(policy_id, serving.NO_VERSIONS)
 
     async def refresh(self) -> None:
         """Read the policies and their versions, from now on; calls that arrive meanwhile share the next reading.
@@ -132,7 +130,7 @@ class EnginePool:
 
     def find_policy(self, tenant: str, name: str) -> Policy | None:
         """Return the tenant's policy of this name, or the default policy by its name; None if there is none."""
-        return self.policies.get((NO_TENANT if name == DEFAULT_POLICY_NAME else tenant, name))
+        return self.policies.get((schema.NO_TENANT if name == DEFAULT_POLICY_NAME else tenant, name))
 
     def check_in_use(self, policy_id: int) -> None:
         """Check that sessions may sample with a policy.
@@ -343,5 +341,5 @@ def _num_calls(engine: Engine) -> int:
     return engine.num_calls
 
 
-def _read(connection: Connection) -> tuple[dict[int, ServingState], list[Policy]]:
+def _read(connection: Connection) -> tuple[dict[int, serving.ServingState], list[Policy]]:
     return serving.serving_states(connection), policies.list_policies(connection)

@@ -30,10 +30,9 @@ from proxy.reload.loader import Loader, serves
 from proxy.reload.verdict import drift, judge, lift
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed, TurnwiseError
+from turnwise.store import arms as stored_arms
 from turnwise.store import serving, versions
-from turnwise.store.arms import Arm, arms_since, held_out_arms
 from turnwise.store.database import Database
-from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Arms:
     """When a trial of whole weights was found without its engines, on the monotonic clock."""
 
     @property
-    def state(self) -> ServingState:
+    def state(self) -> serving.ServingState:
         """The policy's versions, as they were read last."""
         return self.pool.state(self.policy_id)
 
@@ -278,7 +277,7 @@ class Arms:
                 await self.end_holdout(holdout)
                 return
             self.stop_draining()
-        arms = await self.database.fetch(held_out_arms, holdout)
+        arms = await self.database.fetch(stored_arms.held_out_arms, holdout)
         await self._record(arms, active, holdout)
         if lift(*arms).get("reward", {"low": 0.0})["low"] > 0:
             await self.end_holdout(holdout)
@@ -364,7 +363,7 @@ class Arms:
                 await self._end(canary, active, str(error))
             return
         numbers = canary.version, active.version
-        arms = await self.database.fetch(arms_since, canary.activated_at, numbers, self.policy_id)
+        arms = await self.database.fetch(stored_arms.arms_since, canary.activated_at, numbers, self.policy_id)
         await self._record(arms, canary, active)
         verdict = judge(*arms, self.settings)
         if verdict is None:
@@ -380,7 +379,9 @@ class Arms:
         else:
             await self.serve(canary, active)
 
-    async def _record(self, arms: tuple[Arm, Arm], version: PolicyVersion, older: PolicyVersion) -> None:
+    async def _record(
+        self, arms: tuple[stored_arms.Arm, stored_arms.Arm], version: PolicyVersion, older: PolicyVersion
+    ) -> None:
         """Store what the version is judged by, if it has changed."""
         newer_arm, older_arm = arms
         compared = {

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from proxy.settings import ProxySettings
-from turnwise.store.arms import Arm
+from turnwise.store import arms
 from turnwise.types import Json
 
 NUM_STANDARD_ERRORS = 2.0
@@ -29,7 +29,7 @@ class Verdict:
     reason: str
 
 
-def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
+def judge(canary: arms.Arm, control: arms.Arm, settings: ProxySettings) -> Verdict | None:
     """Compare the arms; None means that more sessions are needed.
 
     The canary is rolled back if its share of broken turns, or its mean reward, is worse than the control's by more than
@@ -63,7 +63,7 @@ def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
     return None
 
 
-def lift(newer: Arm, older: Arm) -> Json:
+def lift(newer: arms.Arm, older: arms.Arm) -> Json:
     """Return the differences of the mean rewards, whole (`reward`) and by name, with intervals for repeated looks.
 
     Each has `mean`, `low` and `high`; rewards that either arm has fewer than `MIN_REWARDS` of are left out.

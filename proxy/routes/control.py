@@ -31,9 +31,8 @@ from proxy.settings import ProxySettings
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.json_text import dumps, loads
 from turnwise.store import keys, policies, selection
+from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
-from turnwise.store.keys import Key
-from turnwise.store.schema import NO_TENANT
 from turnwise.store.turns import TurnView
 from turnwise.types import MAX_REWARD, Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 from turnwise.version_directory import on_disk
@@ -45,7 +44,7 @@ HIDDEN: dict[type, frozenset[str]] = {
     Policy: frozenset({"policy_id"}),
     PolicyVersion: frozenset({"policy_id"}),
     UpdateRecord: frozenset({"policy_id"}),
-    Key: frozenset({"policy_id"}),
+    keys.Key: frozenset({"policy_id"}),
     Turn: frozenset(
         {
             "tenant",
@@ -106,7 +105,7 @@ async def is_operator(services: Services, principal: Principal) -> bool:
 
     def tenants(connection: Connection) -> set[str]:
         named = {each.tenant for each in policies.list_policies(connection)}
-        return (keys.tenants_with_keys(connection) | named) - {NO_TENANT}
+        return (keys.tenants_with_keys(connection) | named) - {stored_schema.NO_TENANT}
 
     return principal.tenant == DEFAULT_TENANT or await services.database.fetch(tenants) <= {principal.tenant}
 
@@ -125,7 +124,7 @@ Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
 
 
-def record_json(record: Session | Turn | Reward | Feedback | Policy | PolicyVersion | UpdateRecord | Key) -> Json:
+def record_json(record: Session | Turn | Reward | Feedback | Policy | PolicyVersion | UpdateRecord | keys.Key) -> Json:
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 

@@ -24,12 +24,8 @@ from proxy.routes.control import PUBLIC
 from proxy.routes.summaries import Summary, UpdateSummary
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
-from turnwise.store.keys import Key
-from turnwise.store.overview import Counts
-from turnwise.store.policies import PolicySummary
-from turnwise.store.retention import Deletion
-from turnwise.store.turns import TrainedTurn
-from turnwise.store.updates import TrainedSession, UpdateGroup
+from turnwise.store import keys, overview, policies, retention, updates
+from turnwise.store import turns as stored_turns
 from turnwise.types import (
     Feedback,
     Json,
@@ -168,7 +164,7 @@ TurnAnswer = answer_model(
     prompt_token_ids=_field(
         list[int], "Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
     ),
-    trained_in=_field(list[TrainedTurn], "The updates that trained it, oldest first."),
+    trained_in=_field(list[stored_turns.TrainedTurn], "The updates that trained it, oldest first."),
     rewards=_field(
         list[RewardAnswer],  # type: ignore[valid-type]
         "Its own reward lines and those of its step, in order of arrival.",
@@ -195,7 +191,10 @@ ListedPolicy = answer_model(
     "ListedPolicy",
     Policy,
     "A policy in a list.",
-    summary=(_model_of(PolicySummary) | None, Field(default=None, description="What it holds, with `summary=true`.")),
+    summary=(
+        _model_of(policies.PolicySummary) | None,
+        Field(default=None, description="What it holds, with `summary=true`."),
+    ),
 )
 ActivationAnswer = _create(
     "ActivationAnswer",
@@ -210,13 +209,13 @@ UpdateAnswer = answer_model(
     "UpdateAnswer",
     UpdateRecord,
     "What the trainer did with one batch.",
-    groups=_field(list[UpdateGroup], "This tenant's groups in it, the dropped ones included."),
-    sessions=_field(list[TrainedSession], "This tenant's sessions that it trained."),
+    groups=_field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
+    sessions=_field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
 )
 
 
 ChainRole = answer_model("ChainRole", sessions.ChainRole)
-DeletedAnswer = answer_model("DeletedAnswer", Deletion)
+DeletedAnswer = answer_model("DeletedAnswer", retention.Deletion)
 TokensAnswer = answer_model("TokensAnswer", turns.TurnTokens)
 RecomputedAnswer = answer_model("RecomputedAnswer", turns.RecomputedLogprobs)
 BudgetAnswer = answer_model("BudgetAnswer", operations.Budget)
@@ -248,11 +247,11 @@ PolicyPage = page_model(
 
 
 TOKENS_USED = _field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
-ListedKey = answer_model("ListedKey", Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
-KeyAnswer = answer_model("KeyAnswer", Key, "An API key, without its secret.")
+ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
+KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
 NewKeyAnswer = answer_model(
     "NewKeyAnswer",
-    Key,
+    keys.Key,
     "A new API key.",
     key=_field(str, "The whole key. Only this answer has it."),
 )
@@ -260,7 +259,7 @@ NewKeyAnswer = answer_model(
 KeyList = page_model("KeyList", ListedKey, "All keys of the tenant.")
 CountsAnswer = answer_model(
     "CountsAnswer",
-    Counts,
+    overview.Counts,
     "Counts of a tenant's rows in the store.",
     counted_at=_field(
         datetime.datetime,

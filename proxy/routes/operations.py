@@ -35,9 +35,8 @@ from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
 from turnwise.json_text import dumps
 from turnwise.processes import installation
-from turnwise.store import overview, updates
+from turnwise.store import overview, processes, updates
 from turnwise.store.database import Connection
-from turnwise.store.processes import TrainerState, TrainerStatus, trainer_statuses
 
 router = APIRouter(tags=["operations"])
 
@@ -67,7 +66,7 @@ class TrainerSummary:
     """Whether a trainer trains."""
 
     trainer_id: str
-    state: TrainerState
+    state: processes.TrainerState
     text: str | None
     """Its last report; null for callers without a key."""
 
@@ -155,12 +154,14 @@ async def _known_tenant(request: Request, services: Services) -> str | None:
     return principal.tenant if principal.session_id is None else None
 
 
-async def _read_store(services: Services, tenant: str | None) -> tuple[str | None, list[TrainerStatus], set[str]]:
+async def _read_store(
+    services: Services, tenant: str | None
+) -> tuple[str | None, list[processes.TrainerStatus], set[str]]:
     """Return why the store cannot be read or written, what trainers report, and whose report the tenant may read."""
 
-    def read(connection: Connection) -> tuple[list[TrainerStatus], set[str]]:
-        shown = [] if tenant is None else trainer_statuses(connection, tenant)
-        return trainer_statuses(connection), {each.trainer_id for each in shown}
+    def read(connection: Connection) -> tuple[list[processes.TrainerStatus], set[str]]:
+        shown = [] if tenant is None else processes.trainer_statuses(connection, tenant)
+        return processes.trainer_statuses(connection), {each.trainer_id for each in shown}
 
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -267,8 +268,8 @@ def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
 def _read_gauges(connection: Connection, metrics: Metrics) -> None:
     unfinished = overview.unfinished_groups(connection)
     update = updates.last_update(connection)
-    trainers = collections.Counter(each.state for each in trainer_statuses(connection))
-    for state in TrainerState:
+    trainers = collections.Counter(each.state for each in processes.trainer_statuses(connection))
+    for state in processes.TrainerState:
         metrics.trainers.labels(state.value).set(trainers[state])
     for status, count in unfinished.items():
         metrics.groups.labels(status).set(count)

@@ -33,10 +33,9 @@ from proxy.writer.process import add_pickled
 from turnwise.chains import experience_json
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps, loads
-from turnwise.store import selection
-from turnwise.store.experiences import Shape, with_advantages
+from turnwise.store import experiences, selection
+from turnwise.store import updates as stored_updates
 from turnwise.store.selection import SessionFilter
-from turnwise.store.updates import last_updates
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000
@@ -195,7 +194,7 @@ def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], re
     with services.database.read() as connection:
         of_turns = selection.sessions_of_turns(connection, tenant, {line.turn_id for line in lines if line.turn_id})
         session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id or "" for line in lines]
-        updates = last_updates(connection, tenant, session_ids)
+        updates = stored_updates.last_updates(connection, tenant, session_ids)
     return page(Reached(num, updates.get(each)) for num, each in zip(reached, session_ids, strict=True))
 
 
@@ -225,11 +224,13 @@ async def list_experiences(
         raise InvalidRequest(GAMMA_UNUSED, param="gamma")
     wanted = dataclasses.replace(matching, session_id=session_id)
     roles = TRAINED_ROLES if role is None else frozenset(role)
-    shape = Shape(credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, roles=roles, merge=merge)
+    shape = experiences.Shape(
+        credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, roles=roles, merge=merge
+    )
 
     def lines() -> Generator[bytes]:
         with services.exporting.taken(principal.tenant):
-            for experience in with_advantages(services.exports, wanted, shape):
+            for experience in experiences.with_advantages(services.exports, wanted, shape):
                 yield dumps(experience_json(experience)) + b"\n"
 
     found = lines()

@@ -38,9 +38,7 @@ from proxy.services import Services
 from proxy.sessions.which import SESSION_ID, check_has_policy, check_id
 from turnwise.store import policies, retention, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
-from turnwise.store.search import Contents
 from turnwise.store.selection import SessionFilter
-from turnwise.store.turns import set_chain_role
 from turnwise.types import Credit, Json, Label, Outcome, Reward, Role, Session, SessionStatus, Split
 
 FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]
@@ -80,8 +78,8 @@ def contents(
         int | None, Query(ge=0, le=2**31 - 1, description="A version that sampled in the turn.")
     ] = None,
     text: Annotated[Id | None, Query(description="Part of the turn's messages or reply.")] = None,
-) -> Contents:
-    return Contents(
+) -> search.Contents:
+    return search.Contents(
         min_reward=min_reward,
         max_reward=max_reward,
         termination_reason=termination_reason,
@@ -272,7 +270,7 @@ async def fork_turn(
 async def list_sessions(
     services: Here,
     wanted: Annotated[SessionFilter, Depends(session_filter)],
-    held: Annotated[Contents, Depends(contents)],
+    held: Annotated[search.Contents, Depends(contents)],
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
     summary: Annotated[bool, Query(description="Whether each session has a `summary` of what was said in it.")] = False,
@@ -344,7 +342,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
     holder = await services.database.fetch(selection.session_of_turn, principal.tenant, turn_id, principal.session_id)
-    turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
+    turn_ids = await services.writer.do(turns.set_chain_role, principal.tenant, turn_id, wanted.role)
     services.forget_session(principal.tenant, holder)
     return answer(ChainRole(wanted.role, turn_ids))
 

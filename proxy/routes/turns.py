@@ -23,9 +23,9 @@ from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.errors import Conflict
 from turnwise.store import experiences, sessions, turns
+from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.store.updates import trained_in
 from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn
 from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
@@ -100,7 +100,7 @@ async def get_tokens(
     def read(connection: Connection) -> TurnTokens:
         session_pk, path = turns.turns_to(connection, turn_id, principal.tenant)
         credit = experiences.session_credit(connection, session_pk)
-        updates = trained_in(connection, [session_pk]).get(session_pk, [])
+        updates = stored_updates.trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}
         return _tokens(path, services.sessions.template, credit, advantages)
 

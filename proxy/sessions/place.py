@@ -40,9 +40,8 @@ from proxy.sessions.which import check_has_policy, check_id, end_user, next_id, 
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import conversations
+from turnwise.store import conversations, rewards
 from turnwise.store.database import Database
-from turnwise.store.rewards import claim_target
 from turnwise.types import Session, SessionStatus, Split, TokenIds
 
 LONG_BYTES = 64 * 2**10
@@ -261,7 +260,7 @@ class Sessions:
             live = await self._inferred.take_unanswered(caller, request)
         session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
         if call.idempotency_key is not None:
-            target = await self._writer.do(claim_target, *caller[:2], call.idempotency_key, session_id)
+            target = await self._writer.do(rewards.claim_target, *caller[:2], call.idempotency_key, session_id)
             if target != session_id:
                 first = await self.cache.open(_opened_by_call(target, caller, call))
                 if first.session.status is SessionStatus.OPEN:

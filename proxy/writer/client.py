@@ -24,9 +24,8 @@ from proxy.writer.frames import Link, frame
 from proxy.writer.process import BatchReport, Job, NewTurn, Setup, Work
 from turnwise.errors import StoreUnavailable
 from turnwise.store import keys, retention, rows
+from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection
-from turnwise.store.retention import Deleted
-from turnwise.store.turns import TurnRow
 from turnwise.telemetry.tracing import current_request
 from turnwise.types import Outcome, Session
 
@@ -160,14 +159,17 @@ class Writer:
         return result
 
     async def delete_all(
-        self, delete_some: Callable[Concatenate[Connection, P], Deleted], *arguments: P.args, **options: P.kwargs
-    ) -> Deleted:
+        self,
+        delete_some: Callable[Concatenate[Connection, P], retention.Deleted],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> retention.Deleted:
         """Repeat a deletion, one short transaction each time, while it has more; then wake whoever sweeps the rest.
 
         Raises:
             StoreUnavailable: when a transaction could not be committed in time; those before it are.
         """
-        total = Deleted()
+        total = retention.Deleted()
         while True:
             async with self.slices:
                 deleted = await self.do(delete_some, *arguments, **options)
@@ -220,7 +222,7 @@ class Writer:
         if self._failed is not None and time.monotonic() - self._failed[0] < FAILED_SECONDS:
             raise StoreUnavailable(f"the last turn could not be stored: {self._failed[1]}")
 
-    def _submit(self, work: list[TurnRow] | Session | Work) -> asyncio.Future[Any]:
+    def _submit(self, work: list[stored_turns.TurnRow] | Session | Work) -> asyncio.Future[Any]:
         if self._transport is None:
             raise StoreUnavailable("the writing process is being restarted; nothing of this is stored, retry")
         number = next(self._numbers)
@@ -328,7 +330,7 @@ class Writer:
                 self._metrics.background_errors.labels("writer").inc()
 
 
-def row_of(turn: NewTurn) -> TurnRow:
+def row_of(turn: NewTurn) -> stored_turns.TurnRow:
     """Return the row of a turn as it is sent; `complete` replaces the encoded values."""
     return rows.TURNS.row(
         turn,

@@ -32,9 +32,9 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
+from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
-from turnwise.store.database import Connection, Database, attempt
-from turnwise.store.turns import TurnRow
+from turnwise.store.database import Connection, Database
 from turnwise.telemetry.logs import LogFormat, configure_logging
 from turnwise.types import Outcome, Reward, Session, Turn
 
@@ -94,7 +94,7 @@ class Job(NamedTuple):
     number: int
     deadline: float
     """On the monotonic clock, which all processes of a machine share; seconds."""
-    work: list[TurnRow] | Session | Work
+    work: list[turns.TurnRow] | Session | Work
     """Turns to append, a session to open, or anything else."""
 
 
@@ -112,7 +112,7 @@ class BatchReport(NamedTuple):
     """Why nothing can be written at present; only of a report without results."""
 
 
-def complete(sent: TurnRow) -> TurnRow:
+def complete(sent: turns.TurnRow) -> turns.TurnRow:
     """Return a row with its prompt, logprobs and routing decoded; without a logprob for each token it is untrainable.
 
     The row that was sent stays as it is, because a transaction that fails is tried again.
@@ -215,7 +215,7 @@ class Committer:
                 results |= zip((number for number, _ in opens), opened, strict=True)
             for job in batch:
                 if isinstance(job.work, Work):
-                    results[job.number] = attempt(
+                    results[job.number] = stored_database.attempt(
                         connection, job.work.function, *job.work.arguments, **job.work.options
                     )
                     self.note_progress()
@@ -233,19 +233,21 @@ class Committer:
             os._exit(0)
 
 
-def _append(connection: Connection, appends: dict[int, list[TurnRow]]) -> dict[int, list[tuple[Any, ...]]]:
+def _append(connection: Connection, appends: dict[int, list[turns.TurnRow]]) -> dict[int, list[tuple[Any, ...]]]:
     added = iter(turns.append_rows(connection, list(itertools.chain.from_iterable(appends.values()))))
     return {number: [_stored(connection, row, is_new=next(added)) for row in job] for number, job in appends.items()}
 
 
-def _stored(connection: Connection, row: TurnRow, *, is_new: bool) -> tuple[Any, ...]:
+def _stored(connection: Connection, row: turns.TurnRow, *, is_new: bool) -> tuple[Any, ...]:
     """Return id, outcome, reason and chain of the stored turn, and why it lacks the routing that the engine returned.
 
     The id is another one than the row's if a turn with the same request key was stored first.
     """
     if is_new:
         return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("routing_problem")
-    turn = turns.find_replayed(connection, row)
+    names = {"turn_id": row["turn_id"], "request_key": row["request_key"]}
+    turn = turns.find_turn(connection, row["tenant"], row["session_id"], **names)
+    assert turn is not None
     return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id, None
 
 

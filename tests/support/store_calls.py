@@ -32,7 +32,6 @@ from turnwise.store import (
     processes,
     retention,
     rewards,
-    rows,
     schema,
     search,
     selection,
@@ -282,7 +281,7 @@ OF_TENANT: dict[str, Ask] = {
     "a turn to append": lambda c: turns.append_turns(c, [_turn()]),
     "a turn that is stored": lambda c: (
         turns.append_turns(c, [inferred_turn("t8")]),
-        turns.find_replayed(c, rows.TURNS.row(inferred_turn("t8"))),
+        turns.find_turn(c, "t", inferred_turn("t8").session_id, turn_id="t8"),
     ),
     "the path of a fork": lambda c: forks.read_path(c, _session("f"), "t-s-t2", before=True),
     "a fork": lambda c: [forks.copy_turns(c, _session("f"), "t-s-t1", ["t-s-t1", "t-s-t2"]) for _ in range(2)],

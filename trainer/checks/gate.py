@@ -21,7 +21,7 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.memory import OutOfMemory
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
-from turnwise.store.experiences import SessionLabels
+from turnwise.store import experiences
 from turnwise.types import Json, SessionKey
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def shifts_of(
     return shifts
 
 
-RegressionSet = Callable[[int, Collection[str]], tuple[list[Experience], SessionLabels]]
+RegressionSet = Callable[[int, Collection[str]], tuple[list[Experience], experiences.SessionLabels]]
 """Reads the chains of so many held-out sessions, and of as many with one of these labels; with their labels."""
 
 

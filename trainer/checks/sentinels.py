@@ -16,9 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trainer.settings import Sentinel
-from turnwise.store import serving
+from turnwise.store import experiences, serving
 from turnwise.store.database import Connection
-from turnwise.store.experiences import Played, held_out_sessions, live_sessions
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
 RELATIVE = frozenset({"length", "certainty"})
@@ -62,14 +61,20 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
     active, holdout = state.active, state.holdout
     if not bounds or active is None:
         return None
-    now = [one for one in live_sessions(conn, MAX_SESSIONS, policy_id, newest=True) if one.version == active.version]
+    now = [
+        one
+        for one in experiences.live_sessions(conn, MAX_SESSIONS, policy_id, newest=True)
+        if one.version == active.version
+    ]
     if holdout is not None:
         level, level_of = (
-            held_out_sessions(conn, holdout.version, MAX_SESSIONS),
+            experiences.held_out_sessions(conn, holdout.version, MAX_SESSIONS),
             f"hold-out {holdout.version}",
         )
     else:
-        level = [one for one in live_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version]
+        level = [
+            one for one in experiences.live_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version
+        ]
         level_of = "the first sessions"
     found = next(iter(alarms(now, level, bounds)), None)
     if found is not None:
@@ -81,7 +86,9 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
     return Alarm("kl", kl, 0.0, bound, named).describe(active.version, "what sampled its batch")
 
 
-def alarms(now: Sequence[Played], level: Sequence[Played], bounds: Mapping[Sentinel, float]) -> list[Alarm]:
+def alarms(
+    now: Sequence[experiences.Played], level: Sequence[experiences.Played], bounds: Mapping[Sentinel, float]
+) -> list[Alarm]:
     """Return the sentinels that are beyond their bounds by more than chance."""
     found = []
     for name, bound in bounds.items():
@@ -104,12 +111,12 @@ def _error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _values(sessions: Iterable[Played], name: Sentinel) -> list[tuple[float, str]]:
+def _values(sessions: Iterable[experiences.Played], name: Sentinel) -> list[tuple[float, str]]:
     found = ((MEASURES[name](one), one.session_id) for one in sessions)
     return [(value, session_id) for value, session_id in found if value is not None]
 
 
-def _broken_calls(one: Played) -> float | None:
+def _broken_calls(one: experiences.Played) -> float | None:
     offered: dict[str, set[str]] = defaultdict(set)
     for turn in one.turns:
         offered[turn.chain_id] |= {str((tool.get("function") or tool).get("name")) for tool in turn.tools or ()}
@@ -132,7 +139,7 @@ def _is_object(call: Json) -> bool:
         return False
 
 
-def _failed_calls(one: Played) -> float | None:
+def _failed_calls(one: experiences.Played) -> float | None:
     results = [message for turn in one.turns for message in turn.messages if message.get("role") == "tool"]
     return statistics.fmean(map(_reports_error, results)) if results else None
 
@@ -157,19 +164,19 @@ def _text(turn: Turn) -> str:
     return content.strip() if isinstance(content, str) else ""
 
 
-def _questions(one: Played) -> float | None:
+def _questions(one: experiences.Played) -> float | None:
     replies = [_text(turn) for turn in one.turns if not _calls(turn) and _text(turn)]
     asking = [text.endswith(("?", "\N{FULLWIDTH QUESTION MARK}")) for text in replies]
     return statistics.fmean(asking) if asking else None
 
 
-def _refusals(one: Played) -> float | None:
+def _refusals(one: experiences.Played) -> float | None:
     replies = [turn for turn in one.turns if not _calls(turn) and (_text(turn) or turn.response.get("refusal"))]
     refusing = [bool(turn.response.get("refusal")) or _text(turn).lower().startswith(DECLINES) for turn in replies]
     return statistics.fmean(refusing) if refusing else None
 
 
-def _repeats(one: Played) -> float | None:
+def _repeats(one: experiences.Played) -> float | None:
     seen: set[str] = set()
     repeated = []
     for turn in one.turns:
@@ -179,26 +186,26 @@ def _repeats(one: Played) -> float | None:
     return statistics.fmean(repeated)
 
 
-def _empty(one: Played) -> float | None:
+def _empty(one: experiences.Played) -> float | None:
     return statistics.fmean(turn.finish_reason == "length" or not (_text(turn) or _calls(turn)) for turn in one.turns)
 
 
-def _given_up(one: Played) -> float | None:
+def _given_up(one: experiences.Played) -> float | None:
     if any(turn.inferred_by is not None for turn in one.turns):  # calls that name no session end none
         return None
     return float(one.status is SessionStatus.EXPIRED)
 
 
-def _length(one: Played) -> float | None:
+def _length(one: experiences.Played) -> float | None:
     return statistics.fmean(turn.token_ids.size for turn in one.turns)
 
 
-def _certainty(one: Played) -> float | None:
+def _certainty(one: experiences.Played) -> float | None:
     logprobs = [float(logprob) for turn in one.turns for logprob in turn.logprobs]
     return statistics.fmean(logprobs) if logprobs else None
 
 
-MEASURES: Mapping[Sentinel, Callable[[Played], float | None]] = {
+MEASURES: Mapping[Sentinel, Callable[[experiences.Played], float | None]] = {
     "broken_calls": _broken_calls,
     "failed_calls": _failed_calls,
     "questions": _questions,

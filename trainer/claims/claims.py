@@ -20,11 +20,8 @@ from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress, StopFlag, U
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, groups, policies, serving, versions
-from turnwise.store.claims import Claim
-from turnwise.store.database import Connection, Database, clock
-from turnwise.store.rows import from_micros
-from turnwise.store.serving import ServingState
+from turnwise.store import claims, database, groups, policies, rows, serving, versions
+from turnwise.store.database import Connection, Database
 from turnwise.types import Policy, PolicyVersion
 from turnwise.version_directory import num_bytes_on_disk
 
@@ -176,7 +173,7 @@ class Claims(Ledger):
         """Return what the store holds now; nothing is ready while it is unavailable."""
         try:
             with self.db.read() as conn:
-                now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
+                now = rows.from_micros(database.clock(conn))  # the database's clock: this machine's may differ by hours
                 state = serving.serving_state(conn, self.policy_id)
                 due = [change for change in self._changes(conn, state, now) if change.is_due(conn)]
                 look = self._read_look(conn, state, at, now)
@@ -192,7 +189,7 @@ class Claims(Ledger):
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
 
-    def _read_look(self, conn: Connection, state: ServingState, at: RunProgress, now: datetime) -> Look:
+    def _read_look(self, conn: Connection, state: serving.ServingState, at: RunProgress, now: datetime) -> Look:
         """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
         of = self.policy_id
         num_ready, num_singles = claims.num_claimable(
@@ -213,7 +210,7 @@ class Claims(Ledger):
         alarm = None if state.active is None else state.active.alarm
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
 
-    def _changes(self, conn: Connection, state: ServingState, now: datetime) -> list[groups.Change]:
+    def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.Change]:
         """Return the changes of groups by time, and the drop of what versions sampled that a person undid.
 
         After an alarm any older version that is served undoes the others, since their rewards may be wrong.
@@ -351,7 +348,7 @@ def _bound(rule: TrainerSettings) -> int | None:
     return min(rule.max_versions_in_flight, rule.max_staleness + 1)
 
 
-def describe_claim(claim: Claim) -> str:
+def describe_claim(claim: claims.Claim) -> str:
     num_singles = sum(group.is_single for group in claim.groups)
     num_groups = len(claim.groups) - num_singles
     counted = [f"{num_groups} groups"] if num_groups or not num_singles else []
@@ -437,7 +434,7 @@ def describe_wait(look: Look, rule: TrainerSettings, seconds_left: float | None,
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
 
 
-def describe_refill(claim: Claim, num_groups: int, rule: TrainerSettings) -> str:
+def describe_refill(claim: claims.Claim, num_groups: int, rule: TrainerSettings) -> str:
     singles = "" if rule.singles_per_group == 1 else f" ({rule.singles_per_group} single sessions count as one)"
     return (
         f"waiting: too many of {describe_claim(claim)} have equal rewards, which teach nothing; "

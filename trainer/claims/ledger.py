@@ -22,12 +22,9 @@ import numpy as np
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
-from turnwise.store import claims, experiences, groups, policies, processes, serving, updates, versions
-from turnwise.store.database import Connection, Database, clock
-from turnwise.store.experiences import SessionLabels
-from turnwise.store.processes import BEAT_SECONDS, TrainerState, TrainerStatus
-from turnwise.store.rows import from_micros
-from turnwise.store.updates import Advantages
+from turnwise.store import claims, database, experiences, groups, policies, processes, rows, serving, updates, versions
+from turnwise.store import experiences as stored_experiences
+from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
@@ -174,7 +171,7 @@ class FinishedBatch:
     """The version that it made."""
     refused: Mapping[GroupKey, str] = dataclasses.field(default_factory=dict)
     """Groups that were not trained, with the reason; they are dropped."""
-    trained: Mapping[SessionKey, Advantages] = dataclasses.field(default_factory=dict)
+    trained: Mapping[SessionKey, updates.Advantages] = dataclasses.field(default_factory=dict)
     """The sessions that were trained, with the advantages of their turns."""
     state: Json | None = None
     """What it left in the trainer that no checkpoint holds."""
@@ -239,7 +236,7 @@ class Ledger:
         trainer_id = self.rule.trainer_id
         self._versions = {version}
         self.report_status("starting")
-        self._signs = Renewal("the sign of life", BEAT_SECONDS, self._give_sign)
+        self._signs = Renewal("the sign of life", processes.BEAT_SECONDS, self._give_sign)
         freed = claims.take_back(self.db, trainer_id, self.policy_id)
         if freed:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, trainer_id)
@@ -264,7 +261,7 @@ class Ledger:
         if self._signs is not None:
             self._signs.stop()
             if not self._has_failed:
-                self.report_status("stopped", state=TrainerState.STOPPED)
+                self.report_status("stopped", state=processes.TrainerState.STOPPED)
         if self._is_alone:
             self.db.close()
 
@@ -312,7 +309,9 @@ class Ledger:
         drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
         return self.experiences_of(drawn, with_imported=True)
 
-    def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
+    def regression_set(
+        self, num_sessions: int, labels: Collection[str]
+    ) -> tuple[list[Experience], stored_experiences.SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         roles = self.rule.train_roles
         return self.read(
@@ -425,24 +424,27 @@ class Ledger:
         """
         try:
             with self.db.write() as conn:
-                processes.announce_weights(conn, self.rule.trainer_id, url, from_micros(clock(conn)))
+                processes.announce_weights(conn, self.rule.trainer_id, url, rows.from_micros(database.clock(conn)))
         except StoreUnavailable as error:
             log.warning("the address of the weights was not stored, engines read directories: %s", error)
 
     def report_status(
-        self, text: str, seconds_left: float | None = None, state: TrainerState = TrainerState.RUNNING
+        self,
+        text: str,
+        seconds_left: float | None = None,
+        state: processes.TrainerState = processes.TrainerState.RUNNING,
     ) -> None:
         """Store what the trainer is doing, for the page; training does not depend on it."""
-        if state is TrainerState.RUNNING and self._is_blocked:
-            state = TrainerState.BLOCKED
+        if state is processes.TrainerState.RUNNING and self._is_blocked:
+            state = processes.TrainerState.BLOCKED
         if self.policy is not None:
             text = f"policy {self.policy.name!r}: {text}"
         try:
             with self.db.write() as conn:
-                now = from_micros(clock(conn))
+                now = rows.from_micros(database.clock(conn))
                 starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
                 trainer_id = self.rule.trainer_id
-                status = TrainerStatus(
+                status = processes.TrainerStatus(
                     trainer_id=trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
                 )
                 processes.report_status(conn, status)
@@ -451,7 +453,9 @@ class Ledger:
 
     def note_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        self.report_status(f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=TrainerState.DIED)
+        self.report_status(
+            f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=processes.TrainerState.DIED
+        )
 
     def _give_sign(self) -> None:
         with self.db.write() as conn:

@@ -28,8 +28,8 @@ from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.settings import TrainerSettings
 from trainer.versions.state import MOST_RECENT_VERSIONS, State
 from turnwise.chains import Experience
-from turnwise.store.updates import Advantages
-from turnwise.store.versions import REFUSED_BY_GATE
+from turnwise.store import updates
+from turnwise.store import versions as stored_versions
 from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
 from turnwise.version_directory import weights_digest
 
@@ -51,7 +51,7 @@ class NewVersion:
     """Whether engines can receive it from memory."""
     trained_at: float
     """When its last optimizer step ended, on the monotonic clock."""
-    trained: Mapping[SessionKey, Advantages]
+    trained: Mapping[SessionKey, updates.Advantages]
     """The sessions that it was trained on, with the advantages of the turns that carried loss."""
     refusal: str | None = None
     """Why the publishing gate refused it."""
@@ -235,7 +235,7 @@ class Commits:
             kind=self._config.kind,
             update_id=after.progress.update_id,
             metrics=after.metrics,
-            error=None if made.refusal is None else f"{REFUSED_BY_GATE}: {made.refusal}",
+            error=None if made.refusal is None else f"{stored_versions.REFUSED_BY_GATE}: {made.refusal}",
         )
         if made.is_held:
             self._ledger.publish(policy, after.progress.recent_versions)

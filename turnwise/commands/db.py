@@ -114,7 +114,7 @@ def db_copy(source: str, target: str, *, as_json: bool) -> None:
     """
     from turnwise.commands.place import opened
     from turnwise.errors import SettingsError
-    from turnwise.store.copying import copy_all
+    from turnwise.store import copying
 
     if source == target:
         raise SettingsError("--from and --to name the same database")
@@ -125,7 +125,7 @@ def db_copy(source: str, target: str, *, as_json: bool) -> None:
 
     with opened(source) as reading, opened(target, make_ready=False) as writing:
         writing.upgrade()
-        counts = copy_all(reading, writing, note)
+        counts = copying.copy_all(reading, writing, note)
     if as_json:
         click.echo(json.dumps(counts))
 

@@ -155,9 +155,9 @@ def _is_at_least(reward: float | None, bound: float | None) -> bool:
 
 def _sessions(conn: Connection, wanted: SessionFilter) -> Iterator[Json]:
     from turnwise.exchange import session_document as documents
-    from turnwise.store.search import session_records
+    from turnwise.store import search
 
-    return map(documents.session_document, session_records(conn, wanted))
+    return map(documents.session_document, search.session_records(conn, wanted))
 
 
 def _write_experiences(
@@ -172,11 +172,11 @@ def _write_experiences(
     reward_bonus_coeff: float,
     min_reward: float | None,
 ) -> int:
-    from turnwise.store.experiences import Shape, with_advantages
+    from turnwise.store import experiences
 
     policy = None if credit is None else Credit(credit)
-    shape = Shape(credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge)
-    found = (each for each in with_advantages(conn, wanted, shape) if _is_at_least(each.reward, min_reward))
+    shape = experiences.Shape(credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge)
+    found = (each for each in experiences.with_advantages(conn, wanted, shape) if _is_at_least(each.reward, min_reward))
     if format_name == "jsonl":
         return _write_lines(map(_experience_line, found), output)
     if format_name == "axolotl":

@@ -55,14 +55,14 @@ def keys_create(
             created = client.create_key(role=role, name=name, policy=policy, **limits)
             print_records({field: created[field] for field in CREATED}, as_json=as_json)
             return
-    from turnwise.store.keys import KeyRole, create_key
+    from turnwise.store import keys as stored_keys
 
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
     with place.store() as store, store.write() as conn:
-        key_id, key = create_key(
+        key_id, key = stored_keys.create_key(
             conn,
             tenant or "default",
-            KeyRole(role),
+            stored_keys.KeyRole(role),
             name,
             expires_at=expires_at,
             token_budget=token_budget,
@@ -84,11 +84,13 @@ def keys_list(tenant: str | None, place: Place, *, as_json: bool) -> None:
             print_stored(client.keys(), "keys", client.base_url, as_json=as_json, columns=KEY_COLUMNS)
             return
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store.keys import list_keys, used_by_key
+    from turnwise.store import keys as stored_keys
 
     with place.store() as store, store.read() as conn:
-        used = used_by_key(conn, tenant)
-        found = [{**values_of(key), "tokens_used": used.get(key.key_id, 0)} for key in list_keys(conn, tenant)]
+        used = stored_keys.used_by_key(conn, tenant)
+        found = [
+            {**values_of(key), "tokens_used": used.get(key.key_id, 0)} for key in stored_keys.list_keys(conn, tenant)
+        ]
     print_stored(found, "keys", place.database_url, as_json=as_json, columns=KEY_COLUMNS)
 
 
@@ -105,8 +107,8 @@ def keys_revoke(key_id: str, place: Place, *, as_json: bool) -> None:
 
 def _revoke(place: Place, key_id: str) -> Json:
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store.keys import revoke_key
+    from turnwise.store import keys as stored_keys
 
     with place.store() as store, store.write() as conn:
-        revoked: Json = values_of(revoke_key(conn, key_id))
+        revoked: Json = values_of(stored_keys.revoke_key(conn, key_id))
     return revoked

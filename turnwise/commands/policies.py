@@ -57,11 +57,11 @@ def policies(context: click.Context, limit: int, place: Place, *, as_json: bool)
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
     from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import policies as stored_policies
     from turnwise.store import serving, versions
-    from turnwise.store.policies import list_policies
 
     with place.store() as store, store.read() as conn:
-        named = {policy.policy_id: policy for policy in list_policies(conn)}
+        named = {policy.policy_id: policy for policy in stored_policies.list_policies(conn)}
         pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [
             _with_lift(_with_metrics(values_of(policy), "reward_mean"))
@@ -89,13 +89,13 @@ def list_named(place: Place, *, as_json: bool) -> None:
 
 def _summaries(place: Place) -> list[Json]:
     from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import policies as stored_policies
     from turnwise.store import versions
-    from turnwise.store.policies import list_policies, summarise_policies
 
     with place.store() as store:
         with store.read() as conn:
-            named = list_policies(conn)
-            held = summarise_policies(conn)
+            named = stored_policies.list_policies(conn)
+            held = stored_policies.summarise_policies(conn)
             measured = {number: versions.measured_versions(conn, number) for number in held}
         sizes = {number: num_bytes_on_disk(found) for number, found in measured.items()}
     return [
@@ -112,10 +112,10 @@ def _summaries(place: Place) -> list[Json]:
 @database_option
 def export(policy: str, directory: Path, tenant: str | None, database: str | None, *, is_merged: bool) -> None:
     """Copy the served or the named version of a policy to a new directory: an adapter that PEFT and vLLM load."""
-    from turnwise.store.policies import find_version
+    from turnwise.store import policies as stored_policies
 
     with opened(database_url(database)) as store, store.read() as conn:
-        version = find_version(conn, tenant or "default", policy)
+        version = stored_policies.find_version(conn, tenant or "default", policy)
     if directory.exists() and any(directory.iterdir()):
         raise SettingsError(f"{str(directory)!r} is not empty: name a new directory")
     try:
@@ -182,14 +182,14 @@ def create(
 def _create(place: Place, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
     """Create a policy in a database; return it, and whether it is new."""
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store.policies import create_policy
+    from turnwise.store import policies as stored_policies
 
     with place.store() as store:
         if adapter is not None:
             _check_adapter(store, adapter)
         with store.write() as conn:
             directory = None if adapter is None else str(adapter.resolve())
-            policy, is_new = create_policy(conn, tenant, name, base, adapter=directory)
+            policy, is_new = stored_policies.create_policy(conn, tenant, name, base, adapter=directory)
     return values_of(policy), is_new
 
 
@@ -234,10 +234,10 @@ def _archive(name: str, tenant: str | None, place: Place, *, is_archived: bool) 
             refuse_tenant(tenant)
             client.archive_policy(name, archived=is_archived)
             return
-    from turnwise.store.policies import archive_policy
+    from turnwise.store import policies as stored_policies
 
     with place.store() as store, store.write() as conn:
-        archive_policy(conn, tenant or "default", name, is_archived=is_archived)
+        stored_policies.archive_policy(conn, tenant or "default", name, is_archived=is_archived)
 
 
 @policies.command("activate")
@@ -290,11 +290,11 @@ def follow(policy: str, tenant: str | None, place: Place, *, as_json: bool) -> N
 
 def _unpin(place: Place, tenant: str, policy: str) -> int | None:
     """Serve a policy's newest version; return it, None before the first."""
+    from turnwise.store import policies as stored_policies
     from turnwise.store import serving
-    from turnwise.store.policies import find_policy
 
     with place.store() as store, store.write() as conn:
-        policy_id = find_policy(conn, tenant, policy).policy_id
+        policy_id = stored_policies.find_policy(conn, tenant, policy).policy_id
         serving.pin_policy(conn, None, policy_id=policy_id)
         newest = serving.serving_state(conn, policy_id).newest
     return None if newest is None else newest.version
@@ -336,10 +336,10 @@ def updates(limit: int, place: Place, *, as_json: bool) -> None:
             print_stored(found, "updates", client.base_url, as_json=as_json, columns=_UPDATE_COLUMNS)
             return
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store.updates import list_updates
+    from turnwise.store import updates as stored_updates
 
     with place.store() as store, store.read() as conn:
-        listed = [_with_metrics(values_of(each), *_SHOWN) for each in list_updates(conn, limit=limit)[0]]
+        listed = [_with_metrics(values_of(each), *_SHOWN) for each in stored_updates.list_updates(conn, limit=limit)[0]]
     print_stored(listed, "updates", place.database_url, as_json=as_json, columns=_UPDATE_COLUMNS)
 
 

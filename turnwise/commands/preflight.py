@@ -13,8 +13,7 @@ from turnwise.processes import engine_command
 from turnwise.processes.ports import check_port_is_free, free_port
 from turnwise.processes.stack import TrainerNeeds
 from turnwise.settings import load_settings
-from turnwise.store import keys
-from turnwise.store.versions import adopt_base
+from turnwise.store import keys, versions
 from turnwise.types import PolicyKind
 from turnwise.version_directory import base_version
 
@@ -157,7 +156,7 @@ def check_database_model(database: str, model: str) -> None:
     """
     base = base_version(model)
     with opened(database) as store, store.write() as conn:
-        adopt_base(conn, base)
+        versions.adopt_base(conn, base)
 
 
 def check_keys(database: str, host: str) -> None:

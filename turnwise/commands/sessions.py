@@ -28,8 +28,8 @@ from turnwise.errors import NotFound, SettingsError
 from turnwise.types import Json, utc_now
 
 if TYPE_CHECKING:
+    from turnwise.store import retention
     from turnwise.store.database import Connection, Database
-    from turnwise.store.retention import Deleted
 
 COLUMNS = (
     "session_id",
@@ -60,11 +60,11 @@ def sessions(place: Place, limit: int, *, as_json: bool, **chosen: Any) -> None:
             return
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies
-    from turnwise.store.sessions import list_sessions
+    from turnwise.store import sessions as stored_sessions
 
     with place.store() as store, store.read() as conn:
         names = policies.names_of_policies(conn)
-        listed = list_sessions(conn, filter_of(chosen), limit=limit)[0]
+        listed = stored_sessions.list_sessions(conn, filter_of(chosen), limit=limit)[0]
         found = [values_of(session) | {"policy": names[session.policy_id]} for session in listed]
     _print_sessions(found, limit, place.database_url, as_json=as_json)
 
@@ -130,12 +130,11 @@ def _contents(store: Database, tenant: str, session_id: str | None, user_id: str
     Raises:
         NotFound: nothing.
     """
-    from turnwise.store import keys
-    from turnwise.store.search import count_sessions
+    from turnwise.store import keys, search
     from turnwise.store.selection import SessionFilter
 
     with store.read() as conn:
-        num_sessions = count_sessions(conn, SessionFilter(tenant=tenant, session_id=session_id, user_id=user_id))
+        num_sessions = search.count_sessions(conn, SessionFilter(tenant=tenant, session_id=session_id, user_id=user_id))
         num_keys = len(keys.list_keys(conn, tenant)) if session_id is None and user_id is None else 0
         tenants = sorted({key.tenant for key in keys.list_keys(conn, None)})
     if session_id is not None and not num_sessions:
@@ -187,7 +186,7 @@ def archive(
     print_records({"archived_sessions": len(moved.sessions), "archived_turns": moved.num_turns}, as_json=as_json)
 
 
-def _delete_all(database: Database, delete_some: Callable[[Connection], Deleted]) -> Json:
+def _delete_all(database: Database, delete_some: Callable[[Connection], retention.Deleted]) -> Json:
     """Repeat a deletion, one short transaction each time, until nothing is left; return what it removed and left."""
     from turnwise.store import retention
 

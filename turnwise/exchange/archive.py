@@ -19,10 +19,9 @@ from pathlib import Path
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange.parquet import write_rows
 from turnwise.files import lock, synchronise
+from turnwise.store import archive as stored_archive
 from turnwise.store import retention, versions
-from turnwise.store.archive import TABLES, ArchivedSession, Row, columns_of, grouped, insert_session, select_rows
 from turnwise.store.database import Database
-from turnwise.store.retention import Deleted
 from turnwise.types import utc_now
 
 SESSIONS_AT_ONCE = 50
@@ -36,7 +35,7 @@ _ABANDONED_SECONDS = 3600.0
 _LOCK_FILE = ".lock"
 
 
-def archive(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
+def archive(database: Database, directory: Path, before: datetime.datetime) -> retention.Deleted:
     """Move the sessions that were over before an instant, and that no trainer waits for, from the tables to an archive.
 
     Returns:
@@ -72,14 +71,16 @@ def _remove_abandoned(directory: Path) -> None:
             shutil.rmtree(incomplete)
 
 
-def _move(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
-    total, last = Deleted(), None
+def _move(database: Database, directory: Path, before: datetime.datetime) -> retention.Deleted:
+    total, last = retention.Deleted(), None
     while True:
         with database.read() as conn:
             found = retention.over_since(conn, before, after=last, limit=SESSIONS_AT_ONCE)
             if not found:
                 return total
-            _write_batch(directory, {name: select_rows(conn, name, found) for name in TABLES})
+            _write_batch(
+                directory, {name: stored_archive.select_rows(conn, name, found) for name in stored_archive.TABLES}
+            )
         last = found[-1]
         total += retention.delete_all(database, functools.partial(retention.delete_unchanged, read=found))
 
@@ -104,13 +105,13 @@ def restore(database: Database, directory: Path) -> int:
         with database.write() as conn:
             for archived in _read_batch(batch):
                 name = archived.session["tenant"], archived.session["session_id"]
-                if last_batch[name] == batch and insert_session(conn, archived):
+                if last_batch[name] == batch and stored_archive.insert_session(conn, archived):
                     count, highest = count + 1, max(highest, _highest_version(archived))
             versions.reserve_numbers(conn, highest)
     return count
 
 
-def _highest_version(archived: ArchivedSession) -> int:
+def _highest_version(archived: stored_archive.ArchivedSession) -> int:
     """Return the highest version that the rows of a session name."""
     sampled = (row["policy_version_last"] for row in archived.others.get("turns", ()))
     trained = (row["policy_version"] for row in archived.others.get("trained_sessions", ()))
@@ -125,14 +126,16 @@ def _sessions_in(batch: Path) -> list[tuple[str, str]]:
     return list(zip(*names.to_pydict().values(), strict=True))
 
 
-def _read_batch(batch: Path) -> Iterator[ArchivedSession]:
+def _read_batch(batch: Path) -> Iterator[stored_archive.ArchivedSession]:
     """Yield the sessions of a batch."""
     import pyarrow.parquet
 
-    return grouped({name: pyarrow.parquet.read_table(batch / f"{name}.parquet").to_pylist() for name in TABLES})
+    return stored_archive.grouped(
+        {name: pyarrow.parquet.read_table(batch / f"{name}.parquet").to_pylist() for name in stored_archive.TABLES}
+    )
 
 
-def _write_batch(directory: Path, rows_of: dict[str, Iterator[Row]]) -> None:
+def _write_batch(directory: Path, rows_of: dict[str, Iterator[stored_archive.Row]]) -> None:
     """Write the rows of all tables to a new batch.
 
     Raises:
@@ -154,7 +157,7 @@ def _require_complete(batch: Path) -> None:
     Raises:
         Conflict: another process, which the lock does not stop, has removed files of the batch.
     """
-    missing = sorted(name for name in TABLES if not (batch / f"{name}.parquet").exists())
+    missing = sorted(name for name in stored_archive.TABLES if not (batch / f"{name}.parquet").exists())
     if missing:
         shutil.rmtree(batch)
         raise Conflict(
@@ -163,10 +166,10 @@ def _require_complete(batch: Path) -> None:
         )
 
 
-def _write_table(path: Path, table_name: str, rows: Iterable[Row]) -> None:
+def _write_table(path: Path, table_name: str, rows: Iterable[stored_archive.Row]) -> None:
     import pyarrow
 
     kinds = {bytes: pyarrow.binary(), int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
-    columns = {name: kinds[kind] for name, kind in columns_of(table_name).items()}
+    columns = {name: kinds[kind] for name, kind in stored_archive.columns_of(table_name).items()}
     write_rows(path, columns, rows)
     synchronise(path)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit import latest_lines
-from turnwise.store.search import SessionRecord
+from turnwise.store import search
 from turnwise.store.turns import TurnView
 from turnwise.types import Json, Reward, Turn
 
@@ -29,7 +29,7 @@ OF_THE_STORE = frozenset(
 """Fields of a record that say how it is stored and found."""
 
 
-def session_document(record: SessionRecord) -> Json:
+def session_document(record: search.SessionRecord) -> Json:
     """Return a session with its turns in order of `seq`, and its effective rewards in order of arrival."""
     document: Json = as_json(record.session) | {"policy": record.policy}
     document["turns"] = [_turn(view) for view in record.views()]

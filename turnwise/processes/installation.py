@@ -117,8 +117,8 @@ def _gpu() -> Finding:
 
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
+        from turnwise.store import processes
         from turnwise.store.database import Database
-        from turnwise.store.processes import trainer_statuses
 
         database = Database(url)
     except ImportError as error:
@@ -130,7 +130,7 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         database.prepare()
         with database.read() as connection:
-            trainers = trainer_statuses(connection, tenant)
+            trainers = processes.trainer_statuses(connection, tenant)
     except TurnwiseError as error:
         yield Finding("database", Verdict.FAIL, str(error))
         return

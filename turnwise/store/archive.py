@@ -34,13 +34,7 @@ ROWS_AT_ONCE = 256
 
 
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
-    """Yield the rows of one table that belong to these sessions, those of a session in the order of the primary key.
-
-    Args:
-        conn: A transaction.
-        table_name: One of `TABLES`.
-        found: Rows of sessions.
-    """
+    """Yield the rows of a table that belong to these sessions, those of a session in the order of the primary key."""
     table = TABLES[table_name]
     key = table.c.group_pk if table is groups else table.c.session_pk
     wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
@@ -65,12 +59,7 @@ class ArchivedSession(NamedTuple):
 
 
 def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
-    """Store a session again; return False if a session of this tenant and id is stored.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        archived: Its rows.
-    """
+    """Store a session again; return False if a session of this tenant and id is stored."""
     row = archived.session
     inserted = insert_new_rows(conn, sessions, [{**_without(row, "session_pk"), "group_pk": None}], "session_pk")
     if not inserted:

@@ -197,10 +197,7 @@ def oldest_version_in_flight(
 ) -> int | None:
     """Return the oldest version that sampled a turn of an open group of a policy; None when there is no such turn.
 
-    Args:
-        conn: The store.
-        active_since: Sessions without activity since then are ignored.
-        policy_id: The policy.
+    Sessions without activity since `active_since` are ignored.
     """
     oldest = (
         sa.select(sa.func.min(turns.c.policy_version_first))

@@ -28,15 +28,7 @@ def unknown_turns(
 ) -> tuple[list[Turn], int]:
     """Return the turns of a session whose ids are not known, in order, without prompt ids and logprobs.
 
-    Args:
-        conn: A transaction.
-        tenant: The session's tenant.
-        session_id: The session.
-        first: The `seq` to start from: the second value that the last read returned.
-        known: Ids of turns that are not read.
-
-    Returns:
-        The turns, each with the messages that it adds to its parent's, and the `seq` to start from next time.
+    Each has the messages that it adds to its parent's. The second value is the `seq` to pass as `first` next time.
     """
     of_session = is_session(tenant, session_id)
     listed = conn.execute(
@@ -70,17 +62,8 @@ def sessions_of_conversation(
 ) -> tuple[bytes, list[str]]:
     """Return the open sessions that contain the longest of these conversations and were inferred for this API key.
 
-    Args:
-        conn: A transaction.
-        tenant: The key's tenant.
-        key_id: The API key.
-        digests: The digest of each conversation, longest first.
-        limit: Maximum number of sessions; the newest are returned.
-        policy_id: The policy of the sessions.
-        by: The column of turns that the digests are compared with.
-
-    Returns:
-        The digest that was found, and the ids of the sessions, oldest first.
+    The digests are those of the conversations, longest first. Returned are the digest that was found and the ids of the
+    newest sessions, oldest first.
     """
     column = turns.c[by]
     found = conn.execute(
@@ -116,11 +99,7 @@ def newest_generation(conn: sa.Connection, tenant: str, prefix: str) -> int:
 def newest_in_conversation(conn: sa.Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
     """Return a session's newest turn with a whole reply in a conversation of the Responses API; None if it has none.
 
-    Args:
-        conn: A transaction.
-        tenant: The session's tenant.
-        session_id: The session.
-        conversation_id: The conversation, which is stored with the sampling parameters of its turns.
+    The conversation is stored with the sampling parameters of its turns.
     """
     newest_first = conn.execute(
         sa.select(turns.c.turn_id, turns.c.sampling)

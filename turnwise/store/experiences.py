@@ -189,11 +189,7 @@ def _hints(conn: sa.Connection, session_pks: Sequence[int]) -> defaultdict[int, 
 
 
 def agent_digest(messages: Sequence[Json]) -> str:
-    """Return a digest of the system prompt that a conversation begins with; numbers in it, such as dates, count alike.
-
-    Args:
-        messages: The messages of a chain's first prompt.
-    """
+    """Return a digest of the system prompt that messages begin with; numbers in it, such as dates, count alike."""
     leading = itertools.takewhile(lambda message: message.get("role") in ("system", "developer"), messages)
     text = json.dumps([message.get("content") for message in leading], ensure_ascii=False)
     return hashlib.sha256(re.sub(r"\d+", "0", text).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
 """Feedback of people: what they said is stored as they said it, and what can be trained of it follows from it.
 
-A thumb or a rating is also a line of the reward  A demonstration makes a group of sessions like those of an
+A thumb or a rating is also a line of the reward ledger. A demonstration makes a group of sessions like those of an
 import: one with the better reply and a reward of 1, and for each reply that it was preferred to one with a reward of 0.
 So SFT imitates the better reply and DPO trains the pair, and reinforcement learning leaves the group alone.
 """
@@ -56,12 +56,7 @@ def new_group_id() -> str:
 def sampled(path: Sequence[Turn], given: Feedback, original: Session, number: int, size: int) -> Member:
     """Return a member with the reply that was sampled; number 0 has the better reply.
 
-    Args:
-        path: The turns from the root of a chain to the turn that is copied, inclusive.
-        given: The feedback.
-        original: The session that the feedback is about.
-        number: Of the member.
-        size: Number of members.
+    The path has the turns from the root of a chain to the turn that is copied, inclusive.
     """
     session = Session(
         session_id=f"{given.group_id}-{number}",

@@ -22,7 +22,7 @@ from turnwise.store.schema import session_copies, turns
 from turnwise.store.selection import lock_sessions, sessions_of_turns
 from turnwise.store.sessions import create_session, read_session
 from turnwise.store.statements import insert_rows
-from turnwise.store.turns import append_turns, fitting, path_to, turn_by_id
+from turnwise.store.turns import append_turns, fitting, path_to, turns_where
 from turnwise.types import FORKED, Outcome, Session, Turn
 
 SLICE_TURNS = 20
@@ -33,11 +33,7 @@ SLICE_BYTES = 2 * 2**20
 def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bool) -> tuple[list[str], int]:
     """Return the turns to copy, in order, and how many of them an earlier attempt has copied.
 
-    Args:
-        conn: A transaction.
-        session: The new session.
-        turn_id: The last turn, of the new session's tenant.
-        before: Leave the turn itself out, so that its prompt can be sampled again.
+    With `before` the turn itself is left out, so that its prompt can be sampled again.
 
     Raises:
         NotFound: no such turn.
@@ -84,7 +80,7 @@ def copy_turns(
             note_copy(conn, session, sources, FORKED)
         if missing := [each for each in some if each not in present]:
             raise NotFound(f"there is no turn {missing[0]!r} any more; its session was deleted", param="turn_id")
-        copies = [_fork(turn_by_id(conn, each), session) for each in some]
+        copies = [_fork(turns_where(conn, turns.c.turn_id == each)[0], session) for each in some]
         append_turns(conn, copies)
         stored = read_session(conn, session.tenant, session.session_id)
     return stored, len(some)

@@ -197,10 +197,7 @@ def leave(
 ) -> list[GroupKey]:
     """Subtract a session from its group for each of these keys; delete and return the groups without a session left.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        group_pks: The groups of the sessions; None for a session without one.
-        finished_pks: Those of the sessions that are counted as finished.
+    None stands for a session without a group; the finished keys are those of the sessions that are counted as finished.
     """
     num_left = collections.Counter(pk for pk in group_pks if pk is not None)
     num_finished = collections.Counter(finished_pks)

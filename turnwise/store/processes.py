@@ -183,11 +183,8 @@ def weight_urls(conn: sa.Connection) -> list[str]:
 def keep_state(conn: sa.Connection, policy_id: int, state: Json) -> None:
     """Replace what a policy's last batch left that no checkpoint holds; an empty state removes it.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        policy_id: The policy.
-        state: `buffer`, a list of groups that have their digest as `group`, and `singles`, a list of rows whose third
-            value is the digest of a session.
+    `buffer` is a list of groups that have their digest as `group`, and `singles` a list of rows whose third value is
+    the digest of a session.
     """
     conn.execute(sa.delete(trainer_states).where(trainer_states.c.policy_id == policy_id))
     if state:

@@ -183,11 +183,7 @@ def over_since(
 ) -> list[StoredRow]:
     """Return the rows of some sessions that `prune` would delete, in the order of an index; none after the last page.
 
-    Args:
-        conn: A transaction.
-        before: The sessions were over before this instant.
-        after: The last row of the page before; None for the first page.
-        limit: Maximum number of rows.
+    `after` is the last row of the page before.
     """
     at, pk = sessions.c.last_active_at, sessions.c.session_pk
     statuses = _OVER if after is None else _OVER[_OVER.index(SessionStatus(after.status)) :]

@@ -65,11 +65,7 @@ def _columns(
 ) -> list[sa.Column[Any]]:
     """Return one column for each field of a record.
 
-    Args:
-        record: The record's dataclass.
-        key: The field that is the primary key.
-        omit: Fields that are stored in another table, or not at all.
-        required: Fields that may be None in the record but not in the table.
+    Omitted fields are stored in another table, or not at all; required ones may be None in the record alone.
     """
     columns = []
     kinds = typing.get_type_hints(record)

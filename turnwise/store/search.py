@@ -111,14 +111,6 @@ def search_sessions(
 ) -> Found:
     """Return sessions that satisfy both filters and follow the session `after`, newest first.
 
-    Args:
-        conn: A transaction.
-        wanted: The filter on sessions.
-        contents: The filter on what they hold.
-        limit: Maximum number of sessions.
-        after: The last session of the page before; None for the first page.
-        max_bytes: Size at which the page ends before its limit.
-
     Raises:
         NotFound: no session `after`.
     """
@@ -188,12 +180,7 @@ def count_sessions(conn: sa.Connection, wanted: SessionFilter) -> int:
 
 
 def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[SessionRecord]:
-    """Yield the sessions that a filter selects, oldest first, including sessions without turns.
-
-    Args:
-        conn: A transaction that stays open while the iterator is read.
-        wanted: Which sessions.
-    """
+    """Yield the sessions that a filter selects, oldest first, over a transaction that stays open meanwhile."""
     names = names_of_policies(conn)
     for found in rows_in_batches(conn, *wanted.clauses()):
         turns = turns_of(conn, [row.session_pk for row in found])

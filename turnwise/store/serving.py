@@ -219,11 +219,7 @@ def pin_policy(
 ) -> None:
     """Pin a policy to this version, so that its later ones are not served; None follows the newest version again.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        version: The version to serve.
-        until: The pin ends when a version above this one is published; None keeps the pin.
-        policy_id: The policy.
+    The pin ends when a version above `until` is published; None keeps it.
 
     Raises:
         NotFound: it has no such version.

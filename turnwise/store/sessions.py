@@ -65,13 +65,6 @@ def create_sessions(conn: sa.Connection, wanted: Sequence[Session]) -> list[Crea
     """Create the sessions that are not stored; a rejected session affects no other.
 
     The number of statements does not depend on the number of new sessions that name no group.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        wanted: Sessions as they are stored if they are new.
-
-    Returns:
-        The result of each session.
     """
     first = {_key(session): session for session in reversed(wanted)}
     new = _insert_new(conn, first)
@@ -189,12 +182,7 @@ def _close_idle(
 
 
 def change_session(conn: sa.Connection, wanted: Session, given: Collection[str]) -> Session:
-    """Apply the given fields to the stored session of this tenant and id; return it.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        wanted: The session with the wanted values.
-        given: The names of the fields to apply; other fields do not change.
+    """Apply the given fields of a session to the stored one of this tenant and id; return it.
 
     Raises:
         NotFound: no such session.
@@ -301,12 +289,7 @@ def list_sessions(
 ) -> tuple[list[Session], bool]:
     """Return the sessions that follow the session `after`, newest first, and whether there are more.
 
-    Args:
-        conn: A transaction.
-        wanted: Which sessions.
-        limit: Maximum number of sessions.
-        after: The last session of the page before; None for the first page.
-        max_bytes: Size at which the page ends before its limit; None for any size.
+    With `max_bytes` a page may end before its limit.
 
     Raises:
         NotFound: no session `after`.

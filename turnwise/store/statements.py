@@ -218,12 +218,7 @@ def read_page(
 ) -> tuple[list[StoredRow], bool]:
     """Return the first rows of a query, and whether there are more.
 
-    Args:
-        conn: A transaction.
-        found: The query, in the order of the list.
-        limit: Maximum number of rows.
-        size: Bytes of a row.
-        max_bytes: Size at which the page ends before its limit; None for any size.
+    With `size`, the bytes of a row, and `max_bytes` the page may end before its limit.
     """
     if size is not None and max_bytes is not None:
         limit = num_fitting(conn.execute(found.with_only_columns(size).limit(limit)).scalars(), limit, max_bytes)

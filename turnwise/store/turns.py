@@ -99,11 +99,10 @@ def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, li
     return rows.by_key(found, "session_pk", rows.TURNS.record)
 
 
-def session_turns(
-    conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool], with_ancestors: bool = True
-) -> list[Turn]:
-    conditions = _with_parents(session_pk, *wanted) if with_ancestors else [turns.c.session_pk == session_pk, *wanted]
-    return [rows.TURNS.record(row) for row in conn.execute(SELECT_TURNS.where(*conditions).order_by(turns.c.seq))]
+def turns_where(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
+    """Return the turns that fulfil the conditions, those of a session in order of `seq`."""
+    found = SELECT_TURNS.where(*wanted).order_by(turns.c.session_pk, turns.c.seq)
+    return [rows.TURNS.record(row) for row in conn.execute(found)]
 
 
 def turns_to(conn: sa.Connection, turn_id: str, tenant: str) -> tuple[int, list[Turn]]:
@@ -113,7 +112,7 @@ def turns_to(conn: sa.Connection, turn_id: str, tenant: str) -> tuple[int, list[
         NotFound: this tenant has no such turn.
     """
     session_pk, seq = place_of_turn(conn, turn_id, tenant)
-    return session_pk, session_turns(conn, session_pk, turns.c.seq == seq)
+    return session_pk, turns_where(conn, *_with_parents(session_pk, turns.c.seq == seq))
 
 
 def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> tuple[int, int]:
@@ -154,10 +153,6 @@ def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> lis
     return list(turn_ids[: num_fitting(sizes, len(turn_ids), max_bytes)])
 
 
-def turn_by_id(conn: sa.Connection, turn_id: str) -> Turn:
-    return rows.TURNS.record(conn.execute(SELECT_TURNS.where(turns.c.turn_id == turn_id)).one())
-
-
 def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> Iterator[int]:
     """Yield roughly the bytes that the turns of a session with `first` ≤ `seq` < `end` have as JSON, in order."""
     dialect, held = conn.dialect, turns.c
@@ -189,12 +184,7 @@ def turn_views(
 ) -> list[TurnView]:
     """Return each turn from `seq` `first` on with its whole prompt, or the part that it adds to its parent's prompt.
 
-    Args:
-        turns_in_order: Turns of one session in order of `seq`, for whole prompts with all their ancestors.
-        lines: The session's reward lines in order of arrival.
-        updates: The updates that trained it.
-        first: The `seq` of the first turn that is returned.
-        whole_prompt: Whether each turn has its whole prompt.
+    The turns are of one session, in order of `seq`, for whole prompts with all their ancestors.
     """
     rewards_for: dict[str | int | None, list[Reward]] = defaultdict(list)
     for line in lines:
@@ -258,16 +248,9 @@ def read_turns(
     whole_prompt: bool = True,
     max_bytes: int | None = None,
 ) -> tuple[list[TurnView], bool]:
-    """Return a session's turns in order, and whether there are more.
+    """Return a session's turns after the turn `after` in order, and whether there are more.
 
-    Args:
-        conn: A transaction.
-        tenant: The session's tenant.
-        session_id: The session.
-        limit: Maximum number of turns; None means all.
-        after: Return only turns after this one.
-        whole_prompt: Whether each turn has its whole prompt, or the part that it adds to its parent's prompt.
-        max_bytes: Size at which the page ends before its limit; None for any size.
+    Each has its whole prompt, or what it adds to its parent's. With `max_bytes` a page may end before its limit.
 
     Raises:
         NotFound: no such session, or no turn `after` in it.
@@ -283,11 +266,11 @@ def read_turns(
 
 def _views(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> list[TurnView]:
     """Return a session's turns with `first` ≤ `seq` < `end`, with their rewards and the updates that trained them."""
-    seq = turns.c.seq
-    found = session_turns(conn, session_pk, seq >= first, seq < end, with_ancestors=whole_prompt)
+    page = turns.c.seq >= first, turns.c.seq < end
+    wanted = _with_parents(session_pk, *page) if whole_prompt else [turns.c.session_pk == session_pk, *page]
     lines = rewards_of(conn, [session_pk])[session_pk]
     updates_of = trained_in(conn, [session_pk])[session_pk]
-    return turn_views(found, lines, updates_of, first=first, whole_prompt=whole_prompt)
+    return turn_views(turns_where(conn, *wanted), lines, updates_of, first=first, whole_prompt=whole_prompt)
 
 
 def find_turn(
@@ -295,15 +278,8 @@ def find_turn(
 ) -> Turn | None:
     """Return the session's turn with this id, or of an earlier call with this key; None if there is none."""
     names = {turns.c.turn_id: turn_id, turns.c.request_key: request_key}
-    row = conn.execute(
-        SELECT_TURNS.where(
-            *is_session(tenant, session_id),
-            sa.or_(*(column == name for column, name in names.items() if name is not None)),
-        )
-        .order_by(turns.c.seq)
-        .limit(1)
-    ).one_or_none()
-    return None if row is None else rows.TURNS.record(row)
+    is_named = sa.or_(*(column == name for column, name in names.items() if name is not None))
+    return next(iter(turns_where(conn, *is_session(tenant, session_id), is_named)), None)
 
 
 def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:
@@ -326,7 +302,7 @@ def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
             A row may have the instant `session_created_at` of the session that its call had found.
 
     Returns:
-        Whether each turn was added; a replay was not, and `stored_turn` returns the turn that is stored.
+        Whether each turn was added; a replay was not, and `find_turn` returns the turn that is stored.
 
     Raises:
         NotFound: a session or a parent is not stored, or the session was deleted and there is another one of its name.
@@ -362,14 +338,6 @@ def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
         count = _COUNT.format(latest=latest, value=mark(conn.dialect))
         execute_many(conn, count, [state.counts() for state in states.values() if state.num_new])
     return added
-
-
-def find_replayed(conn: sa.Connection, replay: TurnRow) -> Turn:
-    """Return the stored turn of a replay."""
-    names = {"turn_id": replay["turn_id"], "request_key": replay["request_key"]}
-    stored = find_turn(conn, *_session_of(replay), **names)
-    assert stored is not None
-    return stored
 
 
 def _session_of(row: TurnRow) -> SessionKey:

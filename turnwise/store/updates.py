@@ -148,10 +148,7 @@ def last_update_id(conn: sa.Connection) -> int:
 def check_lineage(conn: sa.Connection, versions: Collection[int], policy_id: int = DEFAULT_POLICY) -> None:
     """Check that a policy's newest update made one of these versions: those that a trainer's weights come from.
 
-    Args:
-        conn: A transaction of `Database.write`; until it ends no other one checks the same policy.
-        versions: The version that the trainer started from, and those that it has made.
-        policy_id: The policy.
+    Until the transaction ends, which must be one of `Database.write`, no other one checks the same policy.
 
     Raises:
         Conflict: Another trainer trains the same policy.

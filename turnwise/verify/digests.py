@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from turnwise.store import rows
+from turnwise.store import rows, search, updates
 from turnwise.store.database import Connection
-from turnwise.store.search import SessionRecord
-from turnwise.store.updates import trained_digests
 from turnwise.types import UpdateRecord
 from turnwise.verify.report import Report
 
 
-def check_record(record: SessionRecord, report: Report) -> None:
+def check_record(record: search.SessionRecord, report: Report) -> None:
     """Check the turns and the reward lines of a session."""
     session = f"session {record.session.session_id!r}"
     for turn in record.turns:
@@ -32,7 +30,7 @@ def check_update(conn: Connection, update: UpdateRecord, report: Report) -> None
     if update.batch_digest is None:
         report.not_checked["updates that trained nothing, or deleted turns"] += 1
         return
-    trained = trained_digests(conn, update.update_id)
+    trained = updates.trained_digests(conn, update.update_id)
     if len(trained) < update.num_sessions:
         report.not_checked["updates with deleted sessions"] += 1
         return

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from turnwise.chains import is_trainable
-from turnwise.store import versions
+from turnwise.store import search, updates, versions
 from turnwise.store.database import Database
-from turnwise.store.search import SessionRecord, count_sessions, session_records
 from turnwise.store.selection import SessionFilter
 from turnwise.store.turns import TurnView
-from turnwise.store.updates import all_updates
 from turnwise.types import PolicyVersion
 from turnwise.verify.digests import check_record, check_update
 from turnwise.verify.report import Report
@@ -61,10 +59,10 @@ def verify(
             check_weights(policy, report)
         served_at = {policy.version: policy.activated_at for policy in found if policy.activated_at is not None}
         with database.read() as conn:
-            for update in all_updates(conn):
+            for update in updates.all_updates(conn):
                 check_update(conn, update, report)
-            num_sessions = count_sessions(conn, wanted)
-            for number, record in enumerate(session_records(conn, wanted), 1):
+            num_sessions = search.count_sessions(conn, wanted)
+            for number, record in enumerate(search.session_records(conn, wanted), 1):
                 session = record.session
                 is_sound = check_turns(session.session_id, session.num_turns, record.turns, report, served_at)
                 check_record(record, report)
@@ -77,7 +75,9 @@ def verify(
     return report
 
 
-def _check_logprobs(record: SessionRecord, checker: Checker, report: Report, is_drawn: Callable[[], bool]) -> None:
+def _check_logprobs(
+    record: search.SessionRecord, checker: Checker, report: Report, is_drawn: Callable[[], bool]
+) -> None:
     for view in record.views():
         if is_trainable(view.turn) and is_drawn():
             place = f"session {record.session.session_id!r} turn {view.turn.turn_id!r}"

@@ -138,7 +138,7 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
             return await write(change, *arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(driver.reloader.lease, "write", written)
-        monkeypatch.setattr("proxy.reload.arms.arms_since", equal_arms)
+        monkeypatch.setattr("turnwise.store.arms.arms_since", equal_arms)
         await driver.follow()
         assert (seen, stage.statuses()) == ([{1}], ["retired", "active"])
         assert await driver.versions_of(taken + control) == {2}

@@ -25,7 +25,7 @@ from turnwise.store import (
     versions,
 )
 from turnwise.store.database import Connection, Database
-from turnwise.store.turns import append_rows, append_turns, find_replayed, read_turn, read_turns
+from turnwise.store.turns import append_rows, append_turns, find_turn, read_turn, read_turns
 from turnwise.types import (
     Credit,
     Outcome,
@@ -54,7 +54,10 @@ def stored_session(database: Database, session_id: str = "s") -> Session:
 
 def append_and_read(connection: Connection, batch: list[Turn]) -> list[Turn]:
     append_turns(connection, batch)
-    return [find_replayed(connection, rows.TURNS.row(turn)) for turn in batch]
+    return [
+        find_turn(connection, turn.tenant, turn.session_id, turn_id=turn.turn_id, request_key=turn.request_key)
+        for turn in batch
+    ]
 
 
 def test_a_session_is_read_as_it_was_created(database: Database) -> None:

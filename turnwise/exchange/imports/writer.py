@@ -19,11 +19,11 @@ from turnwise.errors import BadLine, InvalidRequest, SkippedLine
 from turnwise.exchange.imports.drafts import Draft
 from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_files
 from turnwise.exchange.imports.tokenise import Tokeniser
+from turnwise.store import rewards as stored_rewards
+from turnwise.store import search
+from turnwise.store import sessions as stored_sessions
+from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection, Database
-from turnwise.store.rewards import add_rewards
-from turnwise.store.search import imported_digests
-from turnwise.store.sessions import create_session, end_session
-from turnwise.store.turns import append_turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, Json, Reward, Session, Split, Turn
 
 SESSIONS_AT_ONCE = 32
@@ -142,7 +142,7 @@ def import_files(
     units = _units(path, reader, rule, report)
     while some := list(itertools.islice(units, SESSIONS_AT_ONCE)):
         with database.read() as conn:
-            known = imported_digests(conn, rule.tenant, [name for unit in some for name in unit.session_ids])
+            known = search.imported_digests(conn, rule.tenant, [name for unit in some for name in unit.session_ids])
         new = [unit for unit in some if not _is_known(unit, known, rule, report)]
         ready = [unit for unit in new if _prepare(unit, reader, tokeniser, rule, report)]
         if not rule.is_dry_run:
@@ -263,14 +263,14 @@ def _session(unit: _Unit, draft: Draft, rule: ImportRule, *, is_group: bool) -> 
 
 def _store(conn: Connection, unit: _Unit, rule: ImportRule) -> None:
     for session, draft, turns in unit.sessions:
-        _, is_new = create_session(conn, session)
+        _, is_new = stored_sessions.create_session(conn, session)
         if not is_new:
             continue  # another import stored it meanwhile
-        append_turns(conn, turns)
+        stored_turns.append_turns(conn, turns)
         values = draft.rewards or ({} if rule.reward is None else {"reward": rule.reward})
         lines = [
             Reward(session_id=session.session_id, tenant=rule.tenant, name=name, value=value, source=IMPORT)
             for name, value in values.items()
         ]
-        add_rewards(conn, lines)
-        end_session(conn, rule.tenant, session.session_id, "imported")
+        stored_rewards.add_rewards(conn, lines)
+        stored_sessions.end_session(conn, rule.tenant, session.session_id, "imported")
