@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import datetime
 import ipaddress
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
@@ -54,12 +56,43 @@ MAX_EXPORTS, MAX_TENANT_EXPORTS = 64, 4
 """Maximum number of concurrent exports, and of those of one tenant; each holds a page of sessions in memory."""
 REWARDED_IDLE = datetime.timedelta(minutes=10)
 """A single session that has a reward, and that no call names, ends after so long without activity."""
+MIN_CORRECTION = datetime.timedelta(milliseconds=100)
+"""Difference of two clocks that counts as a correction of one of them."""
 SWEEP_SECONDS = 5.0
 """How often the uses of keys are recorded, idle sessions expired, and old stored answers deleted."""
 ANNOUNCE_SECONDS = 1.0
 """How long an engine stays paused at most until all workers have noted what it has loaded."""
 GAUGES_SECONDS = 1.0
 """How often a worker stores its gauges for the other workers."""
+
+
+def elapsed_seconds() -> float:
+    """Return seconds of a clock that nobody corrects, and that goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class IdleClock:
+    """What the wall clock read some time ago: a correction of the wall clock is no time without activity.
+
+    It knows the corrections since this process started.
+    """
+
+    def __init__(self, longest: datetime.timedelta) -> None:
+        self._longest = longest
+        self._corrections: collections.deque[tuple[float, datetime.datetime]] = collections.deque()
+        """When the wall clock was corrected, in elapsed seconds, and its time at which these would have been 0 since
+        then; the first entry is in force at the begin of the longest time."""
+
+    def earliest(self, ago: datetime.timedelta) -> datetime.datetime:
+        """Read the clocks; return the earliest that the wall clock can have read so long ago."""
+        now = elapsed_seconds()
+        start = utc_now() - datetime.timedelta(seconds=now)
+        known = self._corrections
+        if not known or abs(start - known[-1][1]) > MIN_CORRECTION:
+            known.append((now, start))
+        while len(known) > 1 and known[1][0] <= now - self._longest.total_seconds():
+            known.popleft()
+        return min(start for _, start in known) + datetime.timedelta(seconds=now) - ago
 
 
 class Services:
@@ -104,6 +137,7 @@ class Services:
         """Where routes that no engine serves are passed to; None if nowhere."""
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         self.sessions = Sessions(database, self.writer, settings, metrics, faults)
+        self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
         self.retries = Retries(database, settings.replay_bytes)
         self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
         self.reloader = Reloader(
@@ -216,7 +250,8 @@ class Services:
         event: str,
     ) -> None:
         """End or expire what is idle for so long, in short transactions."""
-        while closed := await self.writer.do(close_some, utc_now() - idle):
+        before = self._idle_clock.earliest(idle)
+        while closed := await self.writer.do(close_some, before):
             for tenant, session_id in closed:
                 self.forget_session(tenant, session_id)
             self.metrics.sessions.labels(event).inc(len(closed))
