@@ -145,7 +145,7 @@ class TrainerSettings(SelectionRule):
     """Precision of the computation; the optimizer's state stays in float32. `auto`: bfloat16 on CUDA, else float32."""
     attention: Literal["auto", "flex_attention", "sdpa", "eager"] = "auto"
     """Attention implementation of transformers. `auto`: FlexAttention on CUDA, which skips what the tokens of a packed
-    row do not see, else SDPA. On a CPU FlexAttention has no backward."""
+    row do not see, else SDPA, else `eager`. On a CPU FlexAttention has no backward."""
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights in memory. `bfloat16` halves them, and the optimizer keeps float32 masters; for one
     process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.batch.forest import Forest, Indices, Layout
+from trainer.batch.forest import Forest, Indices, Layout, side_by_side
 from trainer.batch.selection import temperatures, why_untrainable
 from turnwise.chains import Experience
 from turnwise.types import SessionKey, TokenIds
@@ -225,28 +225,31 @@ def _parts(batch: Batch, members: Sequence[int], count: int, rng: np.random.Gene
         yield [index for block in part for index in ordered[block]]
 
 
-def pack(batch: Batch, members: Iterable[int], row_tokens: int) -> list[Row]:
+def pack(batch: Batch, members: Iterable[int], row_tokens: int | None) -> list[Row]:
     """Return rows of at most `row_tokens` tokens that compute the members' trained tokens, without padding.
 
-    A chain, or a pair, that is longer than that is a separate row; so with `row_tokens=0` each has its own.
+    A chain, or a pair, that is longer than that is a separate row. With `row_tokens=None` each has a row of its own,
+    and the chains of a pair share no token.
     """
     units: dict[int, list[int]] = {}
     for member in members:
         if len(batch.tokens_of[member]):
             units.setdefault(batch.unit_of[member], []).append(member)
+    if row_tokens is None:
+        return [_row(batch, unit, *side_by_side([_inputs(batch, each) for each in unit])) for unit in units.values()]
     rows: list[Row] = []
     forest, inside = Forest(), list[int]()
     for unit in units.values():
         inputs = [_inputs(batch, member) for member in unit]
         over = forest.num_tokens + sum(map(forest.num_new_tokens, inputs)) > row_tokens
         if inside and over:
-            rows.append(_row(batch, forest, inside))
+            rows.append(_forest_row(batch, forest, inside))
             forest, inside = Forest(), []
         for tokens in inputs:
             forest.insert(tokens)
         inside.extend(unit)
     if inside:
-        rows.append(_row(batch, forest, inside))
+        rows.append(_forest_row(batch, forest, inside))
     return rows
 
 
@@ -274,31 +277,32 @@ def _inputs(batch: Batch, member: int) -> TokenIds:
     return batch.experiences[member].tokens[:last]
 
 
-def _row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
+def _forest_row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
     layout = forest.lay_out()
-    predictors = [
-        forest.places(_inputs(batch, member))[batch.table.place[batch.tokens_of[member]] - 1] for member in members
-    ]
+    return _row(batch, members, layout, [forest.places(_inputs(batch, member)) for member in members])
+
+
+def _row(batch: Batch, members: Sequence[int], layout: Layout, places: Sequence[Indices]) -> Row:
+    """Return the row of a layout in which each member's tokens have these places."""
+    trained = [batch.tokens_of[member] for member in members]
     return Row(
         layout=layout,
-        predictor=np.concatenate(predictors),
-        token=np.concatenate([batch.tokens_of[member] for member in members]),
-        routing=_routing(batch, forest, members, len(layout.tokens)),
+        predictor=np.concatenate([own[batch.table.place[of] - 1] for own, of in zip(places, trained, strict=True)]),
+        token=np.concatenate(trained),
+        routing=_routing([batch.experiences[member].routed_experts for member in members], places, len(layout.tokens)),
     )
 
 
-def _routing(batch: Batch, forest: Forest, members: Sequence[int], length: int) -> Indices | None:
+def _routing(routed: Sequence[npt.NDArray[np.int16] | None], places: Sequence[Indices], length: int) -> Indices | None:
     """Return the experts of a row's tokens; what several sequences share has the experts of one of them."""
-    known = {member: routed for member in members if (routed := batch.experiences[member].routed_experts) is not None}
+    known = [(each, own) for each, own in zip(routed, places, strict=True) if each is not None]
     if not known:
         return None
-    routing = np.full((length, *next(iter(known.values())).shape[1:]), -1, np.int64)
-    for member, routed in known.items():
-        if routed.shape[1:] == routing.shape[1:]:
-            places = forest.places(_inputs(batch, member))
-            own = routed[: len(places)]
-            has = (own >= 0).all((1, 2))
-            routing[places[has]] = own[has]
+    routing = np.full((length, *known[0][0].shape[1:]), -1, np.int64)
+    for each, own in known:
+        if each.shape[1:] == routing.shape[1:]:
+            has = (each[: len(own)] >= 0).all((1, 2))
+            routing[own[has]] = each[: len(own)][has]
     return routing
 
 

@@ -13,7 +13,7 @@ of a row, B blocks of a row, L tokens of one sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +133,18 @@ class Forest:
             length = min(len(segment.tokens), len(tokens) - done)
             yield segment.start + np.arange(length)
             done += length
+
+
+def side_by_side(sequences: Sequence[TokenIds]) -> tuple[Layout, list[Indices]]:
+    """Return sequences one behind the other with nothing shared, and the places of each."""
+    lengths = [len(tokens) for tokens in sequences]
+    ends = np.cumsum(lengths)
+    layout = Layout(
+        tokens=np.concatenate(sequences),
+        positions=np.concatenate([np.arange(length) for length in lengths]),
+        subtree_end=np.repeat(ends, lengths),
+    )
+    return layout, [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 def _common_prefix(left: TokenIds, right: TokenIds) -> int:

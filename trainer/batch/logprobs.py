@@ -3,22 +3,20 @@
 Logits are computed chunk by chunk and the softmax again on the way back, so no float32 copy of all logits is ever held.
 `linear_logprobs` starts from the hidden states, so logits are never whole in any precision: the output layer is left
 out of the model's forward pass. That is only right where it is all that lies between hidden states and logits, so a
-layer with a bias, and models that scale or cap their logits, keep their own forward pass. Legend: m trained tokens,
-U distinct predictors, V vocabulary, C predictors of a chunk, H hidden size.
+layer with a bias, and models that scale, cap or cut their logits, keep their own forward pass. Legend: m trained
+tokens, U distinct predictors, V vocabulary, C predictors of a chunk, H hidden size.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Names in a model's configuration of what it does to logits after the output layer."""
 LOGITS_IN_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Float32 logits of a chunk on each type of device: 64 MiB, and 256 MiB where small products leave a GPU idle."""
 
@@ -29,19 +27,33 @@ class OutputLayer:
     def __init__(self, module: nn.Linear) -> None:
         self._module = module
         self._forward = module.forward
+        self._given: Tensor | None = None
+        """Logits that are returned whatever the hidden states are; None to compute them. [V]"""
         self._is_left_out = False
         module.forward = self._pass  # type: ignore[assignment,method-assign]
 
     @classmethod
-    def of(cls, model: Any) -> OutputLayer | None:
-        """Return the model's output layer; None where more than it lies between hidden states and logits."""
+    def of(cls, model: Any, compute: Callable[[], Tensor]) -> OutputLayer | None:
+        """Return the model's output layer; None unless it is a plain matrix, and the last to change the logits.
+
+        The latter is measured: in one forward pass the layer gives known logits, and the model must return them.
+
+        Args:
+            model: A causal LM.
+            compute: Returns the model's logits of any text.
+        """
         module = model.get_output_embeddings()
-        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         if type(module) is not nn.Linear or module.bias is not None:
             return None
-        if any(getattr(config, name, None) not in (None, 1.0) for name in CHANGES_LOGITS):
-            return None
-        return cls(module)
+        layer = cls(module)
+        marks_V = torch.arange(module.out_features, device=module.weight.device) % 129 - 64.0  # exact in bfloat16
+        layer._given = marks_V
+        logits = compute()
+        layer._given = None
+        if logits.shape[-1] == len(marks_V) and bool((logits == marks_V).all()):
+            return layer
+        module.forward = layer._forward
+        return None
 
     @property
     def weight(self) -> Tensor:
@@ -58,6 +70,8 @@ class OutputLayer:
             self._is_left_out = False
 
     def _pass(self, hidden: Tensor) -> Tensor:
+        if self._given is not None:
+            return self._given.to(hidden.dtype).expand(*hidden.shape[:-1], -1)
         return hidden if self._is_left_out else self._forward(hidden)
 
 

@@ -56,8 +56,6 @@ class PolicyAgent:
         self._gauge_names = try_algorithm(self.algorithm)
         self._memory = MemoryLimits()
         """Row tokens that fitted into memory after a row did not."""
-        self._vocabulary: int | None = None
-        """Number of token ids that the model knows; set by `load`."""
 
     @property
     def row_tokens(self) -> int:
@@ -67,8 +65,8 @@ class PolicyAgent:
         return wanted if bound is None else min(wanted, bound)
 
     def rows(self, batch: Batch, members: Sequence[int]) -> list[Row]:
-        """Return the rows of these members, of one chain or pair each where a layer does not attend to every token."""
-        return pack(batch, members, self.row_tokens if self.policy.attends_to_all else 0)
+        """Return the rows of these members, of one chain or pair each where the model can share nothing."""
+        return pack(batch, members, self.row_tokens if self.policy.shares_rows else None)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return what the optimizers of policy and critic update."""
@@ -146,7 +144,6 @@ class PolicyAgent:
         division = self.policy.division
         self.world = World(division.row_group, division.tensor)
         self.policy.load(seed, with_weights=with_weights)
-        self._vocabulary = self.policy.config.vocab_size
         if self._reference is not None:
             self._reference.load(seed)
             self._reference.model.requires_grad_(requires_grad=False)
@@ -173,8 +170,8 @@ class PolicyAgent:
 
     def why_untrainable(self, experience: Experience) -> str | None:
         """Return why the model cannot compute a chain; None where it can."""
-        highest, size = int(experience.tokens.max(initial=0)), self._vocabulary
-        if size is not None and highest >= size:
+        highest, size = int(experience.tokens.max(initial=0)), self.policy.num_ids
+        if highest >= size:
             return f"other_model: token {highest} is not in the vocabulary of {size}: train the model that was served"
         replay = self.policy.replay
         reason = None if replay is None else replay.refusal(experience)

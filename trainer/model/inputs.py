@@ -31,16 +31,16 @@ Prepared = TypeVar("Prepared")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowInputs:
-    """A packed row on the model's device."""
+    """A packed row on the model's device, as R sequences: one, or a chain each where the model shares nothing."""
 
     tokens: Tensor
-    """[1, N]"""
+    """[R, N]; behind a chain that is shorter than the longest, padding that none of its tokens sees."""
     positions: Tensor
-    """[1, N]"""
+    """[R, N]"""
     mask: Tensor | BlockMask | None
-    """Who sees whom; None for one sequence, where causal attention is all that is needed."""
+    """Who sees whom; None where causal attention is all that is needed."""
     keep: Tensor
-    """Places whose logits are needed, each once for each temperature. [U]"""
+    """Places whose logits are needed, of one sequence each once for each temperature. [U], of several [C]"""
     which: Tensor
     """The kept place that predicts each trained token. [m]"""
     target: Tensor
@@ -51,6 +51,8 @@ class RowInputs:
     """Experts of each token by layer, -1 where they are not known; None if none is. [N, layers, experts a token]"""
     share: Share | None = None
     """Which trained tokens of the row these are; None for all of them."""
+    kept: Tensor | None = None
+    """Which of the R · C logits are those of the U places; None for one sequence, where all of them are. [U]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +85,9 @@ def part_inputs(
     )
 
 
-def row_inputs(row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device) -> RowInputs:
+def row_inputs(
+    row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device, *, shares: bool = True
+) -> RowInputs:
     """Return a row's tensors.
 
     Args:
@@ -92,7 +96,10 @@ def row_inputs(row: Row, temperature: Tensor, target: Tensor, attention: str, de
         target: The sampled tokens. [m]
         attention: Name of the implementation, which decides the kind of mask.
         device: The model's.
+        shares: Whether the model can compute a forest as one sequence. Else nothing is shared in the row.
     """
+    if not (shares or row.layout.is_one_sequence):
+        return _in_lanes(row, temperature, target, device)
     predictor = torch.from_numpy(row.predictor)
     # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
     pairs = torch.stack([predictor.double(), temperature.double()])
@@ -106,6 +113,33 @@ def row_inputs(row: Row, temperature: Tensor, target: Tensor, attention: str, de
         target=on_device(target.long(), device),
         temperature=on_device(distinct[1].float(), device),
         routing=None if row.routing is None else on_device(torch.from_numpy(row.routing), device),
+    )
+
+
+def _in_lanes(row: Row, temperature: Tensor, target: Tensor, device: torch.device) -> RowInputs:
+    """Return the tensors of chains that lie side by side, as a sequence each, which any causal layer computes."""
+    column = row.layout.positions
+    lane = np.cumsum(column == 0) - 1
+    shape = (int(lane[-1]) + 1, int(column.max()) + 1)
+
+    def padded(values: npt.NDArray[np.int64], fill: int) -> Tensor:
+        grid = np.full((*shape, *values.shape[1:]), fill, np.int64)
+        grid[lane, column] = values
+        return torch.from_numpy(grid)
+
+    places = torch.from_numpy(np.stack([lane[row.predictor], column[row.predictor]])).double()
+    distinct, which = torch.unique(torch.cat([places, temperature[None].double()]), dim=1, return_inverse=True)
+    keep, of_columns = torch.unique(distinct[1].long(), return_inverse=True)
+    return RowInputs(
+        tokens=on_device(padded(row.layout.tokens.astype(np.int64), 0), device),
+        positions=on_device(torch.arange(shape[1]).expand(shape).contiguous(), device),
+        mask=None,
+        keep=on_device(keep, device),
+        which=on_device(which, device),
+        target=on_device(target.long(), device),
+        temperature=on_device(distinct[2].float(), device),
+        routing=None if row.routing is None else on_device(padded(row.routing, -1).flatten(0, 1), device),
+        kept=on_device(distinct[0].long() * len(keep) + of_columns, device),
     )
 
 
@@ -134,7 +168,10 @@ def ahead(items: Sequence[Item], prepare: Callable[[Item], Prepared]) -> Iterato
 def _mask(layout: Layout, attention: str, device: torch.device) -> Tensor | BlockMask:
     if attention == "flex_attention":
         return block_mask(layout, device)
-    return dense_mask(layout, device)[None, None]
+    seen = dense_mask(layout, device)[None, None]
+    if attention == "eager":  # it adds its mask to the scores
+        return torch.zeros(seen.shape, device=device).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    return seen
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

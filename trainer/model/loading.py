@@ -56,7 +56,7 @@ MAX_REASON = 500
 
 
 def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
-    """Return the attention implementation; on a CPU `eager` for the few architectures that have no SDPA, as gpt-oss.
+    """Return the attention implementation: of those that the architecture has, the fastest on the device.
 
     Raises:
         BadCheckpoint: There is no such model.
@@ -65,11 +65,11 @@ def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
 
     if spec.attention != "auto":
         return spec.attention
-    if device.type == "cuda":
-        return "flex_attention"
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
         config = AutoConfig.from_pretrained(spec.model)
     known = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001  transformers has no other way to ask
+    if device.type == "cuda" and getattr(known, "_supports_flex_attn", True):
+        return "flex_attention"
     return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
 
 

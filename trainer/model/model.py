@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -34,10 +35,13 @@ from trainer.model.loading import (
 )
 from trainer.model.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
 from trainer.model.router_replay import RouterReplay
+from trainer.model.traits import measured_alone, why_alone
 from trainer.model.tuning import checkpoint_layers, has_liger, needs_checkpointing, use_liger
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
+
+log = logging.getLogger(__name__)
 
 
 class Policy:
@@ -66,6 +70,11 @@ class Policy:
         """The adapter of the last `load`; None for whole weights, and for a sharded model."""
         self._fresh: tuple[int, Adapter] | None = None
         """The seed of the base model's load, and the adapter as it was then."""
+        self.num_ids = 0
+        """Token ids that the model gives logits of; of a padded vocabulary without the padding. `load` sets it."""
+        self.why_alone: str | None = None
+        """Why a row holds one chain; None where it may hold several, once `shares_rows` was asked."""
+        self._is_measured = False
 
     def load(self, seed: int, *, with_weights: bool = True) -> None:
         """Load the base model, with a fresh adapter for LoRA, compiled and sharded as was asked for.
@@ -96,20 +105,44 @@ class Policy:
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
         self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
-        self._head = OutputLayer.of(self._base) if self.mesh_axis is None else None
+        self.num_ids = int(self.config.vocab_size)
+        self._head = self._own_head() if self.mesh_axis is None else None
         self._tied = tied_names(self._base) if self.spec.kind is PolicyKind.FULL else set()
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._base.forward).parameters
+        self._is_measured = False
+        if self.mesh_axis is None or with_weights or self.spec.kind is PolicyKind.LORA:
+            self._measure_rows()
         if self.spec.kind is PolicyKind.LORA and self.mesh_axis is None:
             self.adapter = Adapter.in_place(self.model)
             self._fresh = seed, self.adapter.copied()
 
     @property
-    def attends_to_all(self) -> bool:
-        """Whether every layer attends to every earlier token, so that any forest may be packed into a row."""
-        layers = getattr(self.config, "layer_types", None) or []
-        windowed = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
-        return all(kind == "full_attention" for kind in layers) and bool(layers or not windowed)
+    def shares_rows(self) -> bool:
+        """Whether a row may hold several chains that share tokens, found out once, by all processes in step."""
+        if not self._is_measured:
+            self._measure_rows()
+        return self.why_alone is None
+
+    def _measure_rows(self) -> None:
+        self._is_measured = True
+        self.why_alone = why_alone(self.config)
+        if self.why_alone is not None:
+            log.info("%r: a row holds one chain, because %s", self.spec.model, self.why_alone)
+            return
+        self.why_alone = measured_alone(self._plain_logprobs, self.num_ids, self.compute_dtype)
+        if self.mesh_axis is not None:
+            cast("Any", self.model).reshard()  # the outermost weights stay whole until a backward pass
+        if self.why_alone is not None:
+            reason = f"attention={self.attention!r} does not keep chains apart: {self.why_alone}"
+            if self._context is not None:
+                raise SettingsError(f"context_parallel cannot compute {self.spec.model!r}: {reason}")
+            log.warning("%r: a row holds one chain, because %s", self.spec.model, reason)
+
+    def _plain_logprobs(self, row: Row, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            inputs = self.inputs(row, torch.ones(len(targets)), targets)
+            return self.logprobs(inputs)[0].cpu()
 
     @property
     def config(self) -> Any:
@@ -137,7 +170,7 @@ class Policy:
         if self._context is not None:
             self.attention = register_attention(self._context, known)
         self.model = self._tuned(empty_model(self.spec, self.attention))
-        if self._context is not None and not self.attends_to_all:
+        if self._context is not None and why_alone(self.config) is not None:
             raise SettingsError(
                 f"context_parallel needs layers that attend to every earlier token, and {self.spec.model!r} has windows"
             )
@@ -208,7 +241,7 @@ class Policy:
             target: The sampled tokens. [m]
         """
         if self._context is None:
-            return row_inputs(row, temperature, target, self.attention, self.device)
+            return row_inputs(row, temperature, target, self.attention, self.device, shares=self.why_alone is None)
         config = self.config
         attention = 12.0 * config.num_hidden_layers * _attention_width(config)
         part = part_of(row.layout, self._context, attention / (6.0 * self._num_weights))
@@ -248,6 +281,18 @@ class Policy:
                 "the output layer: train in one process, use another model, or an algorithm without a critic"
             )
 
+    def _own_head(self) -> OutputLayer | None:
+        """Return the output layer to compute chunk by chunk; None where the model's own forward pass is needed."""
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+
+        def logits() -> Tensor:
+            found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+            self.num_ids = found.shape[-1]
+            return found
+
+        with torch.no_grad(), self._autocast():
+            return OutputLayer.of(self._base, logits)
+
     def _hidden_states(self, head: OutputLayer, inputs: RowInputs) -> Tensor:
         with head.left_out():
             return self._output(inputs)
@@ -266,8 +311,10 @@ class Policy:
         if self.replay is not None:
             self.replay.use(inputs.routing)
         with self._autocast():
-            logits = self.model(**arguments).logits[0]
-        return cast("Tensor", logits if self._keeps_logits else logits[inputs.keep])
+            logits_RCV = self.model(**arguments).logits
+        if not self._keeps_logits:
+            logits_RCV = logits_RCV[:, inputs.keep]
+        return cast("Tensor", logits_RCV[0] if inputs.kept is None else logits_RCV.flatten(0, 1)[inputs.kept])
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""

@@ -53,7 +53,6 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monk
     """Qwen3 norms queries and keys, which gives float32 under autocast. The kernel, which is a GPU's, is replaced."""
     make_model(tmp_path, vocab_size=VOCABULARY)
     policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
-    policy.load(0)
     found = []
 
     def kernel(query, key, value, **_options):
@@ -61,6 +60,9 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monk
         return torch.zeros_like(query)
 
     monkeypatch.setattr(transformers.integrations.flex_attention, "compile_friendly_flex_attention", kernel)
+    monkeypatch.setattr(transformers.masking_utils, "create_block_mask", lambda **_: None)  # it would be compiled
+    policy.load(0)
+    found.clear()
     forest, sequences = grown_forest(1, num_sequences=5, length=12)
     places = forest.places(sequences[0])
     row = Row(layout=forest.lay_out(), predictor=places[:-1], token=np.arange(len(places) - 1))
@@ -75,7 +77,7 @@ def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(
     make_model(tmp_path, name, vocab_size=VOCABULARY, **FAMILIES[name])
     policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
     policy.load(0)
-    assert policy.attends_to_all
+    assert policy.shares_rows
     forest, sequences = grown_forest(1, num_sequences=5, length=12)
     layout = forest.lay_out()
     assert not layout.is_one_sequence

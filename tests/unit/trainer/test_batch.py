@@ -275,11 +275,3 @@ def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradi
         found.append([logprobs, entropy, inputs[0].grad, inputs[1].grad])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_model_that_changes_its_logits_keeps_its_own_output_layer(tmp_path):
-    """Gemma 2 caps its logits after the output layer: leaving the layer out would skip that."""
-    make_model(tmp_path, "Gemma2", final_logit_softcapping=5.0)
-    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
-    policy.load(0)
-    assert policy._head is None
