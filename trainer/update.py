@@ -247,6 +247,7 @@ class Updates:
         return len(norms), total.read() | {
             "grad_norm": float(np.mean(finite_norms)) if finite_norms else None,
             "num_skipped_updates": len(norms) - len(finite_norms),
+            "rows_shared": int(self._learner.policy.shares_rows),
             "learning_rate": state.optimizer.param_groups[0]["lr"],
         }
 

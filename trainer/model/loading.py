@@ -61,16 +61,26 @@ def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
     Raises:
         BadCheckpoint: There is no such model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if spec.attention != "auto":
         return spec.attention
-    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
-        config = AutoConfig.from_pretrained(spec.model)
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001  transformers has no other way to ask
+    known = AutoModelForCausalLM._model_mapping.get(type(read_config(spec.model)), None)  # noqa: SLF001  transformers has no other way to ask
     if device.type == "cuda" and getattr(known, "_supports_flex_attn", True):
         return "flex_attention"
     return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
+
+
+def read_config(model: str) -> Any:
+    """Return a model's configuration.
+
+    Raises:
+        BadCheckpoint: There is no such model.
+    """
+    from transformers import AutoConfig
+
+    with bad_checkpoint(f"cannot load the model {model!r}", WHOLE_MODEL):
+        return AutoConfig.from_pretrained(model)
 
 
 def register_flex_attention() -> None:
@@ -113,10 +123,10 @@ def empty_model(spec: TrainerSettings, attention: str) -> nn.Module:
     Raises:
         BadCheckpoint: There is no such model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    config = read_config(spec.model)
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), _weights_on_meta():
-        config = AutoConfig.from_pretrained(spec.model)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         return _prepared(model, spec)
 
@@ -163,7 +173,7 @@ def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
     """Return the model in training mode without dropout, with an adapter for LoRA.
 
     Raises:
-        SettingsError: No layer of the model is in `lora_targets`.
+        SettingsError: A name in `lora_targets` is of no layer of the model; of the default, all of them.
     """
     if spec.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
@@ -181,13 +191,15 @@ def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
 
 
 def _check_targets(model: Any, spec: TrainerSettings) -> None:
-    names = [name for name, _ in model.named_modules()]
-    if any(f".{name}".endswith(f".{target}") for name in names for target in spec.lora_targets):
+    names = [f".{name}" for name, _ in model.named_modules()]
+    unknown = [target for target in spec.lora_targets if not any(name.endswith(f".{target}") for name in names)]
+    is_default = spec.lora_targets == type(spec).model_fields["lora_targets"].default
+    if not unknown or (is_default and len(unknown) < len(spec.lora_targets)):
         return
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     raise SettingsError(
-        f"lora_targets={list(spec.lora_targets)} names no layer of the model {spec.model!r}: set it in [trainer] to "
+        f"lora_targets has {unknown}, which name no layer of the model {spec.model!r}: set it in [trainer] to "
         f"some of its linear layers, {sorted({name.rpartition('.')[2] for name in linear})}"
     )
 

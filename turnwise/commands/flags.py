@@ -93,7 +93,7 @@ class SettingsCommand(click.Command):
             section: The settings' table in `turnwise.toml`.
             settings: Returns their model; by default that of the section.
             run: Called with the resolved settings (and the extra arguments, where the command takes some).
-            show: Returns what `--dry-run` prints in addition; the key `shell` is one line for a shell.
+            show: Returns what `--dry-run` prints in addition: by `shell` a line for a shell, by `notes` texts by name.
             takes_extra: Name of the arguments after `--`, None where there are none.
             takes_config: Whether `run` and `show` take the path of the settings file as well.
             prints_json: Whether `run` takes `as_json`: its own output is printed as JSON.
@@ -145,6 +145,8 @@ class SettingsCommand(click.Command):
             click.echo(json.dumps({"settings": settings.model_dump(mode="json"), **besides}, indent=2))
             return
         click.echo(describe(settings, self._section))
+        for name, note in besides.get("notes", {}).items():
+            click.echo(f"\n# {name}: {note}")
         if "shell" in besides:
             click.echo(f"\n{besides['shell']}")
         for name, argv in besides.get("commands", {}).items():

@@ -67,12 +67,19 @@ engine = SettingsCommand(
 )
 
 
-def _try_algorithm(settings: TrainerSettings) -> dict[str, Any]:
-    """Call the algorithm once on a small batch, as a start does."""
+def _tried(settings: TrainerSettings) -> dict[str, Any]:
+    """Call the algorithm once on a small batch, as a start does; return what a packed row of the model may hold."""
     from trainer.algorithms.trial import try_algorithm
+    from trainer.model.loading import read_config
+    from trainer.model.traits import why_alone
+    from turnwise.processes.engine_command import is_directory
 
     try_algorithm(settings.algorithm)
-    return {}
+    if not is_directory(settings.model):
+        return {}
+    reason = why_alone(read_config(settings.model).get_text_config())
+    rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
+    return {"notes": {"rows": rows}}
 
 
 def _run_trainer(settings: TrainerSettings) -> None:
@@ -91,7 +98,7 @@ train = SettingsCommand(
     "train",
     section="trainer",
     run=_run_trainer,
-    show=_try_algorithm,
+    show=_tried,
     help="Run the trainer: claim experiences, update the weights, publish versions.",
 )
 

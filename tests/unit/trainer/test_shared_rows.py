@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from support.experience_factory import experience
 from support.tiny_models import SIZES, VOCABULARY, load_model, make_model
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -20,6 +21,7 @@ from trainer.model import inputs
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
+from turnwise.commands.cli import main
 
 WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -160,6 +162,12 @@ def test_each_chain_has_the_logprobs_and_gradient_that_it_has_alone(kind, model,
     assert float(torch.nn.functional.cosine_similarity(gradient, expected_gradient, dim=0)) > 0.9999
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-4, rtol=1e-3)
     assert gauges.read()["tokens"] == 10 + 9 + 7
+
+
+def test_a_dry_run_says_what_a_row_of_the_model_may_hold(kind, model):
+    printed = CliRunner().invoke(main, ["train", "--dry-run", "--model", str(model)], catch_exceptions=False).output
+    expected = "shared by chains" if kind == "full" else "of one chain each, because it has layers of the kind"
+    assert f"# rows: {expected}" in printed
 
 
 def uncompiled(*arguments, training, **options):
