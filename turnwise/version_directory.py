@@ -41,6 +41,17 @@ SHORTEST_PROBE = 2
 """Tokens; the first has no logprob."""
 
 _NAME = re.compile(r"v(\d{6,})")
+_FACTOR = re.compile(r"\.lora_[AB]\.weight$")
+PLAIN_LORA = frozenset(
+    {
+        *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+        *("r", "lora_alpha", "target_modules", "fan_in_fan_out", "inference_mode", "ensure_weight_tying"),
+        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+    }
+)
+"""Fields of an adapter's configuration with which it stays plain LoRA, whatever they say: they name its shape, tell how
+it began, or do nothing without another field. Each further field must be off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +257,20 @@ def probe_from(document: dict[str, Any] | None) -> Probe | None:
         str(document.get("dtype", "float32")),
         probe_from(document.get("base")),
     )
+
+
+def why_not_plain(config: dict[str, Any], names: Iterable[str]) -> str | None:
+    """Return what makes an adapter more than plain LoRA, B · A · alpha / r, which the trainer computes and writes.
+
+    Args:
+        config: Its `adapter_config.json`.
+        names: Of its tensors.
+    """
+    for field, value in config.items():
+        if field not in PLAIN_LORA and value not in (None, False, "none", 0) and value != {} and value != []:
+            return f"has {field}={value!r}"
+    strange = sorted(name for name in names if not _FACTOR.search(name))
+    return f"holds {len(strange)} tensors that are no factor of LoRA, such as {strange[0]!r}" if strange else None
 
 
 def base_version(model: str) -> PolicyVersion:

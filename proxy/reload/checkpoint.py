@@ -36,6 +36,7 @@ from turnwise.version_directory import (
     read_json,
     read_weight_index,
     weight_files,
+    why_not_plain,
 )
 
 T = TypeVar("T")
@@ -174,6 +175,21 @@ def check_headers(path: str, kind: PolicyKind, model_path: str | None = None) ->
         _check_adapter(directory, served)
     else:
         _check_model(directory, served)
+
+
+def check_trainable(path: str) -> None:
+    """Check that an adapter is what the trainer computes and writes again, so that a policy can start from it.
+
+    Raises:
+        BadCheckpoint: naming the field or the tensor.
+    """
+    directory = Path(path)
+    reason = why_not_plain(read_json(directory / ADAPTER_CONFIG), read_header(directory / ADAPTER_WEIGHTS))
+    if reason is not None:
+        raise BadCheckpoint(
+            f"the adapter {path!r} {reason}, and a policy starts from plain LoRA: train it without that, or merge it "
+            "into the model and serve the result"
+        )
 
 
 def check_values(path: str) -> None:

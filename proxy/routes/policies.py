@@ -16,7 +16,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
 from proxy.auth import DEFAULT_TENANT, Principal
-from proxy.reload.checkpoint import PATIENCE_SECONDS, check_headers
+from proxy.reload.checkpoint import PATIENCE_SECONDS, check_headers, check_trainable
 from proxy.routes.control import (
     Body,
     Caller,
@@ -175,7 +175,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     """
     if wanted.name is not None:
         if wanted.path is not None:
-            await _check_directory(services, principal, wanted.path, PolicyKind.LORA)
+            await _check_directory(services, principal, wanted.path, PolicyKind.LORA, is_start=True)
         created, _ = await services.writer.do(
             policies.create_policy,
             principal.tenant,
@@ -203,8 +203,10 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     return answer(document)
 
 
-async def _check_directory(services: Services, principal: Principal, path: str, kind: PolicyKind) -> None:
-    """Check that the caller may publish a directory of weights, and that it fits the served model.
+async def _check_directory(
+    services: Services, principal: Principal, path: str, kind: PolicyKind, *, is_start: bool = False
+) -> None:
+    """Check that the caller may publish a directory of weights, that it fits the served model, and can start a policy.
 
     Raises:
         Forbidden: the key is not of the operator.
@@ -222,10 +224,12 @@ async def _check_directory(services: Services, principal: Principal, path: str, 
     def check() -> None:
         try:
             check_headers(path, kind, model_path)
+            if is_start:
+                check_trainable(path)
         except OSError as error:
             raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
 
-    key = ("publish", path, kind, str(model_path))
+    key = ("start" if is_start else "publish", path, kind, str(model_path))
     await services.files.read(key, path, check, seconds=CHECK_SECONDS)
 
 

@@ -332,7 +332,8 @@ def test_a_policy_starts_from_an_adapter_that_was_checked(world: World) -> None:
     assert world.sampled("brought-a") == created["base_version"]
     own = {key: world.get(key, "/v1/policies?limit=1")["key_policy"] for key in ("brought-a", "admin-a")}
     assert own == {"brought-a": "brought", "admin-a": "default"}
-    for wrong in ({"path": str(world.directory)}, {"path": path, "base": "brought"}):
+    scaled = str(write_adapter(world.directory / "scaled", use_rslora=True))
+    for wrong in ({"path": str(world.directory)}, {"path": path, "base": "brought"}, {"path": scaled}):
         refused = world.http["admin-a"].post("/v1/policies", json={"name": "wrong"} | wrong)
         assert refused.status_code == 422
     assert "wrong" not in {each["name"] for each in world.get("admin-a", "/v1/policies")["policies"]}

@@ -32,6 +32,7 @@ def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file() -> 
         lora=True,
         reasoning_parser="qwen3",
         dtype="bfloat16",
+        max_lora_rank=12,
         max_model_len=4096,
     )
     command = build_command(settings, gpu=True)

@@ -163,3 +163,9 @@ def test_a_head_size_that_vllm_cannot_compute_on_a_cpu_is_refused_before_the_sta
     with pytest.raises(EngineError, match=r"attention heads of size 16, and on a CPU vLLM computes only the sizes 32"):
         check_startable(EngineSettings(model=model, port=free_port()), gpu=False)
     check_startable(EngineSettings(model=model, port=free_port()), gpu=True)
+
+
+@pytest.mark.parametrize(("rank", "largest"), [(1, "1"), (4, "8"), (12, "16"), (16, "16"), (24, "32"), (300, "320")])
+def test_vllm_gets_the_next_largest_rank_that_it_has(model_dir, rank, largest):
+    command = build_command(EngineSettings(model=str(model_dir), lora=True, max_lora_rank=rank), gpu=False)
+    assert _flag(command.argv, "--max-lora-rank") == largest

@@ -40,6 +40,7 @@ from trainer.model.tuning import checkpoint_layers, has_liger, needs_checkpointi
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
+from turnwise.version_directory import ADAPTER_CONFIG, read_json, why_not_plain
 
 log = logging.getLogger(__name__)
 
@@ -374,7 +375,13 @@ class Policy:
         return get_model_state_dict(self.model, options=options)
 
     def load_shards(self, shards: dict[str, Any]) -> None:
-        """Load what `shards` returned."""
+        """Load what `shards` returned.
+
+        Raises:
+            BadCheckpoint: They are of another model or adapter.
+        """
+        if strange := sorted(shards.keys() ^ self.shards().keys()):
+            raise BadCheckpoint(f"the trainer's state does not fit {self.spec.model!r}: {strange[0]!r} is of one alone")
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         options = StateDictOptions(strict=self.spec.kind is PolicyKind.FULL)
@@ -410,7 +417,7 @@ class Policy:
         Raises:
             BadCheckpoint: It cannot be read, or has another shape.
         """
-        from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
+        from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
         with bad_checkpoint(f"the adapter {str(directory)!r} cannot be loaded"):
             saved, own = PeftConfig.from_pretrained(str(directory)), cast("Any", self.model).peft_config["default"]
@@ -421,7 +428,14 @@ class Policy:
                         f"settings give {getattr(own, name)!r}: start from an adapter of the same shape, or set "
                         "lora_rank and lora_targets"
                     )
-            set_peft_model_state_dict(self.model, load_peft_weights(str(directory), device="cpu"))
+            weights = load_peft_weights(str(directory), device="cpu")
+            if reason := why_not_plain(read_json(directory / ADAPTER_CONFIG), weights):
+                raise BadCheckpoint(f"the adapter {str(directory)!r} {reason}, and the trainer computes plain LoRA")
+            own_names = get_peft_model_state_dict(self.model, save_embedding_layers=False).keys()
+            if strange := sorted(weights.keys() ^ own_names):
+                which = "lacks" if strange[0] in own_names else "has"
+                raise BadCheckpoint(f"the adapter {str(directory)!r} {which} {strange[0]!r}, unlike the trainer's own")
+            set_peft_model_state_dict(self.model, weights)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.compute_dtype is torch.float32:

@@ -194,18 +194,19 @@ def _create(place: Place, tenant: str, name: str, base: str, adapter: Path | Non
 
 
 def _check_adapter(store: Database, adapter: Path) -> None:
-    """Check that an adapter fits the model of version 0, where that is known.
+    """Check that a policy can start from an adapter, and that it fits the model of version 0, where that is known.
 
     Raises:
         BadCheckpoint: it does not.
     """
-    from proxy.reload.checkpoint import check_headers
+    from proxy.reload.checkpoint import check_headers, check_trainable
     from turnwise.store import versions
 
     model = None
     with store.read() as conn, contextlib.suppress(NotFound):
         model = versions.get_version(conn, 0).path
     check_headers(str(adapter.resolve()), PolicyKind.LORA, model)
+    check_trainable(str(adapter.resolve()))
 
 
 @policies.command("archive")

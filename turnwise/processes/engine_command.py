@@ -44,6 +44,8 @@ CPU_MALLOC = {
 and the page faults of getting them again are most of a load on a CPU."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM computes on a CPU."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes as the largest rank."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 """Names by which configurations state the number of positions."""
 _NO_MATCH_NEEDED = ("torchvision", "torchaudio", "torchcodec")
@@ -86,7 +88,7 @@ class EngineSettings(Settings):
     lora: bool = False
     """Accept LoRA adapters at run time."""
     max_lora_rank: int = Field(default=16, gt=0)
-    """Largest rank of an adapter."""
+    """Largest rank of an adapter; vLLM gets the next one that it has, such as 8 for 4."""
     max_loras: int = Field(default=2, gt=0)
     """Adapters in use at once: the served one, and its predecessor or a canary; calls for a further adapter wait."""
     max_cpu_loras: int | None = Field(default=None, gt=0)
@@ -197,7 +199,8 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
     if settings.tool_call_parser:
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser]
     if settings.lora:
-        flags += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
+        rank = min((size for size in LORA_RANKS if size >= settings.max_lora_rank), default=settings.max_lora_rank)
+        flags += ["--enable-lora", "--max-lora-rank", str(rank)]
         flags += ["--max-loras", str(settings.max_loras)]
         flags += _optional("--max-cpu-loras", settings.max_cpu_loras)
     if takes_transfers(settings):

@@ -23,7 +23,7 @@ def test_lora_of_a_model_whose_layers_have_other_names_says_which_it_has() -> No
     """The default names are those of Llama; GPT-NeoX has one layer for query, key and value."""
     spec = TrainerSettings(model="neox", kind=PolicyKind.LORA)
     layers = r"\['dense', 'dense_4h_to_h', 'dense_h_to_4h', 'query_key_value'\]"
-    with pytest.raises(SettingsError, match=rf"names no layer of the model 'neox': set it in .*{layers}"):
+    with pytest.raises(SettingsError, match=rf"name no layer of the model 'neox': set it in .*{layers}"):
         _prepared(GPTNeoXForCausalLM(CONFIG), spec)
     named = spec.model_copy(update={"lora_targets": ("query_key_value", "attention.dense")})
     trained = {
@@ -33,6 +33,13 @@ def test_lora_of_a_model_whose_layers_have_other_names_says_which_it_has() -> No
         "attention.query_key_value.",
         "attention.dense.",
     }
+
+
+def test_each_name_in_lora_targets_must_be_of_a_layer() -> None:
+    """A slip of the pen trained the other layers alone; the default names fit several architectures."""
+    spec = PolicySpec(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dens"))
+    with pytest.raises(SettingsError, match=r"lora_targets has \['attention.dens'\], which name no layer"):
+        _prepared(GPTNeoXForCausalLM(CONFIG), spec)
 
 
 def cut(file: Path) -> None:
