@@ -56,6 +56,8 @@ def measured_alone(logprobs: Callable[[Row, Tensor], Tensor], vocabulary: int, d
     layout = forest.lay_out()
     try:
         packed = _computed(logprobs, layout, [forest.places(chain) for chain in chains], chains)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return f"it computes no packed row ({str(error)[:200]})"
     gap = float((packed - torch.cat(alone)).abs().mean())

@@ -48,6 +48,7 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
         rows.append(inputs.tokens.shape[1])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    monkeypatch.setattr("trainer.model.model.measured_alone", lambda *_: None)
     monkeypatch.setattr(Policy, "logprobs", logprobs)
     monkeypatch.setattr(World, "own", lambda _world, rows, _cost: [(row, True) for row in rows])
     monkeypatch.setattr(World, "from_first", lambda _world, ask: ask())

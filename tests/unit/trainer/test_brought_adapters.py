@@ -10,7 +10,8 @@ import torch
 from support.tiny_models import load_model, logprobs_of, make_model
 
 from proxy.reload.checkpoint import check_trainable
-from trainer.model.model import Policy, PolicySpec
+from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
 
@@ -37,7 +38,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def policy(model) -> Policy:
-    spec = PolicySpec(
+    spec = TrainerSettings(
         model=str(model), kind=PolicyKind.LORA, device="cpu", lora_rank=4, lora_targets=("q_proj", "v_proj")
     )
     policy = Policy(spec)

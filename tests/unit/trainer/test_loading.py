@@ -37,7 +37,7 @@ def test_lora_of_a_model_whose_layers_have_other_names_says_which_it_has() -> No
 
 def test_each_name_in_lora_targets_must_be_of_a_layer() -> None:
     """A slip of the pen trained the other layers alone; the default names fit several architectures."""
-    spec = PolicySpec(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dens"))
+    spec = TrainerSettings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dens"))
     with pytest.raises(SettingsError, match=r"lora_targets has \['attention.dens'\], which name no layer"):
         _prepared(GPTNeoXForCausalLM(CONFIG), spec)
 
