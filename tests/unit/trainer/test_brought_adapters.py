@@ -24,7 +24,6 @@ MORE_THAN_LORA = {
     "alpha_pattern": {"alpha_pattern": {"layers.0.self_attn.q_proj": 64}},
     "rank_pattern": {"rank_pattern": {"layers.0.self_attn.q_proj": 2}},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
-    "lora_bias": {"lora_bias": True},
     "bias": {"bias": "all"},
     "layers_to_transform": {"layers_to_transform": [0]},
 }
@@ -72,7 +71,6 @@ def test_a_plain_adapter_gives_pefts_logprobs_and_leaves_the_base_bit_equal(tmp_
     assert all(torch.equal(before[name], weight) for name, weight in base_weights(policy).items())
 
 
-@pytest.mark.filterwarnings("ignore:.*lora_bias")
 @pytest.mark.parametrize("field", MORE_THAN_LORA)
 def test_an_adapter_that_is_not_plain_lora_is_refused_by_its_field_and_changes_nothing(tmp_path, model, policy, field):
     """At `create`, and again by the trainer: what a policy starts from may have been changed since."""
