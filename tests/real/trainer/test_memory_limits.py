@@ -52,6 +52,7 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
     monkeypatch.setattr(Policy, "logprobs", logprobs)
     monkeypatch.setattr(World, "own", lambda _world, rows, _cost: [(row, True) for row in rows])
     monkeypatch.setattr(World, "from_first", lambda _world, ask: ask())
+    monkeypatch.setattr(World, "share", lambda _world, item: item)
     found = []
     for _ in range(3):
         workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
