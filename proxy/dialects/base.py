@@ -36,7 +36,6 @@ class Encoder(Protocol):
     """Writes the events of one streamed reply."""
 
     content_type: str
-    """Content type of the stream."""
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Return the events for some stripped chunks of the engine; there may be none."""
@@ -247,7 +246,6 @@ class WireRoute:
     action: Action = Action.SAMPLE
     summary: str
     required: tuple[str, ...] = ()
-    """Required fields of the request body."""
     properties: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     """JSON schemas of the body fields that the proxy reads."""
 
@@ -266,7 +264,6 @@ class Dialect(abc.ABC):
     marker_header: ClassVar[bytes] = b""
     """Header that only this format's clients send; it selects the dialect on routes that several formats share."""
     error_schema: ClassVar[Json] = OPENAI_ERROR_SCHEMA
-    """JSON schema of an error body."""
     engine_route: ClassVar[str]
     """OpenAI's route of the engine that serves the calls: chat or text completions."""
     id_prefix: ClassVar[str]
@@ -323,7 +320,6 @@ class Dialect(abc.ABC):
         return reply
 
     def encode_error(self, status: int, body: bytes) -> bytes:  # noqa: ARG002  the engine's format is the client's
-        """Return an OpenAI-shaped error body in the client's format."""
         return body
 
     def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:  # noqa: ARG002
@@ -335,13 +331,11 @@ class Dialect(abc.ABC):
         return body
 
     def encode_count(self, num_tokens: int) -> Json:
-        """Return the answer of a `COUNT_TOKENS` route."""
         return {"input_tokens": num_tokens}
 
     def encode_models(self, models: list[Json]) -> Json:
-        """Return the answer of a `LIST_MODELS` route, from the models as OpenAI describes them."""
+        """Return the answer of a `LIST_MODELS` route, from OpenAI's descriptions of the models."""
         return {"object": "list", "data": models}
 
     def encode_model(self, model: Json) -> Json:
-        """Return the answer of a `GET_MODEL` route."""
         return model

@@ -42,7 +42,7 @@ FINISH_REASONS = {**dict.fromkeys(ENDED, "STOP"), "length": "MAX_TOKENS", "conte
 MALFORMED = "MALFORMED_FUNCTION_CALL"
 """Google's finish reason of a candidate without a call whose arguments were not sampled to the end."""
 METHODS = ["generateContent", "streamGenerateContent", "countTokens"]
-CONTENTS: Json = {"contents": {"type": "array", "minItems": 1, "items": {"type": "object"}}}
+CONTENTS: Json = {"contents": {"type": ["array", "object"], "minItems": 1, "items": {"type": "object"}}}
 
 
 MODEL_ROUTES = (

@@ -1,7 +1,8 @@
 """Translate Gemini's requests to chat requests.
 
-Google accepts each field in camelCase and in snake_case, so every field is read by `read`. Consecutive `model` contents
-are one reply: Google's SDK stores each chunk of a stream as a content of its own and sends all of them back.
+Google accepts each field in camelCase and in snake_case, so every field is read by `read`. As protobuf's JSON does, it
+also accepts an object in place of a list of one, and a number as a string. Consecutive `model` contents are one reply:
+Google's SDK stores each chunk of a stream as a content of its own and sends all of them back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import re
 from typing import Any
 
 from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of, stream_and_prefill
-from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.types import Json
@@ -31,6 +31,8 @@ SAMPLING_FIELDS = {
     "logprobs": "top_logprobs",
 }
 """Field of `generationConfig` → chat field."""
+ZERO_COUNTS = ("temperature", "seed", "presencePenalty", "frequencyPenalty", "topP", "maxOutputTokens")
+"""Fields whose 0 is a value; 0 in any other field counts as absent."""
 TOOL_MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none", "MODE_UNSPECIFIED": "auto"}
 THINKING_LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 OUTPUT_KEYS = ("output", "result")
@@ -74,14 +76,13 @@ def chat_body(body: Json) -> tuple[Json, list[str]]:
     Raises:
         InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
     """
-    check_kinds(body, {"contents": list})
     if read(body, "cachedContent"):
         raise InvalidRequest("`cachedContent` is not served; send the contents themselves.", param="cachedContent")
-    messages = chat_messages(body.get("contents") or [])
+    messages = chat_messages(_listed(body.get("contents"), "contents"))
     if system := _system_text(read(body, "systemInstruction")):
         messages.insert(0, {"role": "system", "content": system})
     chat: Json = {"model": body.get("model") or "", "messages": messages}
-    tools, dropped = chat_tools(parts_of(body.get("tools"), "tools"))
+    tools, dropped = chat_tools(_listed(body.get("tools"), "tools"))
     if tools:
         chat["tools"] = tools
         chat |= _tool_choice(read_object(read_object(body, "toolConfig"), "functionCallingConfig"))
@@ -89,7 +90,11 @@ def chat_body(body: Json) -> tuple[Json, list[str]]:
     return chat | stream_and_prefill(body, messages), dropped
 
 
-def chat_messages(contents: list[Any]) -> list[Json]:
+def _listed(value: Any, field: str) -> list[Json]:
+    return [value] if isinstance(value, dict) else parts_of(value, field)
+
+
+def chat_messages(contents: list[Json]) -> list[Json]:
     """Translate contents to chat messages.
 
     Raises:
@@ -98,16 +103,14 @@ def chat_messages(contents: list[Any]) -> list[Json]:
     messages: list[Json] = []
     calls = _CallIds()
     for content in contents:
-        if not isinstance(content, dict):
-            raise InvalidRequest(f"`contents` must hold objects, not {content!r:.80}.", param="contents")
-        parts = parts_of(content.get("parts"), "parts")
-        role = content.get("role") or "user"
+        parts = _listed(content.get("parts"), "parts")
+        role = str(content.get("role") or "user").lower()
         if role == "model":
             _extend_reply(messages, parts, calls)
         elif role in ("user", "function", "tool"):
             messages += _user_messages(parts, calls)
         else:
-            raise InvalidRequest(f"a role is 'user' or 'model', not {role!r:.40}.", param="contents")
+            raise InvalidRequest(f"a role is 'user' or 'model', not {content['role']!r:.40}.", param="contents")
     return messages
 
 
@@ -155,12 +158,14 @@ def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> N
 
 def _user_messages(parts: list[Json], calls: _CallIds) -> list[Json]:
     """Return one message for each function response, then one with all text and images."""
-    messages, rest = [], []
+    messages: list[Json] = []
+    rest: list[Json] = []
     for part in parts:
         response = read_object(part, "functionResponse")
         if response:
             call_id = calls.response(str(response.get("name") or ""), response.get("id"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _response_text(response)})
+            rest += map(_chat_part, _listed(response.get("parts"), "parts"))
         else:
             rest.append(_chat_part(part))
     return [*messages, {"role": "user", "content": joined_content(rest)}] if rest else messages
@@ -212,7 +217,7 @@ def chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
     for tool in tools:
         for field, value in tool.items():
             if field in ("functionDeclarations", "function_declarations"):
-                functions += [_chat_tool(declared) for declared in parts_of(value, field)]
+                functions += [_chat_tool(declared) for declared in _listed(value, field)]
             elif value is not None:
                 dropped.append(field)
     return functions, dropped
@@ -252,11 +257,11 @@ def _number(field: str, value: str) -> float | int:
         InvalidRequest: it is none.
     """
     try:
-        number = float(value) if "." in value else int(value)
+        number = int(value) if value.lstrip("-").isdigit() else float(value)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise InvalidRequest(f"`{field}` of a schema is a number, not {value!r:.40}", param=field)
+        raise InvalidRequest(f"`{field}` is a number, not {value!r:.40}", param=field)
     return number
 
 
@@ -271,15 +276,18 @@ def _tool_choice(config: Json) -> Json:
 
 
 def _sampling(config: Json) -> Json:
-    chat = {chat_field: value for field, chat_field in SAMPLING_FIELDS.items() if (value := read(config, field))}
-    for field in ("temperature", "seed", "presencePenalty", "frequencyPenalty", "topP", "maxOutputTokens"):
-        if (value := read(config, field)) is not None:  # 0 is a value, not an absent field
-            chat[SAMPLING_FIELDS[field]] = value
+    chat = {}
+    for field, chat_field in SAMPLING_FIELDS.items():
+        value = read(config, field)
+        if isinstance(value, str) and field not in ("stopSequences", "responseLogprobs"):
+            value = _number(field, value)
+        if value or (value is not None and field in ZERO_COUNTS):
+            chat[chat_field] = value
     if "top_logprobs" in chat and "logprobs" not in chat:
         del chat["top_logprobs"]
     thinking = read_object(config, "thinkingConfig")
     level = str(read(thinking, "thinkingLevel") or "").lower()
-    if read(thinking, "thinkingBudget") == 0:
+    if read(thinking, "thinkingBudget") in (0, "0"):
         chat["reasoning_effort"] = "none"
     elif level in THINKING_LEVELS:
         chat["reasoning_effort"] = level

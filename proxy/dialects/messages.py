@@ -8,6 +8,8 @@ call extends the turn.
 from __future__ import annotations
 
 import datetime
+import itertools
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -291,29 +293,32 @@ def chat_body(body: Json, failed_tool_text: str) -> Json:
 
 
 def chat_messages(messages: list[Any], failed_tool_text: str) -> Iterator[Json]:
-    """Translate messages to chat messages.
+    """Translate messages to chat messages. As Anthropic does, combine consecutive messages of one role.
 
     Raises:
         InvalidRequest: a message or block has the wrong shape.
     """
-    for message in messages:
-        if not isinstance(message, dict):
-            raise InvalidRequest(f"`messages` must hold objects, not {message!r:.80}.", param="messages")
-        content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise InvalidRequest(
-                f"`content` must be a text or a list of blocks, not {content!r:.80}.", param="messages"
-            )
-        match message.get("role"):
+    for role, same in itertools.groupby(map(_role_and_blocks, messages), key=operator.itemgetter(0)):
+        blocks = [block for _, own in same for block in own]
+        match role:
             case "assistant":
                 yield _assistant_message(blocks)
             case "system":
-                yield from _system(content)
+                yield from _system(blocks)
             case "user":
                 yield from _user_messages(blocks, failed_tool_text)
             case other:
                 raise InvalidRequest(f"a role is 'user' or 'assistant', not {other!r:.40}.", param="messages")
+
+
+def _role_and_blocks(message: Any) -> tuple[Any, list[Json]]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"`messages` must hold objects, not {message!r:.80}.", param="messages")
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise InvalidRequest(f"`content` must be a text or a list of blocks, not {content!r:.80}.", param="messages")
+    return message.get("role"), blocks
 
 
 def _system(system: Any) -> Iterator[Json]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from proxy.dialects.base import Dialect
-from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.completions import TextCompletions
+from proxy.dialects.chat import ChatCompletions, TextCompletions
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses

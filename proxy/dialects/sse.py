@@ -41,7 +41,6 @@ class EventBuffer:
 
 
 def event(data: bytes) -> bytes:
-    """Frame one event."""
     return PREFIX + data + SEPARATOR
 
 
@@ -56,13 +55,10 @@ class Verbatim:
     content_type = CONTENT_TYPE
 
     def chunks(self, chunks: list[bytes]) -> bytes:
-        """Frame chunks."""
         return PREFIX + BETWEEN.join(chunks) + SEPARATOR if chunks else b""
 
     def done(self) -> bytes:
-        """Frame the end."""
         return END
 
     def error(self, body: bytes) -> bytes:
-        """Frame an error."""
         return event(body)
