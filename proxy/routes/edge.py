@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
 from proxy.http.asgi import send_whole
 from proxy.settings import ProxySettings
@@ -85,7 +86,8 @@ class Edge:
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
             self._services.metrics.refused.labels(problems.code_of(error)).inc()
-            await send_whole(outgoing, status, body, headers)
+            encoded = dialect_of_path(scope["path"], read).encode_error(status, body)
+            await send_whole(outgoing, status, encoded, headers)
             return
         await self._app(scope, receive, outgoing)
 

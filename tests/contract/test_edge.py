@@ -273,6 +273,31 @@ def test_a_request_with_many_query_parameters_is_refused_by_every_route(proxy: R
     assert httpx2.post(f"{proxy.v1}/chat/completions{few}", json=BODY, timeout=60).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/v1/messages", ("type",)),
+        ("/sessions/s/v1/messages/count_tokens", ("type",)),
+        ("/v1beta/models/fake:generateContent", ("error", "status")),
+        ("/v1/chat/completions", ("error", "code")),
+    ],
+)
+def test_a_refusal_before_any_route_has_the_shape_of_its_client(proxy: RunningProxy, path: str, place: tuple[str, ...]):
+    """Anthropic's errors have a type, Google's a status, and OpenAI's a code in words."""
+    refused = [
+        httpx2.post(proxy.url + path, json=BODY, headers={"host": "evil.example"}),
+        httpx2.post(proxy.url + path, content=b"x", headers={"content-type": "text/plain"}),
+        httpx2.post(proxy.url + path, content=b"x", headers={"content-encoding": "gzip"}),
+        httpx2.post(proxy.url + path + "?" + "&" * 100, json=BODY),
+    ]
+    assert [answer.status_code for answer in refused] == [403, 415, 415, 400]
+    for answer in refused:
+        value = answer.json()
+        for name in place:
+            value = value[name]
+        assert isinstance(value, str), answer.text
+
+
 @pytest.mark.parametrize("route", ["/chat/completions", "/sessions"])
 def test_a_compressed_body_is_refused_by_every_route_with_the_reason(proxy: RunningProxy, route: str):
     sent = gzip.compress(json.dumps(BODY).encode())

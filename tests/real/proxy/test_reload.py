@@ -156,21 +156,6 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
         assert process.versions == ([1, 1] if status == "active" else [0, 0])
 
 
-async def test_while_another_process_drives_this_one_reads_the_labels_of_the_engines(stage: Stage):
-    """It loads nothing itself; its turns are stored with the versions that the engines report."""
-    async with stage.process() as driver, stage.process() as follower:
-        stage.publish(1)
-        async with driver.reloader.lease.held() as is_driver:
-            assert is_driver
-            await follower.follow()
-            assert stage.loads == [[], []]
-            for engine in stage.engines:
-                engine.state.weight_version = "1"
-            await follower.follow()
-        assert follower.versions == [1, 1]
-        assert stage.loads == [[], []]
-
-
 def steal_lease(stage: Stage, token: int | None) -> None:
     """Let another process take over the lease, as it does when this one is stopped for too long."""
     assert token is not None
