@@ -151,7 +151,6 @@ class _Server(uvicorn.Server):
         self._peers.announce(WorkerReady())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, and finish the calls."""
         if self._affinity is not None:
             self._affinity.close()
         await super().shutdown(sockets)

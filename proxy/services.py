@@ -207,7 +207,6 @@ class Services:
             self.sessions.learn_template(found)
 
     async def _record_key_uses(self) -> None:
-        """Record that keys were used."""
         used = self.authenticator.used_keys
         while used:
             await self.writer.do(keys.record_use, used.pop())
@@ -273,7 +272,6 @@ class Services:
 
 
 def services_of(request: Request) -> Services:
-    """Return the services of the app that serves this request."""
     return cast("Services", request.app.state.services)
 
 
@@ -336,7 +334,6 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _refresh_gauges(metrics: Metrics) -> None:
-    """Store this worker's gauges until cancelled."""
     while True:
         metrics.refresh()
         await asyncio.sleep(GAUGES_SECONDS)

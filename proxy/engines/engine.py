@@ -88,7 +88,6 @@ class Lane:
 
     @property
     def model(self) -> str:
-        """The name that its engine serves it under."""
         return self.adapter or self.engine.model
 
     @property
@@ -200,12 +199,10 @@ class Engine:
 
     @property
     def num_calls(self) -> int:
-        """Running calls of this process."""
         return self.base_lane.num_calls + sum(lane.num_calls for lane in self.adapters.values())
 
     @property
     def is_serving(self) -> bool:
-        """Whether calls are routed to it."""
         return self.state in SERVING
 
     async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
@@ -325,7 +322,6 @@ class Engine:
             self.adapters[version] = Lane(self, version, adapter_name(version))
 
     async def label_weights(self, label: int | str) -> None:
-        """Label the base weights."""
         await self.ask("POST", "/update_weight_version", {"new_version": str(label)})
         self.apply_label(str(label))
 

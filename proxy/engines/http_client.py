@@ -107,7 +107,6 @@ class Answer:
 
     @property
     def num_seconds(self) -> float:
-        """Since the request was sent."""
         return self._loop.time() - self._started_at
 
     async def read(self, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
@@ -310,7 +309,6 @@ class HttpClient:
         return target
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 

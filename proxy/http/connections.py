@@ -76,7 +76,6 @@ class ReplyTransport:
             self.write(b"")
 
     def is_closing(self) -> bool:
-        """Return whether the connection is closed or being closed."""
         return self._transport.is_closing()
 
     def close(self) -> None:
@@ -227,7 +226,6 @@ class LimitedHttp(HttpToolsProtocol):
         return any(name == UPGRADE for name, _ in self.headers)
 
     def on_message_begin(self) -> None:
-        """Prepare for a new request."""
         super().on_message_begin()
         self.scope["extensions"] = {LEFT: self._left, CLOSING: self._closing}  # type: ignore[dict-item]  # within the process it may be any object
         self._in_head, self._is_whole, self._head_bytes = True, False, 0
@@ -307,7 +305,6 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Serve one request."""
         cycle.transport = ReplyTransport(self.transport, self.loop)  # type: ignore[assignment]  # has all that a cycle calls
         super()._start_asgi_task(cycle, app)
 

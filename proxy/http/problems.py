@@ -84,5 +84,4 @@ def _passed_on(error: errors.EngineRefused) -> bytes:
 
 
 def body(message: str, kind: str, code: str | None, param: str | None = None) -> Json:
-    """Return OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

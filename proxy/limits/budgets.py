@@ -46,12 +46,10 @@ class Account:
 
     @property
     def name(self) -> str:
-        """The account in an error message."""
         return f"tenant {self.tenant!r}" if self.key_id is None else f"key {self.key_id!r}"
 
     @property
     def kind(self) -> str:
-        """The account's kind, as a metric's label."""
         return "tenant_budget" if self.key_id is None else "key_budget"
 
 
@@ -108,7 +106,6 @@ class Budgets:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def close(self) -> None:
-        """Write what is not in the store yet."""
         if self._writing is not None:
             await self._writing
         await self._write()

@@ -77,7 +77,6 @@ class Rule(NamedTuple):
 
     @property
     def is_set(self) -> bool:
-        """Whether it limits anything."""
         return any(limit is not None for limit in self)
 
 
@@ -118,13 +117,11 @@ class Scope:
         return max((bucket.blocked_seconds(needed, now) for bucket, needed in buckets if bucket), default=0.0)
 
     def enter(self) -> None:
-        """Count a call that starts."""
         self.num_calls += 1
         if self._requests:
             self._requests.take(1)
 
     def leave(self, num_tokens: int) -> None:
-        """Count a call that ended, and the tokens that it used."""
         self.num_calls -= 1
         if self._tokens:
             self._tokens.take(num_tokens)

@@ -88,7 +88,6 @@ class Arms:
 
     @property
     def state(self) -> serving.ServingState:
-        """The policy's versions, as they were read last."""
         return self.pool.state(self.policy_id)
 
     def awaits_retry(self, version: int) -> bool:

@@ -124,7 +124,6 @@ class Peers:
         )
 
     def close(self) -> None:
-        """Receive no more messages."""
         self._is_closing = True
         if self._transport is not None:
             self._transport.close()
@@ -154,6 +153,5 @@ class Peers:
             del self._confirmed[receipt]
 
     def report_failure(self, error: TurnwiseError) -> None:
-        """Tell the parent why this worker cannot start."""
         if self._link is not None:
             self._link.sendall(b"".join(frame(WorkerFailed(error))))

@@ -118,6 +118,7 @@ async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
+    await engine.close()
 
 
 async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine: RunningFakeEngine):
@@ -203,6 +204,7 @@ async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_a
     with no_free_files(), pytest.raises(EngineUnavailable, match="Too many open files"):
         await asyncio.wait_for(engine.post("/v1/chat/completions", b"{}", {}), 30)
     assert engine.state is EngineState.READY
+    await pool.close()
     server.close()
 
 
@@ -215,3 +217,4 @@ async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_se
     with pytest.raises(EngineUnavailable):
         await asyncio.wait_for(pool.engines[0].post("/v1/chat/completions", chat_body(), {}), 20)
     assert pool.serving == [pool.engines[1]]
+    await pool.close()
