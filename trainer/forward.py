@@ -21,7 +21,7 @@ from torch import Tensor
 from turnwise.store.turns import TurnView
 from turnwise.types import Json, PolicyKind, PolicyVersion
 from turnwise.verify.engine import NOT_REPEATABLE
-from turnwise.verify.report import Report
+from turnwise.verify.report import Verification
 from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
 
 MODELS_KEPT = 2
@@ -51,7 +51,7 @@ class ForwardChecker:
     def close(self) -> None:
         self._models.clear()
 
-    def check(self, view: TurnView, place: str, report: Report) -> None:
+    def check(self, view: TurnView, place: str, report: Verification) -> None:
         turn = view.turn
         if reason := self._why_not(view):
             report.not_checked[reason] += 1
@@ -103,7 +103,7 @@ def _temperature(sampling: Json) -> float:
     return float(value) if value else 1.0
 
 
-def name_stale_parts(versions: Mapping[int, PolicyVersion], report: Report) -> None:
+def name_stale_parts(versions: Mapping[int, PolicyVersion], report: Verification) -> None:
     """Add, for each version that an engine did not compute, the part that explains the engine's answer."""
     for version, policy in sorted(versions.items()):
         answer = policy.metrics.get(ENGINE_ANSWER)

@@ -33,7 +33,7 @@ from proxy.routes.feedback import hint_of
 from proxy.sessions.template import ChatTemplate, load_chat_template
 from turnwise.default_models import small_model, trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
-from turnwise.exchange.imports import chat_sets
+from turnwise.exchange.imports.formats import FORMATS
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportRule, import_files
 from turnwise.store import claims, feedback, turns
@@ -76,7 +76,7 @@ class CorrectedRun(Run):
                 path.write_text("".join(self._rows), encoding="utf-8")
                 self._rows.clear()
                 rule = ImportRule(format_name="hf")
-                import_files(self.db, path, chat_sets, Tokeniser(str(self._model)), rule, lambda _: None)
+                import_files(self.db, path, FORMATS["hf"], Tokeniser(str(self._model)), rule, lambda _: None)
 
     def _rewards(self, chain: Chain, task: trail.TrailTask, answer: str) -> list[Reward]:
         """Return the true rewards of held-out sessions; correct the failed ones of the others."""

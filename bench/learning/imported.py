@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from turnwise.default_models import trail
-from turnwise.exchange.imports import chat_sets
+from turnwise.exchange.imports.formats import FORMATS
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportReport, ImportRule, import_files
 from turnwise.store.database import Database
@@ -41,7 +41,7 @@ def import_sessions(
     path = directory / "imported.jsonl"
     path.write_text("".join(json.dumps(row(task, rng, is_paired=is_paired)) + "\n" for task in tasks), encoding="utf-8")
     rule = ImportRule(format_name="hf")
-    return import_files(db, path, chat_sets, Tokeniser(str(model)), rule, lambda _: None)
+    return import_files(db, path, FORMATS["hf"], Tokeniser(str(model)), rule, lambda _: None)
 
 
 def row(task: trail.TrailTask, rng: random.Random, *, is_paired: bool) -> Json:

@@ -35,8 +35,7 @@ from turnwise.processes.supervisor import Child, Supervisor, tail_of
 from turnwise.processes.terminal import Say
 from turnwise.rewards import transcript
 from turnwise.rollouts.pacing import POLL_SECONDS, active_policy
-from turnwise.rollouts.report import is_failed
-from turnwise.rollouts.results import RunResult, read_results
+from turnwise.rollouts.results import RunResult, is_failed, read_results
 from turnwise.settings import Settings, has_sections
 from turnwise.types import Json
 

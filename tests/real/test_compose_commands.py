@@ -22,7 +22,7 @@ from support.ports import free_port
 from support.private_postgres import PrivatePostgres
 
 from turnwise.processes.stack import command
-from turnwise.processes.supervisor import Child, State, Supervisor
+from turnwise.processes.supervisor import Child, ChildState, Supervisor
 
 pytestmark = pytest.mark.postgres
 
@@ -123,7 +123,7 @@ def test_the_services_commands_serve_and_train_when_started_in_the_files_order(
             assert wait_until("the status of the trainer", 180.0, lambda: proxy.ask("/v1/counts")["trainers"])
             return
         played = play(proxy, running.check)
-        assert running.state("trainer-cpu") is State.READY
+        assert running.state("trainer-cpu") is ChildState.READY
 
     assert len(played.rewards) == NUM_GROUPS * GROUP_SIZE
     assert played.version_before == 0

@@ -15,7 +15,7 @@ from turnwise_fake_engine import Script, running_fake_engine
 from proxy.engines.checks import find_sampling_defaults
 from proxy.engines.engine import Engine
 from turnwise.errors import EngineUnsuitable
-from turnwise.processes.installation import Verdict, engine_findings
+from turnwise.processes.installation import Severity, engine_findings
 from turnwise.types import TOOL_GRAMMAR
 from turnwise.verify.engine import logprobs_request, read_logprobs, read_sampling_defaults
 
@@ -50,7 +50,7 @@ async def test_an_engine_with_unreadable_defaults_is_unsuitable():
         with pytest.raises(EngineUnsuitable, match="--generation-config vllm"):
             await defaults_of(engine.url)
         findings = {found.check: found.verdict for found in engine_findings(engine.url)}
-        assert findings["sampling defaults"] is Verdict.FAIL
+        assert findings["sampling defaults"] is Severity.FAIL
 
 
 def test_each_turn_is_stored_with_the_parameters_that_it_was_sampled_with(start_proxy):

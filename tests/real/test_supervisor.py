@@ -18,7 +18,7 @@ from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import ports
-from turnwise.processes.supervisor import Child, State, Supervisor
+from turnwise.processes.supervisor import Child, ChildState, Supervisor
 
 ROOT = Path(__file__).parents[2]
 SLEEPER = "import time\nopen({path!r}, 'a').write(f'{{__import__(\"os\").getpid()}}\\n')\ntime.sleep(600)"
@@ -59,9 +59,9 @@ def test_children_start_in_order_and_stop_in_reverse(tmp_path):
     ]
     with Supervisor(children, log_directory=tmp_path / "logs", say=lambda *line: output.append(line)) as stack:
         assert [stack.state(name) for name in ("task", "first", "second")] == [
-            State.FINISHED,
-            State.READY,
-            State.READY,
+            ChildState.FINISHED,
+            ChildState.READY,
+            ChildState.READY,
         ]
     words = [(name, text.split()[0].rstrip(";")) for name, text in output]
     assert words == [
@@ -87,7 +87,7 @@ def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
             log.write("OSError: a warning that it survived\n")
         os.kill(_pids(path)[0], signal.SIGKILL)
         wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
-        wait_until(lambda: stack.state("sleeper") is State.READY, "it is ready again")
+        wait_until(lambda: stack.state("sleeper") is ChildState.READY, "it is ready again")
         stack.check()
     assert any(text.startswith("died with signal SIGKILL") for _, text in output)
     assert not any("last error" in text for _, text in output)  # a killed process wrote none

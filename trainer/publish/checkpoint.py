@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from trainer.model.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
 from trainer.parallel import World
 from turnwise import version_directory
-from turnwise.engine_plugin.layout import Layout, checksum_of
+from turnwise.engine_plugin.layout import TensorLayout, checksum_of
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
 from turnwise.files import lock, synchronise, write_whole
 from turnwise.types import Json
@@ -272,7 +272,7 @@ class HeldVersion:
     """A version in memory."""
 
     version: int
-    layout: Layout
+    layout: TensorLayout
     buffer: Tensor
     """All weights. [layout.num_bytes], uint8"""
     checksum: str
@@ -291,7 +291,7 @@ class HeldVersions:
         """Copy a version; return False where a weight is not finite."""
         if not all(bool(torch.isfinite(value.sum(dtype=torch.float32))) for value in weights.values()):
             return False
-        layout = Layout.of(weights)
+        layout = TensorLayout.of(weights)
         buffer = layout.pack(weights)
         held = HeldVersion(version, layout, buffer, checksum_of(buffer), probe)
         with self._lock:

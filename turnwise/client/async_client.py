@@ -14,8 +14,8 @@ from turnwise.client import wire
 from turnwise.client.connection import DEFAULT_BASE_URL, Connection
 from turnwise.client.session_state import SessionState
 from turnwise.client.wire import (
+    ApiCall,
     Attempts,
-    Call,
     FeedbackFields,
     FeedbackKind,
     ForkAt,
@@ -225,18 +225,18 @@ class AsyncClient(Connection):
             return f"{type(error).__name__}: {error}"
         return None if response.is_success else f"{response.status_code}: {response.text[:500]}"
 
-    async def _rows(self, call: Call | None, id_field: str) -> AsyncIterator[Json]:
+    async def _rows(self, call: ApiCall | None, id_field: str) -> AsyncIterator[Json]:
         while call is not None:
             page = await self._json(call)
             for row in page["data"]:
                 yield row
             call = wire.next_page(call, page, id_field)
 
-    async def _json(self, call: Call) -> Json:
+    async def _json(self, call: ApiCall) -> Json:
         answer: Json = (await self._send(call)).json()
         return answer
 
-    async def _send(self, call: Call, *, stream: bool = False) -> httpx2.Response:
+    async def _send(self, call: ApiCall, *, stream: bool = False) -> httpx2.Response:
         attempts = Attempts(self.max_retries, self.api_key)
         while True:
             request = self._http.build_request(**self.request_arguments(call))

@@ -23,8 +23,8 @@ from turnwise.client.async_client import AsyncClient
 from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection
 from turnwise.client.session_state import SessionState
 from turnwise.client.wire import (
+    ApiCall,
     Attempts,
-    Call,
     FeedbackFields,
     FeedbackKind,
     ForkAt,
@@ -244,17 +244,17 @@ class Client(Connection):
             return f"{type(error).__name__}: {error}"
         return None if response.is_success else f"{response.status_code}: {response.text[:500]}"
 
-    def _rows(self, call: Call | None, id_field: str) -> Iterator[Json]:
+    def _rows(self, call: ApiCall | None, id_field: str) -> Iterator[Json]:
         while call is not None:
             page = self._json(call)
             yield from page["data"]
             call = wire.next_page(call, page, id_field)
 
-    def _json(self, call: Call) -> Json:
+    def _json(self, call: ApiCall) -> Json:
         answer: Json = self._send(call).json()
         return answer
 
-    def _send(self, call: Call, *, stream: bool = False) -> httpx2.Response:
+    def _send(self, call: ApiCall, *, stream: bool = False) -> httpx2.Response:
         attempts = Attempts(self.max_retries, self.api_key)
         while True:
             request = self._http.build_request(**self.request_arguments(call))

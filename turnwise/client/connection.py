@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 
-from turnwise.client.wire import API_KEY_WHEN_NONE, Call
+from turnwise.client.wire import API_KEY_WHEN_NONE, ApiCall
 from turnwise.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Connection:
             "timeout": timeout,
         }
 
-    def request_arguments(self, call: Call) -> dict[str, Any]:
+    def request_arguments(self, call: ApiCall) -> dict[str, Any]:
         """Return a call as arguments of the HTTP client."""
         arguments = {"method": call.method, "url": call.path, "params": dict(call.params), "headers": call.headers}
         return arguments if call.body is None else {**arguments, "json": call.body}

@@ -12,7 +12,7 @@ from turnwise.types import Json
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Conversation:
+class AgentConversation:
     """A path from a root to a leaf: the messages of its last prompt and the last reply."""
 
     session: Json
@@ -36,14 +36,14 @@ class Conversation:
         return {len(turn["messages"]): turn for turn in self.path}
 
 
-def conversations(session: Json) -> Iterator[Conversation]:
+def conversations(session: Json) -> Iterator[AgentConversation]:
     """Yield the conversations of a session in the order of their last turns; turns without a reply are left out."""
     answered: list[Json] = [turn for turn in session["turns"] if turn["response"]]
     by_id = {turn["turn_id"]: turn for turn in answered}
     parents = {turn["parent_turn_id"] for turn in answered}
     for turn in answered:
         if turn["turn_id"] not in parents:
-            yield Conversation(session, _path_to(turn, by_id))
+            yield AgentConversation(session, _path_to(turn, by_id))
 
 
 def _path_to(leaf: Json, by_id: dict[str, Json]) -> list[Json]:

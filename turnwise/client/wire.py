@@ -109,7 +109,7 @@ FeedbackKind = Literal["boolean", "float", "comment", "demonstration"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class ApiCall:
     """One request to the control plane. Any call may be sent twice: writes have an idempotency key."""
 
     method: str
@@ -124,14 +124,14 @@ class Call:
         return {"Idempotency-Key": self.idempotency_key} if self.idempotency_key else {}
 
 
-def get(path: str, **params: Any) -> Call:
+def get(path: str, **params: Any) -> ApiCall:
     """Return a read call; parameters that are None are omitted."""
-    return Call("GET", path, params=given(params))
+    return ApiCall("GET", path, params=given(params))
 
 
-def write(path: str, body: Any, *, idempotency_key: str | None = None) -> Call:
+def write(path: str, body: Any, *, idempotency_key: str | None = None) -> ApiCall:
     """Return a write call with the caller's idempotency key, or with a new one."""
-    return Call("POST", path, body=body, idempotency_key=idempotency_key or uuid.uuid4().hex)
+    return ApiCall("POST", path, body=body, idempotency_key=idempotency_key or uuid.uuid4().hex)
 
 
 def given(fields: Mapping[str, Any]) -> Json:
@@ -149,54 +149,54 @@ def session_path(session_id: str, suffix: str = "") -> str:
     return f"/v1/sessions/{segment(session_id)}{suffix}"
 
 
-def set_label(session_id: str, label: str, note: str | None) -> Call:
+def set_label(session_id: str, label: str, note: str | None) -> ApiCall:
     """Return the call that gives a session a label."""
-    return Call("PUT", session_path(session_id, f"/labels/{segment(label)}"), body=given({"note": note}))
+    return ApiCall("PUT", session_path(session_id, f"/labels/{segment(label)}"), body=given({"note": note}))
 
 
-def remove_label(session_id: str, label: str) -> Call:
+def remove_label(session_id: str, label: str) -> ApiCall:
     """Return the call that removes a label from a session."""
-    return Call("DELETE", session_path(session_id, f"/labels/{segment(label)}"))
+    return ApiCall("DELETE", session_path(session_id, f"/labels/{segment(label)}"))
 
 
-def get_turn(turn_id: str, prompt: Prompt) -> Call:
+def get_turn(turn_id: str, prompt: Prompt) -> ApiCall:
     """Return the call that reads one turn."""
     return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
 
 
-def recompute_logprobs(turn_id: str) -> Call:
+def recompute_logprobs(turn_id: str) -> ApiCall:
     """Return the call that recomputes a turn's logprobs under the served version."""
     return get(f"/v1/turns/{segment(turn_id)}/logprobs")
 
 
-def activate(version: int, *, pin: bool) -> Call:
+def activate(version: int, *, pin: bool) -> ApiCall:
     """Return the call that activates a policy version."""
     return write(f"/v1/policies/{segment(version)}/activate", {"pin": pin})
 
 
-def archive_policy(name: str, *, archived: bool) -> Call:
+def archive_policy(name: str, *, archived: bool) -> ApiCall:
     """Return the call that archives a policy, or takes it into use again."""
     return write(f"/v1/policies/{segment(name)}/archive", {"archived": archived})
 
 
-def revoke_key(key_id: str) -> Call:
+def revoke_key(key_id: str) -> ApiCall:
     """Return the call that revokes an API key."""
     return write(f"/v1/keys/{segment(key_id)}/revoke", {})
 
 
-def create_session(fields: SessionFields) -> Call:
+def create_session(fields: SessionFields) -> ApiCall:
     """Return the call that creates a session. The id is set here, so a retry finds the session of the first attempt."""
     named = {"session_id": uuid.uuid4().hex, **given(fields)}
     return write("/v1/sessions", named, idempotency_key=named["session_id"])
 
 
-def fork(turn_id: str, at: ForkAt, fields: SessionFields) -> Call:
+def fork(turn_id: str, at: ForkAt, fields: SessionFields) -> ApiCall:
     """Return the call that forks a turn's session. The new id is set here, as for a new session."""
     named = {"session_id": uuid.uuid4().hex, **given(fields), "at": at}
     return write(f"/v1/turns/{segment(turn_id)}/fork", named, idempotency_key=named["session_id"])
 
 
-def page_of(path: str, filters: Mapping[str, Any]) -> Call:
+def page_of(path: str, filters: Mapping[str, Any]) -> ApiCall:
     """Return the call that reads a list's first page."""
     return get(path, **{"limit": PAGE_SIZE, **filters})
 
@@ -235,7 +235,7 @@ def reward_line(
     return {**fields, **given({"step": step, "name": name, "source": source}), "value": float(value)}
 
 
-def end_session(session_id: str, reason: str | None, reward: float | None) -> Call:
+def end_session(session_id: str, reason: str | None, reward: float | None) -> ApiCall:
     """Return the call that ends a session.
 
     Raises:
@@ -250,14 +250,14 @@ def _check_finite(value: float | None) -> None:
         raise errors.InvalidRequest(f"a reward is a finite number, not {value!r}; leave it out", param="value")
 
 
-def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> Call:
+def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> ApiCall:
     """Return the call that writes several reward lines in one transaction."""
     return write("/v1/rewards", [dict(line) for line in lines], idempotency_key=idempotency_key)
 
 
 def post_feedback(
     kind: FeedbackKind, value: bool | float | str | None, turn_id: str | None, fields: FeedbackFields
-) -> Call:
+) -> ApiCall:
     """Return the call that stores what a person said.
 
     Raises:
@@ -268,7 +268,7 @@ def post_feedback(
     return write("/v1/feedback", given({"turn_id": turn_id, "kind": kind, "value": value, **fields}))
 
 
-def next_page(call: Call, page: Json, id_field: str) -> Call | None:
+def next_page(call: ApiCall, page: Json, id_field: str) -> ApiCall | None:
     """Return the call for the next page; None after the last page."""
     rows = page["data"]
     # A page of a search names where it stopped, and may have no rows.

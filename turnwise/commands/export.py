@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import click
 
 from turnwise.commands.place import (
-    Place,
+    DataPlace,
     api_filters,
     filter_of,
     filter_options,
@@ -22,7 +22,7 @@ from turnwise.commands.place import (
     takes_place,
 )
 from turnwise.errors import InvalidRequest
-from turnwise.exchange import openai_chat, plugins, training_formats
+from turnwise.exchange import plugins, training_formats
 from turnwise.types import Credit, Json
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
 @takes_place
 @click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
 def export(
-    place: Place,
+    place: DataPlace,
     output: Path | None,
     format_name: str,
     archive: Path | None,
@@ -112,7 +112,7 @@ def _remote_lines(
 
 
 def _write_stored(
-    place: Place,
+    place: DataPlace,
     archive: Path | None,
     format_name: str,
     lines: LineMaker | None,
@@ -137,7 +137,7 @@ def _line_maker(format_name: str, min_reward: float | None) -> LineMaker:
     """
     of_session: dict[str, Callable[[Json], Iterable[Json]]] = {
         **dict.fromkeys(("sessions", "verl"), lambda session: [session]),
-        "openai": openai_chat.lines,
+        "openai": training_formats.openai_lines,
         "trl": training_formats.trl_lines,
     }
     if format_name == "trl-pairs":
@@ -181,7 +181,7 @@ def _write_experiences(
         return _write_lines(map(_experience_line, found), output)
     if format_name == "axolotl":
         return _write_lines(map(training_formats.axolotl_line, map(_experience_line, found)), output)
-    from turnwise.exchange.experience_table import write_dataset, write_parquet
+    from turnwise.exchange.parquet import write_dataset, write_parquet
 
     return (write_dataset if format_name == "hf" else write_parquet)(found, _named(output, format_name))
 

@@ -16,8 +16,8 @@ from turnwise.exchange import plugins
 from turnwise.types import DEFAULT_POLICY_NAME, Json, Split
 
 if TYPE_CHECKING:
+    from turnwise.exchange.imports.formats import Format
     from turnwise.exchange.imports.tokenise import Tokeniser
-    from turnwise.exchange.imports.writer import Format
     from turnwise.store.database import Database
 
 CORE_FORMATS = ("openai", "hf")
@@ -110,11 +110,9 @@ def _reader(format_name: str) -> Format:
     Raises:
         SettingsError: there is no such format, or its package is not installed.
     """
-    from turnwise.exchange.imports import chat_sets, openai_chat
-    from turnwise.exchange.imports.plugin import PluginFormat
+    from turnwise.exchange.imports.formats import FORMATS, plugin_format
 
-    core: dict[str, Format] = {"openai": openai_chat, "hf": chat_sets}
-    return core.get(format_name) or PluginFormat(plugins.load(plugins.IMPORTS, format_name, CORE_FORMATS))
+    return FORMATS.get(format_name) or plugin_format(plugins.load(plugins.IMPORTS, format_name, CORE_FORMATS))
 
 
 def _import(
@@ -148,7 +146,7 @@ def _import(
     with opened(url) as database:
         served = _tokeniser(database, tokenizer, arguments)
         if engine is not None:
-            from turnwise.exchange.imports.served_template import use_engines_template
+            from turnwise.exchange.imports.tokenise import use_engines_template
 
             use_engines_template(served, engine)
         with database.read() as conn:

@@ -8,7 +8,7 @@ import click
 
 from turnwise.client.wire import given
 from turnwise.commands.output import print_records, print_stored
-from turnwise.commands.place import Place, json_option, refuse_tenant, takes_place
+from turnwise.commands.place import DataPlace, json_option, refuse_tenant, takes_place
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
 
 KEY_COLUMNS = (
@@ -42,7 +42,7 @@ def keys_create(
     expires_days: float | None,
     token_budget: int | None,
     policy: str,
-    place: Place,
+    place: DataPlace,
     *,
     as_json: bool,
 ) -> None:
@@ -76,7 +76,7 @@ def keys_create(
 @click.option("--tenant", help="Only this tenant's.")
 @takes_place
 @json_option
-def keys_list(tenant: str | None, place: Place, *, as_json: bool) -> None:
+def keys_list(tenant: str | None, place: DataPlace, *, as_json: bool) -> None:
     """List the keys, revoked ones included."""
     with place.client() as client:
         if client is not None:
@@ -98,14 +98,14 @@ def keys_list(tenant: str | None, place: Place, *, as_json: bool) -> None:
 @click.argument("key_id")
 @takes_place
 @json_option
-def keys_revoke(key_id: str, place: Place, *, as_json: bool) -> None:
+def keys_revoke(key_id: str, place: DataPlace, *, as_json: bool) -> None:
     """Revoke a key: it is refused from now on."""
     with place.client() as client:
         revoked = _revoke(place, key_id) if client is None else client.revoke_key(key_id)
     print_records(revoked, as_json=as_json, columns=("key_id", "tenant", "role", "name", "revoked_at"))
 
 
-def _revoke(place: Place, key_id: str) -> Json:
+def _revoke(place: DataPlace, key_id: str) -> Json:
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import keys as stored_keys
 

@@ -41,7 +41,7 @@ FILTERS = ("tenant", "task_id", "group_id", "session_id", "split", "status", "us
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DataPlace:
     """What the options of a command say about the place of its data."""
 
     url: str | None
@@ -79,7 +79,7 @@ def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_place(*arguments: Any, url: str | None, api_key: str | None, database: str | None, **options: Any) -> Any:
-        return command(*arguments, place=Place(url, api_key, database), **options)
+        return command(*arguments, place=DataPlace(url, api_key, database), **options)
 
     with_place = database_option(with_place)
     with_place = click.option(

@@ -13,7 +13,7 @@ import click
 from turnwise.client import Client
 from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.place import (
-    Place,
+    DataPlace,
     database_option,
     database_url,
     json_option,
@@ -46,7 +46,7 @@ _SHOWN = ("reward_mean", "seconds")
 @takes_place
 @json_option
 @click.pass_context
-def policies(context: click.Context, limit: int, place: Place, *, as_json: bool) -> None:
+def policies(context: click.Context, limit: int, place: DataPlace, *, as_json: bool) -> None:
     """List the versions of all policies, newest first; `activate` and `follow` choose the served one."""
     if context.invoked_subcommand is not None:
         return
@@ -79,7 +79,7 @@ def policies(context: click.Context, limit: int, place: Place, *, as_json: bool)
 @policies.command("list")
 @takes_place
 @json_option
-def list_named(place: Place, *, as_json: bool) -> None:
+def list_named(place: DataPlace, *, as_json: bool) -> None:
     """List the policies, also those without a version: served version, sessions, what was trained, bytes on disk."""
     with place.client() as client:
         listed = _summaries(place) if client is None else client.policy_summaries()
@@ -87,7 +87,7 @@ def list_named(place: Place, *, as_json: bool) -> None:
     print_records(listed if as_json else rows, as_json=as_json, columns=_POLICY_COLUMNS)
 
 
-def _summaries(place: Place) -> list[Json]:
+def _summaries(place: DataPlace) -> list[Json]:
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies as stored_policies
     from turnwise.store import versions
@@ -154,7 +154,7 @@ def create(
     tenant: str | None,
     base: str,
     adapter: Path | None,
-    place: Place,
+    place: DataPlace,
     *,
     as_json: bool,
 ) -> None:
@@ -179,7 +179,7 @@ def create(
     )
 
 
-def _create(place: Place, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
+def _create(place: DataPlace, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
     """Create a policy in a database; return it, and whether it is new."""
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies as stored_policies
@@ -213,7 +213,7 @@ def _check_adapter(store: Database, adapter: Path) -> None:
 @click.argument("name")
 @click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
 @takes_place
-def archive(name: str, tenant: str | None, place: Place) -> None:
+def archive(name: str, tenant: str | None, place: DataPlace) -> None:
     """Take a policy out of use: its calls get 409, it is not trained, and engines unload its adapters."""
     _archive(name, tenant, place, is_archived=True)
     click.echo(f"Policy {name} is archived. Its versions stay: turnwise policies unarchive {name}")
@@ -223,13 +223,13 @@ def archive(name: str, tenant: str | None, place: Place) -> None:
 @click.argument("name")
 @click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
 @takes_place
-def unarchive(name: str, tenant: str | None, place: Place) -> None:
+def unarchive(name: str, tenant: str | None, place: DataPlace) -> None:
     """Take an archived policy into use again."""
     _archive(name, tenant, place, is_archived=False)
     click.echo(f"Policy {name} is in use again.")
 
 
-def _archive(name: str, tenant: str | None, place: Place, *, is_archived: bool) -> None:
+def _archive(name: str, tenant: str | None, place: DataPlace, *, is_archived: bool) -> None:
     with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
@@ -245,7 +245,7 @@ def _archive(name: str, tenant: str | None, place: Place, *, is_archived: bool) 
 @click.argument("version", type=click.IntRange(min=0))
 @takes_place
 @json_option
-def activate(version: int, place: Place, *, as_json: bool) -> None:
+def activate(version: int, place: DataPlace, *, as_json: bool) -> None:
     """Serve this version and stay on it (pin it) until `turnwise policies follow`."""
     with place.client() as client:
         pinned = _pin(place, version) if client is None else client.activate(version)
@@ -255,7 +255,7 @@ def activate(version: int, place: Place, *, as_json: bool) -> None:
     click.echo(f"Version {version} is pinned: the proxy loads it now and keeps it, whatever is published later.")
 
 
-def _pin(place: Place, version: int) -> Json:
+def _pin(place: DataPlace, version: int) -> Json:
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import serving, versions
 
@@ -273,7 +273,7 @@ def _pin(place: Place, version: int) -> Json:
 @click.option("--tenant", help="Its owner [default: default; over HTTP the caller's].")
 @takes_place
 @json_option
-def follow(policy: str, tenant: str | None, place: Place, *, as_json: bool) -> None:
+def follow(policy: str, tenant: str | None, place: DataPlace, *, as_json: bool) -> None:
     """Serve the newest version of a policy again, and each later one."""
     with place.client() as client:
         if client is not None:
@@ -289,7 +289,7 @@ def follow(policy: str, tenant: str | None, place: Place, *, as_json: bool) -> N
     )
 
 
-def _unpin(place: Place, tenant: str, policy: str) -> int | None:
+def _unpin(place: DataPlace, tenant: str, policy: str) -> int | None:
     """Serve a policy's newest version; return it, None before the first."""
     from turnwise.store import policies as stored_policies
     from turnwise.store import serving
@@ -329,7 +329,7 @@ def merge(directory: Path, destination: Path, model: str | None, repository: str
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @takes_place
 @json_option
-def updates(limit: int, place: Place, *, as_json: bool) -> None:
+def updates(limit: int, place: DataPlace, *, as_json: bool) -> None:
     """List what was trained: each update with its version, its groups and its mean reward, newest first."""
     with place.client() as client:
         if client is not None:

@@ -36,10 +36,11 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None
     settings = at_running_proxy(settings)
     if settings.tasks is None:
         _run_once(settings, argv, as_json=as_json)
-    from turnwise.rollouts import opening, report
+    from turnwise.rollouts import opening
+    from turnwise.rollouts import results as report
     from turnwise.rollouts.runner import no_call_cause
 
-    progress = report.Progress()
+    progress = report.ProgressLine()
     try:
         results = asyncio.run(opening.play_all(settings, argv, progress))
     except asyncio.CancelledError:

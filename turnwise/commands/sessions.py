@@ -13,7 +13,7 @@ import click
 
 from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.place import (
-    Place,
+    DataPlace,
     api_filters,
     database_option,
     database_url,
@@ -51,7 +51,7 @@ COLUMNS = (
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @takes_place
 @json_option
-def sessions(place: Place, limit: int, *, as_json: bool, **chosen: Any) -> None:
+def sessions(place: DataPlace, limit: int, *, as_json: bool, **chosen: Any) -> None:
     """List the newest sessions."""
     with place.client() as client:
         if client is not None:

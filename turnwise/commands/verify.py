@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from turnwise.commands.place import (
-    Place,
+    DataPlace,
     api_filters,
     engine_client_options,
     filter_of,
@@ -24,7 +24,7 @@ from turnwise.types import Json
 if TYPE_CHECKING:
     from turnwise.client import Client
     from turnwise.store.selection import SessionFilter
-    from turnwise.verify.report import Report
+    from turnwise.verify.report import Verification
 
 BAR_CHARACTERS = 30
 """Length of the progress bar."""
@@ -53,7 +53,7 @@ BAR_CHARACTERS = 30
 @takes_place
 @json_option
 def verify(
-    place: Place,
+    place: DataPlace,
     *,
     engine: str | None,
     is_forward: bool,
@@ -93,7 +93,7 @@ def verify(
 
 def _verify_database(
     url: str, wanted: SessionFilter, engine: str | None, rule: Json, drawn: Json, *, is_forward: bool
-) -> Report:
+) -> Verification:
     from turnwise.verify import store as checks
     from turnwise.verify.logprobs import LogprobChecker
 
@@ -114,7 +114,7 @@ def _verify_database(
     return report
 
 
-def _verify_served(client: Client, filters: Json, rule: Json | None, drawn: Json) -> Report:
+def _verify_served(client: Client, filters: Json, rule: Json | None, drawn: Json) -> Verification:
     from turnwise.verify.remote import ServedLogprobs, verify_served
 
     checker = None if rule is None else ServedLogprobs(client, **rule)

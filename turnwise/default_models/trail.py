@@ -261,7 +261,7 @@ def _shell_output(task: TrailTask, name: str) -> Message:
 
 
 @dataclass(frozen=True)
-class Format:
+class TrailFormat:
     """A form of the task."""
 
     tools: list[dict[str, Any]] | None
@@ -272,7 +272,7 @@ class Format:
 
 
 FORMATS = {
-    "trail": Format(TOOLS, TrailTask.for_agent, warm_up_conversation),
-    "typed_trail": Format(TYPED_TOOLS, _line_with_answer, warm_up_conversation),
-    "shell_trail": Format(None, _line_with_files, _shell_conversation),
+    "trail": TrailFormat(TOOLS, TrailTask.for_agent, warm_up_conversation),
+    "typed_trail": TrailFormat(TYPED_TOOLS, _line_with_answer, warm_up_conversation),
+    "shell_trail": TrailFormat(None, _line_with_files, _shell_conversation),
 }

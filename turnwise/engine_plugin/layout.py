@@ -31,7 +31,7 @@ class Slot(NamedTuple):
     end: int
 
 
-class Layout:
+class TensorLayout:
     """The places of all tensors of a version, in their order.
 
     Args:

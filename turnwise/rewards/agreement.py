@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from turnwise.errors import GraderFailed, SettingsError
-from turnwise.rewards.verdict import Reward
+from turnwise.rewards.grader import Grade
 from turnwise.types import Json
 
 
@@ -69,7 +69,7 @@ def units_of(documents: Sequence[Json], *, relative: bool) -> list[list[Json]]:
     return list(groups.values())
 
 
-def session_rewards(unit: Sequence[Json], rewards: Iterable[Reward]) -> dict[str, float]:
+def session_rewards(unit: Sequence[Json], rewards: Iterable[Grade]) -> dict[str, float]:
     """Return the total reward of each session of a unit; sessions without a reward are left out."""
     totals: dict[str, float] = defaultdict(float)
     for reward in rewards:

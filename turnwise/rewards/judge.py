@@ -18,9 +18,9 @@ import httpx2
 
 from turnwise.errors import GraderFailed
 from turnwise.files import append_lines, read_objects
+from turnwise.rewards.grader import Grade, finite
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.transcript import text_of
-from turnwise.rewards.verdict import Reward, finite
 from turnwise.types import Json
 
 SOURCE = "judge"
@@ -56,7 +56,7 @@ class Judge:
         self._cache_path = settings.judge_cache
         self._cache = {} if settings.judge_cache is None else read_cache(settings.judge_cache)
 
-    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+    async def decide(self, documents: Sequence[Json]) -> list[Grade]:
         """Return the mean of the votes on each session, from 0 to 1.
 
         Raises:
@@ -69,7 +69,7 @@ class Judge:
             for place, score in zip(order, scores, strict=True):
                 sums[place] += score / self._votes
         return [
-            Reward(total / MAX_SCORE, session_id=document["session"]["session_id"])
+            Grade(total / MAX_SCORE, session_id=document["session"]["session_id"])
             for document, total in zip(documents, sums, strict=True)
         ]
 

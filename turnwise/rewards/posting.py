@@ -19,10 +19,10 @@ from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, Pr
 from turnwise.files import append_lines, read_objects
 from turnwise.rewards import transcript
 from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
+from turnwise.rewards.grader import Grade
 from turnwise.rewards.judge import SOURCE as JUDGE
 from turnwise.rewards.settings import RewardSettings, check
 from turnwise.rewards.sources import Source, make_source
-from turnwise.rewards.verdict import Reward
 from turnwise.types import Json
 
 READY_SECONDS = 4.0
@@ -34,7 +34,7 @@ PAGE = 100
 
 
 @dataclasses.dataclass(slots=True)
-class Counts:
+class PostingCounts:
     """What was done so far."""
 
     num_sessions: int = 0
@@ -74,10 +74,10 @@ class Poster:
         self._num_polls = 0
         self._is_interrupted = False
         """Whether a unit of this poll ended with an error that concerns all units; no further unit is begun."""
-        self.counts = Counts()
+        self.counts = PostingCounts()
         self.stopping = asyncio.Event()
 
-    async def run(self) -> Counts:
+    async def run(self) -> PostingCounts:
         """Go through the ended sessions; with `watch` until stopped, also while the proxy is not available.
 
         Raises:
@@ -199,7 +199,7 @@ class Poster:
         self.counts.value_sum += sum(reward.value for reward in rewards)
         self._record([session["session_id"] for session in sessions])
 
-    async def _attempt(self, documents: Sequence[Json]) -> list[Reward]:
+    async def _attempt(self, documents: Sequence[Json]) -> list[Grade]:
         """Ask the source, again after a pause where it fails.
 
         Raises:
@@ -229,7 +229,7 @@ class Poster:
 
 async def post_rewards(
     settings: RewardSettings, say: Callable[[str], None], on_start: Callable[[Poster], Any] = lambda _: None
-) -> Counts:
+) -> PostingCounts:
     """Decide on all ended sessions, and with `watch` on those that end later.
 
     Raises:
@@ -275,5 +275,5 @@ async def post_once(client: AsyncClient, session_id: str, lines: Sequence[Json],
         return []
 
 
-def _named(reward: Reward, name: str) -> Reward:
+def _named(reward: Grade, name: str) -> Grade:
     return reward if reward.name is not None or name == "reward" else dataclasses.replace(reward, name=name)

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from turnwise.errors import GraderFailed
 from turnwise.processes.limited import call_in_daemon_thread, split_command
-from turnwise.rewards.command import CommandGrader
+from turnwise.rewards.grader import CommandGrader, Grade, as_rewards
 from turnwise.rewards.judge import Judge
 from turnwise.rewards.settings import RewardSettings
-from turnwise.rewards.verdict import Reward, as_rewards
 from turnwise.settings import load_object
 from turnwise.types import Json
 
@@ -23,7 +22,7 @@ from turnwise.types import Json
 class Source(Protocol):
     """Decides on the sessions of one unit: a single session, or all sessions of a group."""
 
-    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+    async def decide(self, documents: Sequence[Json]) -> list[Grade]:
         """Return the rewards; those of a group name their sessions.
 
         Raises:
@@ -43,7 +42,7 @@ class CommandSource:
         self._workdir = settings.workdir
         self._log = settings.state_path().with_suffix(".log")
 
-    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+    async def decide(self, documents: Sequence[Json]) -> list[Grade]:
         """Run the program on one session."""
         (document,) = documents
         environment = {**os.environ, "TURNWISE_SESSION_ID": document["session"]["session_id"]}
@@ -61,7 +60,7 @@ class PythonSource:
         self._function = load_function(settings.function)
         self._name = settings.function
 
-    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+    async def decide(self, documents: Sequence[Json]) -> list[Grade]:
         """Call the function with one session, in a thread that does not keep this process alive if it hangs."""
         (document,) = documents
         value = await _in_daemon_thread(self._name, self._function, document)

@@ -13,12 +13,11 @@ from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, To
 from turnwise.files import write_whole
 from turnwise.processes.limited import split_command, with_script
 from turnwise.rewards import transcript
-from turnwise.rewards.command import CommandGrader
+from turnwise.rewards.grader import CommandGrader, Grade
 from turnwise.rewards.posting import post_once
-from turnwise.rewards.verdict import Reward
 from turnwise.rollouts import agents
 from turnwise.rollouts.agents import AGENTS
-from turnwise.rollouts.players import Played, Run
+from turnwise.rollouts.players import AgentEnd, PlannedRun
 from turnwise.rollouts.settings import RunSettings
 from turnwise.types import Json
 
@@ -42,24 +41,24 @@ class Grading:
             argv = with_script(split_command(settings.reward_command, "--reward-command"), settings.workdir)
             self._grader = CommandGrader(argv, settings.reward_timeout)
 
-    def stored(self, directory: Path) -> Played | None:
+    def stored(self, directory: Path) -> AgentEnd | None:
         """Return the stored end of a run; None if the agent did not end."""
         path = directory / PLAYED_FILE
         if not path.exists():
             return None
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields["rewards"] is not None:
-            fields["rewards"] = [Reward(**each) for each in fields["rewards"]]
-        return Played(**fields)
+            fields["rewards"] = [Grade(**each) for each in fields["rewards"]]
+        return AgentEnd(**fields)
 
-    def store(self, directory: Path, played: Played) -> None:
+    def store(self, directory: Path, played: AgentEnd) -> None:
         """Store how the agent of a run ended."""
         write_whole(directory / PLAYED_FILE, json.dumps(dataclasses.asdict(played), ensure_ascii=False))
 
-    async def grade(self, run: Run, played: Played) -> tuple[Json, str | None]:
+    async def grade(self, run: PlannedRun, played: AgentEnd) -> tuple[Json, str | None]:
         """Reward a run and end its session; return the session and, if grading failed, the error."""
         error = None
-        rewards: Sequence[Reward] = played.rewards or []
+        rewards: Sequence[Grade] = played.rewards or []
         if self._grader is not None and played.error is None:
             try:
                 rewards = [*rewards, *await self._ask(self._grader, run, played)]
@@ -72,16 +71,16 @@ class Grading:
             error = f"the proxy does not take the reward: {failure}"
             return await self._client.end_session(run.session_id, reason=played.termination_reason), error
 
-    async def _reward_and_end(self, session_id: str, rewards: Sequence[Reward], reason: str) -> Json:
+    async def _reward_and_end(self, session_id: str, rewards: Sequence[Grade], reason: str) -> Json:
         """Post all rewards and end the session; a single session reward goes with the end in one transaction."""
-        if len(rewards) == 1 and rewards[0] == Reward(rewards[0].value):
+        if len(rewards) == 1 and rewards[0] == Grade(rewards[0].value):
             return await self._client.end_session(session_id, reason=reason, reward=rewards[0].value)
         if rewards:
             lines = [reward.line(session_id, SOURCE) for reward in rewards]
             await post_once(self._client, session_id, lines, f"{session_id}/rewards")
         return await self._client.end_session(session_id, reason=reason)
 
-    async def _ask(self, grader: CommandGrader, run: Run, played: Played) -> list[Reward]:
+    async def _ask(self, grader: CommandGrader, run: PlannedRun, played: AgentEnd) -> list[Grade]:
         session = await self._client.session(run.session_id)
         turns = [turn async for turn in self._client.turns(run.session_id)]
         environment = {

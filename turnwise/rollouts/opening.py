@@ -15,8 +15,7 @@ from turnwise.processes.limited import find_program, with_script
 from turnwise.rollouts.agents import DEFAULT_CONTEXT_TOKENS, Model, find_agent
 from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.players import CommandPlayer, Player
-from turnwise.rollouts.report import Progress
-from turnwise.rollouts.results import Results, RunResult
+from turnwise.rollouts.results import ProgressLine, Results, RunResult
 from turnwise.rollouts.runner import OnResult, Runner
 from turnwise.rollouts.settings import RunSettings, check
 from turnwise.rollouts.tasks import load_tasks, unfilled
@@ -67,7 +66,7 @@ def connected(settings: RunSettings) -> AsyncClient:
     return AsyncClient(settings.url, key, max_retries=10)
 
 
-async def play_all(settings: RunSettings, argv: Sequence[str], progress: Progress) -> list[RunResult]:
+async def play_all(settings: RunSettings, argv: Sequence[str], progress: ProgressLine) -> list[RunResult]:
     """Play all passes of the tasks file; the first interrupt lets running runs end, the second ends them.
 
     Raises:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from turnwise.processes.limited import run_limited
-from turnwise.rewards.verdict import Reward
+from turnwise.rewards.grader import Grade
 from turnwise.rollouts import agents
 from turnwise.rollouts.agents import Address, Agent
 from turnwise.rollouts.tasks import Task, fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PlannedRun:
     """One run of one task, ready to be played."""
 
     task: Task
@@ -45,13 +45,13 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class AgentEnd:
     """How a run ended."""
 
     termination_reason: str
     """`exit_status_N`, `timeout` or `error`."""
     seconds: float
-    rewards: Sequence[Reward] | None = None
+    rewards: Sequence[Grade] | None = None
     """Rewards that the called function returned; None for a command."""
     error: str | None = None
 
@@ -66,7 +66,7 @@ class Player(Protocol):
             SettingsError: the agent cannot be used.
         """
 
-    async def play(self, run: Run) -> Played:
+    async def play(self, run: PlannedRun) -> AgentEnd:
         """Play one run to its end."""
 
     async def close(self) -> None:
@@ -82,7 +82,7 @@ class CommandPlayer:
         self._timeout_seconds = timeout_seconds
         self._scratch_home = scratch_home
 
-    async def play(self, run: Run) -> Played:
+    async def play(self, run: PlannedRun) -> AgentEnd:
         """Play one run to its end, or to its time limit."""
         await asyncio.to_thread(agents.write_files, self._agent, run.address)
         address = run.address
@@ -103,7 +103,7 @@ class CommandPlayer:
             timeout_seconds=self._timeout_seconds,
         )
         reason = "timeout" if ended.timed_out else f"exit_status_{ended.exit_status}"
-        return Played(termination_reason=reason, seconds=ended.seconds)
+        return AgentEnd(termination_reason=reason, seconds=ended.seconds)
 
     async def start(self) -> None:
         """Do nothing: each run starts its own process."""

@@ -25,7 +25,7 @@ from turnwise.processes.supervisor import tail_of
 from turnwise.rollouts.agents import Address, Model
 from turnwise.rollouts.grading import Grading
 from turnwise.rollouts.pacing import Pace
-from turnwise.rollouts.players import Played, Player, Run
+from turnwise.rollouts.players import AgentEnd, PlannedRun, Player
 from turnwise.rollouts.results import Key, Results, RunResult
 from turnwise.rollouts.settings import RunSettings
 from turnwise.rollouts.tasks import Task
@@ -191,9 +191,9 @@ class Runner:
             return await self._play_and_grade(planned, session, directory, played)
 
     async def _play_and_grade(
-        self, planned: _Planned, session: AsyncSessionHandle, directory: Path, played: Played | None
+        self, planned: _Planned, session: AsyncSessionHandle, directory: Path, played: AgentEnd | None
     ) -> RunResult:
-        run = Run(
+        run = PlannedRun(
             task=planned.task,
             run=planned.run,
             split=planned.split,
@@ -217,7 +217,7 @@ class Runner:
             await asyncio.to_thread(_clean, directory, keep=self._settings.call is None)
         return _result(planned, ended, played.termination_reason, played.seconds, played.error or error)
 
-    def _prepare(self, run: Run) -> None:
+    def _prepare(self, run: PlannedRun) -> None:
         """Create the run's directory; the files of an interrupted attempt are deleted."""
         if run.directory.exists():
             shutil.rmtree(run.directory)

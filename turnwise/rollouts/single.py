@@ -17,7 +17,7 @@ from turnwise.rollouts import agents
 from turnwise.rollouts.agents import Address, Agent, Model, find_agent
 from turnwise.rollouts.grading import Grading
 from turnwise.rollouts.opening import READY_SECONDS, connected, served_model
-from turnwise.rollouts.players import Played, Run
+from turnwise.rollouts.players import AgentEnd, PlannedRun
 from turnwise.rollouts.results import RunResult
 from turnwise.rollouts.settings import RunSettings, check
 from turnwise.rollouts.tasks import Task
@@ -73,10 +73,10 @@ def exit_status(result: RunResult) -> int:
     return int(result.termination_reason.removeprefix("exit_status_"))
 
 
-def _run(session: AsyncSessionHandle, settings: RunSettings, model: Model, scratch: Path) -> Run:
+def _run(session: AsyncSessionHandle, settings: RunSettings, model: Model, scratch: Path) -> PlannedRun:
     home = scratch / "home"
     home.mkdir()
-    return Run(
+    return PlannedRun(
         task=Task("", {}),
         run=0,
         split=settings.split,
@@ -87,7 +87,7 @@ def _run(session: AsyncSessionHandle, settings: RunSettings, model: Model, scrat
     )
 
 
-async def _play(agent: Agent, command: list[str], run: Run, settings: RunSettings) -> Played:
+async def _play(agent: Agent, command: list[str], run: PlannedRun, settings: RunSettings) -> AgentEnd:
     agents.write_files(agent, run.address)
     scratch_home = agent.scratch_home if settings.scratch_home is None else settings.scratch_home
     environment = agents.environment(agent, run.address, scratch_home=scratch_home)
@@ -98,10 +98,10 @@ async def _play(agent: Agent, command: list[str], run: Run, settings: RunSetting
             argv, cwd=run.workdir, environment=environment, log=Path("/dev/stderr"), timeout_seconds=settings.timeout
         )
         reason = "timeout" if ended.timed_out else f"exit_status_{ended.exit_status}"
-        return Played(termination_reason=reason, seconds=ended.seconds)
+        return AgentEnd(termination_reason=reason, seconds=ended.seconds)
     started = time.monotonic()
     code = await _in_this_terminal(argv, environment)
-    return Played(termination_reason=f"exit_status_{code}", seconds=time.monotonic() - started)
+    return AgentEnd(termination_reason=f"exit_status_{code}", seconds=time.monotonic() - started)
 
 
 async def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int:

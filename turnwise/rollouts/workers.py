@@ -21,10 +21,10 @@ from turnwise.errors import GraderFailed, SettingsError
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS, find_program
 from turnwise.processes.supervisor import tail_of
-from turnwise.rewards.verdict import as_rewards
+from turnwise.rewards.grader import as_rewards
 from turnwise.rollouts import agents, worker
 from turnwise.rollouts.agents import AGENTS
-from turnwise.rollouts.players import Played, Run
+from turnwise.rollouts.players import AgentEnd, PlannedRun
 from turnwise.types import Json
 
 START_SECONDS = 180.0
@@ -68,8 +68,8 @@ class CallPlayer:
         self._timeout_seconds = timeout_seconds
         self._log = log
         self._environment = {**os.environ, **(environment or {})}
-        self._workers: list[_Worker] = []
-        self._retired: list[_Worker] = []
+        self._workers: list[_AgentWorker] = []
+        self._retired: list[_AgentWorker] = []
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
@@ -80,7 +80,7 @@ class CallPlayer:
         """
         await self._worker()
 
-    async def play(self, run: Run) -> Played:
+    async def play(self, run: PlannedRun) -> AgentEnd:
         """Play one run to its end, or to its time limit."""
         chosen = await self._worker()
         started = time.monotonic()
@@ -89,7 +89,7 @@ class CallPlayer:
                 answer = await chosen.call(_request(run))
         except TimeoutError:
             self._retire(chosen)
-            return Played(termination_reason="timeout", seconds=time.monotonic() - started, rewards=[])
+            return AgentEnd(termination_reason="timeout", seconds=time.monotonic() - started, rewards=[])
         finally:
             await self._end_idle()
         return _played(answer, time.monotonic() - started)
@@ -99,18 +99,18 @@ class CallPlayer:
         await asyncio.gather(*(each.end() for each in (*self._workers, *self._retired)))
         self._workers, self._retired = [], []
 
-    async def _worker(self) -> _Worker:
+    async def _worker(self) -> _AgentWorker:
         """Return the least busy worker, starting those that are missing."""
         async with self._starting:
             self._workers = [each for each in self._workers if each.is_alive]
             if len(self._workers) < self._num_workers:
-                fresh = _Worker(self._log)
+                fresh = _AgentWorker(self._log)
                 argv = [self._python, str(worker.__file__), self._target, str(self._num_threads)]
                 await fresh.start(argv, self._environment, self._target)
                 self._workers.append(fresh)
             return min(self._workers, key=lambda each: each.num_calls)
 
-    def _retire(self, chosen: _Worker) -> None:
+    def _retire(self, chosen: _AgentWorker) -> None:
         if chosen in self._workers:
             self._workers.remove(chosen)
             self._retired.append(chosen)
@@ -123,7 +123,7 @@ class CallPlayer:
             await each.end()
 
 
-class _Worker:
+class _AgentWorker:
     """One worker process."""
 
     def __init__(self, log: Path) -> None:
@@ -220,7 +220,7 @@ class _Worker:
 _WORKER_DIED = "its worker process ended during the run; its output is in workers.log"
 
 
-def _request(run: Run) -> dict[str, Any]:
+def _request(run: PlannedRun) -> dict[str, Any]:
     environment = {**agents.variables(AGENTS["any"], run.address), **run.variables()}
     described = {
         "session_id": run.session_id,
@@ -235,11 +235,11 @@ def _request(run: Run) -> dict[str, Any]:
     return {"task": run.task.fields, "run": described}
 
 
-def _played(answer: Json, seconds: float) -> Played:
+def _played(answer: Json, seconds: float) -> AgentEnd:
     if "error" in answer:
-        return Played(termination_reason="error", seconds=seconds, error=answer["error"])
+        return AgentEnd(termination_reason="error", seconds=seconds, error=answer["error"])
     try:
         rewards = as_rewards(answer["value"])
     except GraderFailed as error:
-        return Played(termination_reason="error", seconds=seconds, error=f"the called function failed: {error}")
-    return Played(termination_reason="exit_status_0", seconds=seconds, rewards=rewards)
+        return AgentEnd(termination_reason="error", seconds=seconds, error=f"the called function failed: {error}")
+    return AgentEnd(termination_reason="exit_status_0", seconds=seconds, rewards=rewards)

@@ -19,7 +19,7 @@ from turnwise.verify.engine import (
     read_logprobs,
     read_models,
 )
-from turnwise.verify.report import Report
+from turnwise.verify.report import Verification
 from turnwise.version_directory import MANIFEST, read_json
 
 TIMEOUT_SECONDS = 300.0
@@ -53,7 +53,7 @@ class LogprobChecker:
         """Close the connection."""
         self._http.close()
 
-    def check(self, view: TurnView, place: str, report: Report) -> None:
+    def check(self, view: TurnView, place: str, report: Verification) -> None:
         """Compare a trainable turn's logprobs with those that the engine gives now.
 
         Raises:

@@ -16,8 +16,8 @@ import numpy as np
 from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
 from turnwise.types import Json, Outcome, Turn
-from turnwise.verify.report import Report
-from turnwise.verify.structure import check_turns
+from turnwise.verify.records import check_turns
+from turnwise.verify.report import Verification
 
 if TYPE_CHECKING:
     from turnwise.client import Client
@@ -37,7 +37,7 @@ class ServedLogprobs:
         self._tolerance = tolerance
         self._version_distance = version_distance
 
-    def check(self, turn: Turn, place: str, report: Report) -> None:
+    def check(self, turn: Turn, place: str, report: Verification) -> None:
         """Compare a turn's logprobs."""
         try:
             found = self._client.recomputed_logprobs(turn.turn_id)
@@ -66,7 +66,7 @@ def verify_served(
     share: float,
     seed: int,
     progress: Callable[[int, int], None],
-) -> Report:
+) -> Verification:
     """Check sessions that a proxy returns.
 
     Args:
@@ -77,7 +77,7 @@ def verify_served(
         seed: Chooses them.
         progress: Called after each session with the number of checked sessions and of all.
     """
-    report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
+    report, draw = Verification(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
     report.checked["sessions"] = 0
     instants = ((each["version"], each["activated_at"]) for each in client.policies())
     served_at = {version: datetime.fromisoformat(instant) for version, instant in instants if instant is not None}

@@ -22,7 +22,7 @@ class Mismatch:
 
 
 @dataclasses.dataclass(slots=True)
-class Report:
+class Verification:
     """The result of a verification."""
 
     checked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)

@@ -12,16 +12,14 @@ from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.store.turns import TurnView
 from turnwise.types import PolicyVersion
-from turnwise.verify.digests import check_record, check_update
-from turnwise.verify.report import Report
-from turnwise.verify.structure import check_turns
-from turnwise.verify.weights import check_weights
+from turnwise.verify.records import check_record, check_turns, check_update, check_weights
+from turnwise.verify.report import Verification
 
 
 class Checker(Protocol):
     """Recomputes the logprobs of turns."""
 
-    def check(self, view: TurnView, place: str, report: Report) -> None:
+    def check(self, view: TurnView, place: str, report: Verification) -> None:
         """Compare a trainable turn's logprobs."""
 
     def close(self) -> None:
@@ -36,7 +34,7 @@ def verify(
     share: float,
     seed: int,
     progress: Callable[[int, int], None],
-) -> Report:
+) -> Verification:
     """Check what a database holds.
 
     Args:
@@ -51,7 +49,7 @@ def verify(
         EngineUnavailable: the engine does not answer.
         StoreError: the database cannot be read.
     """
-    report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
+    report, draw = Verification(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
     report.checked["sessions"] = 0  # so that a filter that selects none is seen
     try:
         found = list(all_policies(database))
@@ -76,7 +74,7 @@ def verify(
 
 
 def _check_logprobs(
-    record: search.SessionRecord, checker: Checker, report: Report, is_drawn: Callable[[], bool]
+    record: search.SessionRecord, checker: Checker, report: Verification, is_drawn: Callable[[], bool]
 ) -> None:
     for view in record.views():
         if is_trainable(view.turn) and is_drawn():

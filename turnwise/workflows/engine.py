@@ -108,7 +108,7 @@ class AgentWorkflowEngine:
         pairs = list(zip(tasks, self._identities(ids), strict=True))
         rollouts = [asyncio.ensure_future(self._process(task, run, kwargs)) for task, run in pairs]
         by_task: dict[str, list[Episode]] = {task_id: [] for task_id in ids}
-        progress = Progress(len(rollouts))
+        progress = EpisodesProgress(len(rollouts))
         try:
             for finished in asyncio.as_completed(rollouts):
                 task_id, _, episode = await finished
@@ -202,7 +202,7 @@ def _is_error(episode: Episode | None) -> bool:
     return episode is not None and episode.termination_reason is TerminationReason.ERROR
 
 
-class Progress:
+class EpisodesProgress:
     """A progress line on a terminal's stderr; prints nothing elsewhere."""
 
     def __init__(self, total: int) -> None:

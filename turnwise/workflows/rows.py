@@ -31,7 +31,7 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class VerlRow:
     """One row of a verl batch."""
 
     tokens: Tokens
@@ -51,7 +51,7 @@ class Row:
         return self.episode.termination_reason or TerminationReason.UNKNOWN
 
 
-def rows_of(episode: Episode | None, task_id: str, *, stepwise: bool) -> list[Row]:
+def rows_of(episode: Episode | None, task_id: str, *, stepwise: bool) -> list[VerlRow]:
     """Return an episode's rows: one for each step or trajectory with captured tokens."""
     if episode is None:
         return []
@@ -60,7 +60,7 @@ def rows_of(episode: Episode | None, task_id: str, *, stepwise: bool) -> list[Ro
     ]
 
 
-def _trajectory_rows(episode: Episode, trajectory: Trajectory, task_id: str, stepwise: bool) -> Iterator[Row]:
+def _trajectory_rows(episode: Episode, trajectory: Trajectory, task_id: str, stepwise: bool) -> Iterator[VerlRow]:
     trajectory_id = f"{task_id}_{trajectory.name}"
     sampled = [(k, step) for k, step in enumerate(trajectory.steps) if _is_captured(step.model_output)]
     if len(sampled) < len(trajectory.steps):
@@ -79,7 +79,7 @@ def _trajectory_rows(episode: Episode, trajectory: Trajectory, task_id: str, ste
     else:
         pieces = [(join(_last_chain(outputs, trajectory_id)), trajectory_id, trajectory.reward or 0.0)]
     for number, (tokens, step_id, reward) in enumerate(pieces, start=1):
-        yield Row(
+        yield VerlRow(
             tokens=tokens,
             episode=episode,
             trajectory_id=trajectory_id,
@@ -147,6 +147,6 @@ def in_batch_order(episodes: Sequence[Episode], task_ids: Sequence[str]) -> list
     return [waiting[task_id].pop(0) for task_id in task_ids]
 
 
-def is_kept(row: Row, filtering: Json) -> bool:
+def is_kept(row: VerlRow, filtering: Json) -> bool:
     """Return whether compact filtering keeps the row in the loss; the baseline includes it in any case."""
     return not (filtering.get("enable") and filtering.get(f"mask_{row.termination_reason.value}"))

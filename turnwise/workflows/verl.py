@@ -18,7 +18,7 @@ from verl import DataProto
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 from turnwise.workflows.episodes import Episode
-from turnwise.workflows.rows import Row, is_kept, rows_of, task_of
+from turnwise.workflows.rows import VerlRow, is_kept, rows_of, task_of
 
 
 def to_data_proto(episodes: Sequence[Episode], task_ids: Sequence[str], config: Any, pad_token_id: int) -> DataProto:
@@ -52,7 +52,7 @@ def to_data_proto(episodes: Sequence[Episode], task_ids: Sequence[str], config: 
     )
 
 
-def _tensors(rows: list[Row], max_prompt: int, max_response: int, pad_token_id: int) -> dict[str, torch.Tensor]:
+def _tensors(rows: list[VerlRow], max_prompt: int, max_response: int, pad_token_id: int) -> dict[str, torch.Tensor]:
     # A prompt that is too long is truncated at its start, a response at its end.
     prompt_rows = [row.tokens.prompt[-max_prompt:] for row in rows]
     prompts = _filled(prompt_rows, max_prompt, pad_token_id, torch.long, left=True)
@@ -99,7 +99,7 @@ def _at_end(rewards: list[float], lengths: list[int], width: int) -> torch.Tenso
     return placed
 
 
-def _non_tensors(rows: list[Row], filtering: Json) -> dict[str, np.ndarray[Any, Any]]:
+def _non_tensors(rows: list[VerlRow], filtering: Json) -> dict[str, np.ndarray[Any, Any]]:
     batch_id = str(uuid.uuid4())
     return {
         "episode_ids": np.array([row.episode.id for row in rows]),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from turnwise import __version__
-from turnwise.client.conversations import Conversation, conversations
+from turnwise.client.conversations import AgentConversation, conversations
 from turnwise.types import Json
 
 SCHEMA_VERSION = "ATIF-v1.4"
@@ -24,7 +24,7 @@ def lines(session: Json) -> Iterator[Json]:
         yield _trajectory(conversation)
 
 
-def _trajectory(conversation: Conversation) -> Json:
+def _trajectory(conversation: AgentConversation) -> Json:
     session, last = conversation.session, conversation.path[-1]
     steps = _steps(conversation)
     return {
@@ -49,7 +49,7 @@ def _trajectory(conversation: Conversation) -> Json:
     }
 
 
-def _steps(conversation: Conversation) -> list[Json]:
+def _steps(conversation: AgentConversation) -> list[Json]:
     replies = conversation.replies
     steps: list[dict[str, Any]] = []
     calls: set[str] = set()

@@ -77,7 +77,7 @@ def test_a_discount_that_has_no_effect_is_refused(http) -> None:
     assert http.post("/v1/sessions", json={"gamma": 0.5, "credit": "step_wise"}).status_code == 200
 
 
-def send(http: TestClient, call: wire.Call):
+def send(http: TestClient, call: wire.ApiCall):
     return http.request(call.method, call.path, params=call.params, json=call.body)
 
 
@@ -104,7 +104,7 @@ def test_a_search_continues_past_pages_without_a_match(http, monkeypatch) -> Non
     for number in range(5):
         http.post("/v1/sessions", json={"session_id": f"n{number}", "group_id": "searched"})
     http.post("/v1/sessions/n0/end", json={"reward": 0.25, "termination_reason": "solved"})
-    call: wire.Call | None = wire.page_of("/v1/sessions", {"group_id": "searched", "max_reward": 0.25})
+    call: wire.ApiCall | None = wire.page_of("/v1/sessions", {"group_id": "searched", "max_reward": 0.25})
     pages = []
     while call is not None:
         page = send(http, call).json()

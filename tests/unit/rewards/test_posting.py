@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from turnwise.errors import Conflict, GraderFailed, ProxyUnavailable
+from turnwise.rewards.grader import Grade
 from turnwise.rewards.posting import Poster, read_state
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.sources import PythonSource
-from turnwise.rewards.verdict import Reward
 from turnwise.types import Json
 
 
@@ -41,8 +41,8 @@ class ProxyOfOneSession:
 
 
 class OneReward:
-    async def decide(self, _: Sequence[Json]) -> list[Reward]:
-        return [Reward(0.5)]
+    async def decide(self, _: Sequence[Json]) -> list[Grade]:
+        return [Grade(0.5)]
 
     async def close(self) -> None:
         """Hold nothing."""

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from turnwise.errors import SettingsError
-from turnwise.rollouts.report import MAX_TABLE_TASKS, summary, table
-from turnwise.rollouts.results import Results, RunResult
+from turnwise.rollouts.results import MAX_TABLE_TASKS, Results, RunResult, summary, table
 
 
 def result(task_id: str) -> RunResult:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.forward import load_version, name_stale_parts
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
-from turnwise.verify.report import Report
+from turnwise.verify.report import Verification
 
 TEXT = list(range(3, 19))
 POSITIONS = list(range(1, len(TEXT)))
@@ -47,7 +47,7 @@ def versions(request, tmp_path: Path) -> dict[int, PolicyVersion]:
 def named(versions: dict[int, PolicyVersion], engine: torch.nn.Module) -> str:
     """Return what is said of version 1, if this model answered its probe."""
     versions[1].metrics["engine_answer"] = {"positions": POSITIONS, "logprobs": logprobs_of(engine, TEXT).tolist()}
-    report = Report()
+    report = Verification()
     name_stale_parts(versions, report)
     (found,) = report.mismatches
     assert found.place == "version 1"

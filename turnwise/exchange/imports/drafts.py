@@ -1,12 +1,17 @@
-"""What a format's module makes of a file's lines: sessions that are not yet tokenised."""
+"""Sessions of a file that are not yet tokenised, with messages in the form of a chat request.
+
+Messages of other tools get the roles and fields that chat templates read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
+from typing import Any
 
 from turnwise.errors import BadLine
-from turnwise.types import Json
+from turnwise.types import Json, value_of_json
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +25,7 @@ class SampledTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class ImportedConversation:
     """Messages of which some replies are trained."""
 
     messages: list[Json]
@@ -38,7 +43,7 @@ class Conversation:
 class Draft:
     """A session to be stored. Two drafts of one line are a group whose rewards are compared."""
 
-    conversations: list[Conversation]
+    conversations: list[ImportedConversation]
     """They share the turns whose messages are equal up to the reply."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """By name."""
@@ -49,7 +54,7 @@ class Draft:
 
 def conversation_of(
     messages: list[Json], tools: list[Json] | None = None, *, untrained: frozenset[int] = frozenset(), model: str = ""
-) -> Conversation:
+) -> ImportedConversation:
     """Return a conversation whose assistant messages are trained, except those at the indices in `untrained`.
 
     Raises:
@@ -59,4 +64,113 @@ def conversation_of(
     trained = tuple(index for index in replies if index not in untrained)
     if not trained:
         raise BadLine("no assistant message is left to train" if replies else "it has no assistant message")
-    return Conversation(messages=messages, trained=trained, tools=tools, model=model)
+    return ImportedConversation(messages=messages, trained=trained, tools=tools, model=model)
+
+
+ROLES = {
+    **dict.fromkeys(("system", "user", "assistant", "tool", "developer")),
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Roles, and the role that another name stands for."""
+REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+MEDIA_PARTS = ("image_url", "image", "input_audio", "audio", "video", "video_url", "file")
+
+
+def chat_messages(found: Any) -> list[Json]:
+    """Return a list of messages in the form of a chat request.
+
+    Raises:
+        BadLine: they cannot be messages.
+    """
+    if not isinstance(found, list) or not found:
+        raise BadLine(f"its messages are {_shown(found)}, not a list of messages")
+    return [chat_message(message) for message in found]
+
+
+def chat_message(found: Any) -> Json:
+    """Return a message in the form of a chat request.
+
+    Raises:
+        BadLine: it is not a message.
+    """
+    if not isinstance(found, dict):
+        raise BadLine(f"a message is {_shown(found)}, not an object")
+    name = found.get("role", found.get("from"))
+    if not isinstance(name, str) or name not in ROLES:
+        raise BadLine(f"a message has the role {name!r}; known roles are {', '.join(ROLES)}")
+    message: Json = {"role": ROLES[name] or name}
+    content = found.get("content", found.get("value"))
+    if content is not None:
+        message["content"] = _content(content)
+    for field in ("name", "tool_call_id", "refusal"):
+        if isinstance(found.get(field), str):
+            message[field] = found[field]
+    if message["role"] == "assistant":
+        _add_reply_fields(message, found)
+    if message["role"] == "assistant" and len(message) == 1:
+        raise BadLine("an assistant message has neither content nor tool calls")
+    return message
+
+
+def tool_schemas(found: Any) -> list[Json] | None:
+    """Return the tool schemas of a document, which may be JSON text; None without any.
+
+    Raises:
+        BadLine: they cannot be tool schemas.
+    """
+    schemas = value_of_json(found) if isinstance(found, str) else found
+    if not schemas:
+        return None
+    if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
+        raise BadLine(f"its tools are {_shown(schemas)}, not a list of tool schemas")
+    return [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadLine(f"a content is {_shown(content)}, neither text nor a list of parts")
+    for part in content:
+        if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
+            raise BadLine(f"a content has a part of type {part['type']!r}; only text can be tokenised")
+    return content
+
+
+def _add_reply_fields(message: Json, found: Json) -> None:
+    for field in REASONING_FIELDS:
+        if isinstance(found.get(field), str) and found[field]:
+            message["reasoning"] = found[field]
+            break
+    calls = found.get("tool_calls")
+    if isinstance(found.get("function_call"), dict):  # OpenAI's form before tools
+        calls = [{"id": "call_0", "type": "function", "function": found["function_call"]}]
+    if calls:
+        if not isinstance(calls, list):
+            raise BadLine(f"tool_calls are {_shown(calls)}, not a list")
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: Any) -> Json:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadLine(f"a tool call is {_shown(call)}, without the name of a function")
+    arguments = function.get("arguments", "{}")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": text},
+    }
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"

@@ -55,10 +55,10 @@ def open_documents(path: Path) -> Documents:
     """
     if path.suffix == ".parquet":
         return ParquetRows(path)
-    return JsonArray(path) if path.suffix == ".json" and _begins_with_bracket(path) else JsonLines(path)
+    return JsonArray(path) if path.suffix == ".json" and _begins_with_bracket(path) else JsonLinesFile(path)
 
 
-class JsonLines:
+class JsonLinesFile:
     """A file with one JSON object per line; empty lines are left out but counted."""
 
     def __init__(self, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Imported conversations as turns: replies tokenised by the served model's template, or token ids of the file.
 
-A reply's prompt is what the template renders for it, so its tokens are those that the engine would be given. Where that
-prompt begins with the tokens of the reply before it, the turn extends that turn; otherwise it starts a chain.
+The prompt of a reply is what the template renders for it, so its tokens are those that the engine would be given. Where
+that prompt begins with the tokens of the reply before it, the turn extends that turn; otherwise it starts a chain.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import httpx2
 import numpy as np
 
 from turnwise.chains import IMPORTED
-from turnwise.errors import BadLine
-from turnwise.exchange.imports.drafts import Conversation, SampledTokens
+from turnwise.errors import BadLine, EngineUnavailable, EngineUnsuitable
+from turnwise.exchange.imports.drafts import ImportedConversation, SampledTokens
 from turnwise.tokenizer import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, Outcome, Turn, utc_now
 
@@ -65,7 +66,7 @@ class Tokeniser:
         """
         return self._encode(self._render(messages, tools, generate=True))
 
-    def turns(self, session_id: str, tenant: str, conversations: Sequence[Conversation]) -> list[Turn]:
+    def turns(self, session_id: str, tenant: str, conversations: Sequence[ImportedConversation]) -> list[Turn]:
         """Return the turns of a session, parents before children; equal beginnings of conversations are shared.
 
         Raises:
@@ -86,7 +87,13 @@ class Tokeniser:
         return [reply.turn for reply in replies.values()]
 
     def _reply(
-        self, conversation: Conversation, index: int, last: _Reply | None, name: str, session_id: str, tenant: str
+        self,
+        conversation: ImportedConversation,
+        index: int,
+        last: _Reply | None,
+        name: str,
+        session_id: str,
+        tenant: str,
     ) -> _Reply:
         sampled = conversation.sampled.get(index)
         if sampled is not None:
@@ -131,7 +138,7 @@ class Tokeniser:
         return None, prompt, sampled.token_ids
 
     def _from_text(
-        self, conversation: Conversation, index: int, last: _Reply | None
+        self, conversation: ImportedConversation, index: int, last: _Reply | None
     ) -> tuple[_Reply | None, list[int], list[int], str, str]:
         """Return the turn that is extended, the tokens after it, the reply's, the text of both, and the end's."""
         messages, tools = conversation.messages, conversation.tools
@@ -199,3 +206,57 @@ class Tokeniser:
     def _encode(self, text: str) -> list[int]:
         ids: Any = self._tokenizer.encode(text, add_special_tokens=False)
         return list(ids)
+
+
+TIMEOUT_SECONDS = 60.0
+FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
+USER: Json = {"role": "user", "content": "What is 2 + 2?"}
+CONVERSATIONS: tuple[list[Json], ...] = (
+    [USER],
+    [{"role": "system", "content": "Be brief."}, USER],
+    [USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "And 3 + 3?"}],
+)
+
+
+def use_engines_template(tokeniser: Tokeniser, engine_url: str) -> None:
+    """Choose how contents are rendered, so that prompts have the tokens that the engine gives them.
+
+    Raises:
+        EngineUnavailable: the engine does not answer.
+        EngineUnsuitable: it tokenises a conversation differently.
+    """
+    served = [_served_ids(engine_url.rstrip("/"), messages, tokeniser.arguments) for messages in CONVERSATIONS]
+    for content_format in FORMATS:
+        tokeniser.content_format = content_format
+        if [_own_ids(tokeniser, messages) for messages in CONVERSATIONS] == served:
+            return
+    raise EngineUnsuitable(
+        f"the engine at {engine_url} tokenises conversations differently from this tokenizer; name the served model's "
+        "own directory by --tokenizer, and its arguments by --template-arguments"
+    )
+
+
+def _own_ids(tokeniser: Tokeniser, messages: list[Json]) -> list[int] | None:
+    try:
+        return tokeniser.prompt_ids(messages, None)
+    except BadLine:
+        return None
+
+
+def _served_ids(engine_url: str, messages: list[Json], arguments: Json) -> list[int] | None:
+    """Return the tokens that the engine gives a conversation; None where its template refuses it."""
+    body: Json = {"messages": messages, "add_generation_prompt": True}
+    if arguments:
+        body["chat_template_kwargs"] = arguments
+    try:
+        response = httpx2.post(f"{engine_url}/tokenize", json=body, timeout=TIMEOUT_SECONDS)
+    except httpx2.HTTPError as error:
+        raise EngineUnavailable(
+            f"the engine at {engine_url} cannot be reached ({type(error).__name__}: {error}); check the URL"
+        ) from error
+    if response.status_code == 400:
+        return None
+    if response.status_code != 200:
+        raise EngineUnavailable(f"the engine at {engine_url} answered {response.status_code} to POST /tokenize")
+    ids: list[int] = response.json()["tokens"]
+    return ids

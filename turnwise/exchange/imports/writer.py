@@ -13,11 +13,11 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from turnwise.errors import BadLine, InvalidRequest, SkippedLine
 from turnwise.exchange.imports.drafts import Draft
 from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_files
+from turnwise.exchange.imports.formats import Format
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.store import rewards as stored_rewards
 from turnwise.store import search
@@ -30,20 +30,6 @@ SESSIONS_AT_ONCE = 32
 """Lines, or sessions of a log, that are stored in one transaction."""
 BAD_LINES_KEPT = 1000
 """Bad lines that are listed one by one; all are counted."""
-
-
-class Format(Protocol):
-    """What reads one format: a module, or an object."""
-
-    def key_of(self, document: Json) -> str | None:
-        """Return the session that the document belongs to; None if it is a separate session."""
-
-    def drafts_of(self, document: Json) -> list[Draft]:
-        """Return the sessions of a document.
-
-        Raises:
-            BadLine, SkippedLine: it has none.
-        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +116,7 @@ def import_files(
     Args:
         database: The store.
         path: The file, or a directory with files.
-        reader: The module of the format.
+        reader: The format.
         tokeniser: The served model's.
         rule: What the sessions are.
         progress: Called after each transaction.

@@ -1,4 +1,4 @@
-"""What a grader decided, read from its exit status and its standard output.
+"""What a grader decided: a command that reads a session as JSON and answers by exit status and standard output.
 
 A grader answers in one of three ways: nothing but its exit status (0 is a reward of 1, 1 is a reward of 0), one number,
 or JSON Lines with a reward each. Every other answer is a failure and no reward: a broken grader must not teach the
@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from turnwise.errors import GraderFailed
+from turnwise.processes.limited import run_limited
 from turnwise.types import Json
 
 FAILING_STATUS = 1
@@ -23,7 +26,7 @@ _KEYS = ("value", "step", "turn_id", "name", "session_id")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reward:
+class Grade:
     """One reward: of the session, of one of its steps, or of one turn."""
 
     value: float
@@ -43,7 +46,7 @@ class Reward:
         return {**target, "value": self.value, "source": source}
 
 
-def read_verdict(output: bytes, exit_status: int) -> list[Reward]:
+def read_verdict(output: bytes, exit_status: int) -> list[Grade]:
     """Return the rewards that a grader gave.
 
     Raises:
@@ -57,13 +60,13 @@ def read_verdict(output: bytes, exit_status: int) -> list[Reward]:
     number = _number(text)
     if number is not None:
         _check_success(exit_status)
-        return [Reward(finite(number))]
+        return [Grade(finite(number))]
     if exit_status > FAILING_STATUS:
         raise GraderFailed(f"it ended with exit status {exit_status}; 0 is a reward of 1, 1 is a reward of 0")
-    return [Reward(1.0 - exit_status)]
+    return [Grade(1.0 - exit_status)]
 
 
-def as_rewards(value: Any) -> list[Reward]:
+def as_rewards(value: Any) -> list[Grade]:
     """Return what a Python function gave: None, a number or a truth value, one mapping, or several of these.
 
     Raises:
@@ -72,7 +75,7 @@ def as_rewards(value: Any) -> list[Reward]:
     if value is None:
         return []
     if isinstance(value, bool | int | float):
-        return [Reward(finite(float(value)))]
+        return [Grade(finite(float(value)))]
     if isinstance(value, dict):
         return [_from_object(value)]
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
@@ -103,7 +106,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _from_lines(lines: list[str]) -> list[Reward]:
+def _from_lines(lines: list[str]) -> list[Grade]:
     if len(lines) > MAX_LINES:
         raise GraderFailed(f"it wrote {len(lines)} rewards; at most {MAX_LINES} are taken")
     rewards = []
@@ -115,11 +118,47 @@ def _from_lines(lines: list[str]) -> list[Reward]:
     return rewards
 
 
-def _from_object(given: Json) -> Reward:
+def _from_object(given: Json) -> Grade:
     strangers = [key for key in given if key not in _KEYS]
     if strangers:
         raise GraderFailed(f"a reward has no field {strangers[0]!r}; it has {', '.join(_KEYS)}")
     value = given.get("value")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise GraderFailed(f"a reward's `value` is {value!r}; give a number")
-    return Reward(**{**given, "value": finite(float(value))})
+    return Grade(**{**given, "value": finite(float(value))})
+
+
+@dataclass(frozen=True, slots=True)
+class CommandGrader:
+    """Runs one command for each graded session."""
+
+    argv: Sequence[str]
+    timeout_seconds: float = 60.0
+
+    async def grade(self, document: Json, *, cwd: Path, environment: Mapping[str, str], log: Path) -> list[Grade]:
+        """Return the rewards of one session.
+
+        Args:
+            document: What the command reads on standard input, as JSON.
+            cwd: Its working directory.
+            environment: All of its environment.
+            log: Where its standard error goes.
+
+        Raises:
+            GraderFailed: it gave no usable reward, or not within the time limit.
+        """
+        ended = await run_limited(
+            self.argv,
+            cwd=cwd,
+            environment=environment,
+            log=log,
+            timeout_seconds=self.timeout_seconds,
+            stdin=json.dumps(document, ensure_ascii=False).encode(),
+            capture=True,
+        )
+        if ended.timed_out:
+            raise GraderFailed(f"{self.argv[0]!r} did not end within {self.timeout_seconds:g} s; its log is {log}")
+        try:
+            return read_verdict(ended.output, ended.exit_status)
+        except GraderFailed as error:
+            raise GraderFailed(f"{self.argv[0]!r} gave no reward: {error}; its log is {log}") from error

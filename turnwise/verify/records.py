@@ -1,0 +1,147 @@
+"""What must hold of stored records: the structure of chains and turns, digests, and the files of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from turnwise.chains import is_trainable
+from turnwise.errors import BadCheckpoint
+from turnwise.store import rows, search, updates
+from turnwise.store.database import Connection
+from turnwise.types import PolicyVersion, Turn, UpdateRecord
+from turnwise.verify.report import Verification
+from turnwise.version_directory import MANIFEST, compare_digests, read_manifest, weights_digest
+
+
+def check_turns(
+    session_id: str, num_turns: int, turns: Sequence[Turn], report: Verification, served_at: Mapping[int, datetime]
+) -> bool:
+    """Check the turns of a session: order, parents, lengths, logprobs and versions; return whether all is sound.
+
+    Args:
+        session_id: The session.
+        num_turns: Its number of turns, as recorded with it.
+        turns: Its turns, in order of `seq`.
+        report: Gets what is found.
+        served_at: When engines began to serve each version, the last time.
+    """
+    before = report.num_mismatches
+    known: dict[str, Turn] = {}
+    report.checked["sessions"] += 1
+    for seq, turn in enumerate(turns):
+        report.checked["turns"] += 1
+        report.checked["sampled tokens"] += int(turn.token_ids.size)
+        place = f"session {session_id!r} turn {turn.turn_id!r}"
+        for field, problem in _problems(turn, seq, known, served_at):
+            report.add("structure", f"{place} {field}", problem)
+        known[turn.turn_id] = turn
+    if num_turns != len(turns):
+        place = f"session {session_id!r} num_turns"
+        report.add("structure", place, f"{num_turns} recorded, {len(turns)} turns stored")
+    return report.num_mismatches == before
+
+
+def _problems(turn: Turn, seq: int, known: dict[str, Turn], served_at: Mapping[int, datetime]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if turn.seq != seq:
+        found.append(("seq", f"is {turn.seq}, {seq} turns were stored before it"))
+    found += _prompt_problems(turn, known)
+    if turn.policy_version_first > turn.policy_version_last and not _was_rolled_back(turn, served_at):
+        found.append(("policy_version_first", f"{turn.policy_version_first} > last, {turn.policy_version_last}"))
+    if is_trainable(turn):
+        found += _sample_problems(turn)
+    if min((*turn.prompt_delta[turn.prompt_delta < 0], *turn.token_ids[turn.token_ids < 0]), default=0) < 0:
+        found.append(("token_ids", "a token id is negative"))
+    return found
+
+
+def _was_rolled_back(turn: Turn, served_at: Mapping[int, datetime]) -> bool:
+    began_at = served_at.get(turn.policy_version_last)
+    return began_at is not None and began_at >= turn.created_at - timedelta(seconds=turn.duration_seconds)
+
+
+def _prompt_problems(turn: Turn, known: dict[str, Turn]) -> list[tuple[str, str]]:
+    before = 0
+    if turn.parent_turn_id is not None:
+        parent = known.get(turn.parent_turn_id)
+        if parent is None:
+            return [("parent_turn_id", f"{turn.parent_turn_id!r} is no earlier turn of the session")]
+        before = parent.prompt_length + int(parent.token_ids.size)
+    length = before + int(turn.prompt_delta.size)
+    if turn.prompt_length == length:
+        return []
+    return [("prompt_length", f"is {turn.prompt_length}; its parent's tokens and its own are {length}")]
+
+
+def _sample_problems(turn: Turn) -> list[tuple[str, str]]:
+    if turn.logprobs.size != turn.token_ids.size:
+        return [("logprobs", f"{turn.logprobs.size} logprobs of {turn.token_ids.size} sampled tokens")]
+    wrong = np.flatnonzero(~np.isfinite(turn.logprobs) | (turn.logprobs > 0))
+    return [(f"logprobs[{index}]", f"{turn.logprobs[index]} is no logarithm of a probability") for index in wrong[:1]]
+
+
+def check_record(record: search.SessionRecord, report: Verification) -> None:
+    """Check the turns and the reward lines of a session."""
+    session = f"session {record.session.session_id!r}"
+    for turn in record.turns:
+        recomputed = rows.turn_row(turn, 0)["digest"]
+        _compare(turn.digest, recomputed, "turns", f"{session} turn {turn.turn_id!r}", report)
+    for line in record.rewards:
+        recomputed = rows.reward_row(line, 0)["digest"]
+        _compare(line.digest, recomputed, "reward lines", f"{session} reward line {line.reward_id}", report)
+
+
+def _compare(stored: bytes | None, recomputed: bytes, what: str, place: str, report: Verification) -> None:
+    report.checked[f"digests of {what}"] += 1
+    if stored != recomputed:
+        report.add("digest", place, "has no digest" if stored is None else "was changed after it was stored")
+
+
+def check_update(conn: Connection, update: UpdateRecord, report: Verification) -> None:
+    """Check that an update's turns and advantages are those that it was recorded with."""
+    if update.batch_digest is None:
+        report.not_checked["updates that trained nothing, or deleted turns"] += 1
+        return
+    trained = updates.trained_digests(conn, update.update_id)
+    if len(trained) < update.num_sessions:
+        report.not_checked["updates with deleted sessions"] += 1
+        return
+    report.checked["updates"] += 1
+    before = report.num_mismatches
+    for (tenant, session_id), (recorded_digest, recomputed) in trained.items():
+        if recorded_digest != recomputed:
+            place = f"update {update.update_id} session {session_id!r} of tenant {tenant!r}"
+            report.add("digest", place, "its trained turns or their advantages were changed")
+    recorded = rows.batch_digest({key: each for key, (each, _) in trained.items()})
+    if recorded != update.batch_digest and report.num_mismatches == before:
+        report.add("digest", f"update {update.update_id} batch_digest", "is not that of its sessions")
+
+
+def check_weights(policy: PolicyVersion, report: Verification) -> None:
+    """Hash every weights file of a version, and compare it with its manifest, and the manifest with the database."""
+    version, directory = policy.version, Path(policy.path)
+    manifest = directory / MANIFEST
+    if not directory.is_dir():
+        report.not_checked["policy versions whose files are gone"] += 1
+        return
+    if not manifest.exists():
+        report.not_checked["policy versions without a manifest"] += 1
+        return
+    try:
+        named = read_manifest(directory).get("version")
+        found = weights_digest(directory)
+    except BadCheckpoint as error:
+        report.add("weights", str(manifest), f"is no manifest: {error}")
+        return
+    if named != version:
+        report.add("weights", str(manifest), f"names version {named}, the database {version}")
+    if found is None or (policy.weights_digest is not None and policy.weights_digest != found):
+        report.add("weights", str(manifest), f"has other digests than version {version} was published with")
+    for file, problem in compare_digests(directory):
+        report.checked["weights files"] += 1
+        if problem is not None:
+            report.add("weights", str(file), problem)
