@@ -231,7 +231,6 @@ def lineage(turn: Turn, by_id: dict[str, Turn]) -> list[Turn]:
 
 
 def _leading_to_trainable(turns: Sequence[Turn]) -> set[str]:
-    """Return the ids of trainable turns and of all their ancestors."""
     wanted: set[str] = set()
     for turn in reversed(turns):
         if is_trainable(turn) or turn.turn_id in wanted:
@@ -312,12 +311,10 @@ class Experience:
 
     @property
     def group_key(self) -> GroupKey:
-        """The key of its group."""
         return self.tenant, self.group_id
 
     @property
     def session_key(self) -> SessionKey:
-        """The key of its session."""
         return self.tenant, self.session_id
 
 

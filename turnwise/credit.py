@@ -133,7 +133,6 @@ def _step_rewards(
 
 
 def _by_name(in_force: Sequence[Reward], credit: Credit) -> dict[str, float]:
-    """Return the parts of `session_reward`, by name."""
     names = sorted({line.name for line in in_force})
     counted = in_force
     if credit is Credit.PROPAGATE:
@@ -146,7 +145,6 @@ def _step(turn: Turn) -> int:
 
 
 def is_for_session(line: Reward) -> bool:
-    """Return whether the line is for the whole session."""
     return line.turn_id is None and line.step is None
 
 

@@ -125,7 +125,6 @@ def describe(settings: Settings, section: str) -> str:
 
 
 def variable_name(section: str, name: str) -> str:
-    """Return the environment variable of a setting."""
     return f"{ENVIRONMENT_PREFIX}{section}_{name}".upper()
 
 

@@ -94,7 +94,6 @@ class KeptTokenizer:
         return ids
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 

@@ -58,7 +58,6 @@ def value_of_json(text: str) -> Any:
 
 
 def utc_now() -> datetime.datetime:
-    """Return the current time as a timezone-aware datetime in UTC."""
     return datetime.datetime.now(datetime.UTC)
 
 

@@ -11,8 +11,7 @@ from typing import Any, Self, Unpack
 import httpx2
 
 from turnwise.client import wire
-from turnwise.client.connection import DEFAULT_BASE_URL, Connection
-from turnwise.client.session_state import SessionState
+from turnwise.client.connection import DEFAULT_BASE_URL, Connection, SessionState
 from turnwise.client.wire import (
     ApiCall,
     Attempts,

@@ -20,8 +20,7 @@ import httpx2
 
 from turnwise.client import wire
 from turnwise.client.async_client import AsyncClient
-from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection
-from turnwise.client.session_state import SessionState
+from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection, SessionState
 from turnwise.client.wire import (
     ApiCall,
     Attempts,

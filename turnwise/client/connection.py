@@ -1,8 +1,8 @@
-"""The proxy's address, and real OpenAI clients for many sessions over shared connections.
+"""The address of the proxy, its sessions, and real OpenAI clients for many sessions over shared connections.
 
-A session's client is a copy of a shared client with another base URL and key. A copy takes microseconds and shares the
-connection pool, so ten thousand sessions open few connections. openai is imported at first use; the SDK works without
-it.
+The client of a session is a copy of a shared client with another base URL and key. A copy takes microseconds and shares
+the connection pool, so ten thousand sessions open few connections. openai is imported at first use; the SDK works
+without it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 
+from turnwise.client import wire
 from turnwise.client.wire import API_KEY_WHEN_NONE, ApiCall
 from turnwise.errors import InvalidRequest
+from turnwise.types import Json
 
 if TYPE_CHECKING:
     import openai
+    from openai import AsyncOpenAI, OpenAI
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8100"
 OPENAI_MAX_RETRIES = 8
@@ -91,7 +94,6 @@ class OpenAIPool:
         return self._async.with_options(base_url=base_url, api_key=api_key, set_default_headers=headers)
 
     def close(self) -> None:
-        """Close the connections of the synchronous clients."""
         if self._sync is not None:
             self._sync.close()
 
@@ -146,11 +148,35 @@ class Connection:
         }
 
     def request_arguments(self, call: ApiCall) -> dict[str, Any]:
-        """Return a call as arguments of the HTTP client."""
         arguments = {"method": call.method, "url": call.path, "params": dict(call.params), "headers": call.headers}
         return arguments if call.body is None else {**arguments, "json": call.body}
 
 
 def step_header(step: int | None) -> dict[str, str]:
-    """Return the header that assigns a call to a step of its session; no header for None."""
     return {} if step is None else {STEP_HEADER: str(step)}
+
+
+class SessionState:
+    """A session as the proxy described it at its creation."""
+
+    def __init__(self, data: Json, connection: Connection) -> None:
+        self.data = data
+        """The session's JSON."""
+        self.session_id: str = data["session_id"]
+        default_url = f"{connection.base_url}/sessions/{wire.segment(self.session_id)}/v1"
+        self.base_url: str = data.get("base_url") or default_url
+        """Base URL for any OpenAI client."""
+        self.api_key: str = data.get("api_key") or connection.api_key
+        """API key for any OpenAI client."""
+        self._pool = connection.pool
+
+    def openai(self, *, step: int | None = None) -> OpenAI:
+        """Return a real OpenAI client for this session; with `step`, all its calls belong to that step."""
+        return self._pool.sync(self.base_url, self.api_key, step_header(step))
+
+    def openai_async(self, *, step: int | None = None) -> AsyncOpenAI:
+        """Return a real asynchronous OpenAI client for this session, over the running loop's shared connections."""
+        return self._pool.asynchronous(self.base_url, self.api_key, step_header(step))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(session_id={self.session_id!r}, base_url={self.base_url!r})"

@@ -120,12 +120,10 @@ class ApiCall:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of this call, in addition to the client's own."""
         return {"Idempotency-Key": self.idempotency_key} if self.idempotency_key else {}
 
 
 def get(path: str, **params: Any) -> ApiCall:
-    """Return a read call; parameters that are None are omitted."""
     return ApiCall("GET", path, params=given(params))
 
 
@@ -145,42 +143,34 @@ def segment(identifier: str | int) -> str:
 
 
 def session_path(session_id: str, suffix: str = "") -> str:
-    """Return a session's path in the control plane."""
     return f"/v1/sessions/{segment(session_id)}{suffix}"
 
 
 def set_label(session_id: str, label: str, note: str | None) -> ApiCall:
-    """Return the call that gives a session a label."""
     return ApiCall("PUT", session_path(session_id, f"/labels/{segment(label)}"), body=given({"note": note}))
 
 
 def remove_label(session_id: str, label: str) -> ApiCall:
-    """Return the call that removes a label from a session."""
     return ApiCall("DELETE", session_path(session_id, f"/labels/{segment(label)}"))
 
 
 def get_turn(turn_id: str, prompt: Prompt) -> ApiCall:
-    """Return the call that reads one turn."""
     return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
 
 
 def recompute_logprobs(turn_id: str) -> ApiCall:
-    """Return the call that recomputes a turn's logprobs under the served version."""
     return get(f"/v1/turns/{segment(turn_id)}/logprobs")
 
 
 def activate(version: int, *, pin: bool) -> ApiCall:
-    """Return the call that activates a policy version."""
     return write(f"/v1/policies/{segment(version)}/activate", {"pin": pin})
 
 
 def archive_policy(name: str, *, archived: bool) -> ApiCall:
-    """Return the call that archives a policy, or takes it into use again."""
     return write(f"/v1/policies/{segment(name)}/archive", {"archived": archived})
 
 
 def revoke_key(key_id: str) -> ApiCall:
-    """Return the call that revokes an API key."""
     return write(f"/v1/keys/{segment(key_id)}/revoke", {})
 
 
@@ -197,7 +187,6 @@ def fork(turn_id: str, at: ForkAt, fields: SessionFields) -> ApiCall:
 
 
 def page_of(path: str, filters: Mapping[str, Any]) -> ApiCall:
-    """Return the call that reads a list's first page."""
     return get(path, **{"limit": PAGE_SIZE, **filters})
 
 
@@ -210,7 +199,6 @@ def not_ready(base_url: str, timeout_seconds: float, reason: str) -> errors.Prox
 
 
 def first_model(models: Json) -> str:
-    """Return the first model of an engine's list of models."""
     return str(models["data"][0]["id"])
 
 
@@ -251,7 +239,6 @@ def _check_finite(value: float | None) -> None:
 
 
 def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> ApiCall:
-    """Return the call that writes several reward lines in one transaction."""
     return write("/v1/rewards", [dict(line) for line in lines], idempotency_key=idempotency_key)
 
 

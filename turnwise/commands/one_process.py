@@ -50,7 +50,6 @@ def _become_engine(settings: EngineSettings, extra: tuple[str, ...]) -> None:
 
 
 def _show_engine(settings: EngineSettings, extra: tuple[str, ...]) -> dict[str, Any]:
-    """Return the engine's command for `--dry-run`."""
     from turnwise.processes.engine_command import build_command
 
     command = build_command(settings, extra)

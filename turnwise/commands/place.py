@@ -50,7 +50,6 @@ class DataPlace:
 
     @property
     def database_url(self) -> str:
-        """The URL of the database that the command means."""
         return database_url(self.database)
 
     @contextlib.contextmanager
@@ -70,7 +69,6 @@ class DataPlace:
             yield client
 
     def store(self) -> contextlib.AbstractContextManager[Database]:
-        """Open the database that the command means."""
         return opened(self.database_url)
 
 
@@ -108,7 +106,6 @@ def opened(url: str, *, make_ready: bool = True) -> Iterator[Database]:
 
 
 def database_url(given: str | None) -> str:
-    """Return the URL of the database that a command means; `given` is its flag."""
     if given is not None:
         return given
     proxy = _load("proxy")

@@ -20,7 +20,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def recipes() -> dict[str, Path]:
-    """Return the directories of the recipes by name."""
     return {path.parent.name: path.parent for path in sorted(EXAMPLES.glob("recipes/*/recipe.py"))}
 
 
@@ -74,7 +73,6 @@ def _settings() -> type[Settings]:
 
 
 def _run(settings: Settings) -> None:
-    """Run the recipe with output on the terminal."""
     sys.exit(importlib.import_module("examples.demos.recipe").run(settings))
 
 

@@ -68,7 +68,6 @@ def write_pretrained(directory: Path) -> Path:
 
 
 def is_installed() -> bool:
-    """Return whether the weights and the reader of their format are installed."""
     return all(importlib.util.find_spec(name) is not None for name in (PACKAGE, "gguf"))
 
 
@@ -81,7 +80,6 @@ def _weights_file() -> Path:
 
 
 def _read(path: Path) -> tuple[Json, Json]:
-    """Return the metadata and the tensors of a GGUF file, dequantised."""
     from gguf import GGUFReader, dequantize
 
     reader = GGUFReader(path)

@@ -234,7 +234,6 @@ def _render(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversati
 def _between_added_tokens(
     tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversations: Iterator[list[trail.Message]]
 ) -> Iterator[str]:
-    """Yield the text between added tokens, on which the merges are trained."""
     boundary = re.compile("|".join(re.escape(token) for token in (*CONTROL_TOKENS, *MARKUP_TOKENS)))
     for conversation in conversations:
         yield from boundary.split(_render(tokenizer, spec, conversation))
@@ -352,7 +351,6 @@ def _built_digest(directory: Path) -> str | None:
 
 
 def _replace(staging: Path, directory: Path) -> None:
-    """Replace the directory by the staged one."""
     staging.chmod(0o755)
     if directory.exists():
         shutil.rmtree(directory)

@@ -145,7 +145,6 @@ def make_task(split: Split, index: int, seed: int) -> TrailTask:
 
 
 def lookup(records: Mapping[str, Record], name: object) -> str:
-    """Return the result of a tool call, as the JSON that the model reads."""
     record = records.get(name) if isinstance(name, str) else None
     return json.dumps({"error": "nobody"} if record is None else dict(record))
 
@@ -198,7 +197,6 @@ def _off_trail_record(rng: random.Random, name: str, others: list[str], wrong_ci
 
 
 def _lookup_messages(call_id: str, name: str, result: str) -> list[Message]:
-    """Return the assistant's tool call and the tool's result."""
     call = {"name": "lookup", "arguments": json.dumps({"name": name})}
     return [
         {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, "type": "function", "function": call}]},

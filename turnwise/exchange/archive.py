@@ -52,7 +52,6 @@ def archive(database: Database, directory: Path, before: datetime.datetime) -> r
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of an archive."""
     try:
         file = lock(directory / _LOCK_FILE)
     except BlockingIOError as error:
@@ -119,7 +118,6 @@ def _highest_version(archived: stored_archive.ArchivedSession) -> int:
 
 
 def _sessions_in(batch: Path) -> list[tuple[str, str]]:
-    """Return tenant and id of each session of a batch."""
     import pyarrow.parquet
 
     names = pyarrow.parquet.read_table(batch / "sessions.parquet", columns=["tenant", "session_id"])

@@ -25,7 +25,6 @@ PACKAGE_OF = {
 
 @functools.cache
 def installed(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by their name."""
     return {point.name: point for point in entry_points(group=group)}
 
 

@@ -87,7 +87,6 @@ def write_verl(sessions: Iterable[Json], path: Path) -> int:
 
 
 def _parts(conversation: AgentConversation) -> tuple[list[Json], list[Json]]:
-    """Return the messages before the first reply, and those from it on."""
     first = min(conversation.replies)
     messages = [
         {name: one[name] for name in MESSAGE_FIELDS if one.get(name) is not None} for one in conversation.messages

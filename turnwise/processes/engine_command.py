@@ -112,7 +112,6 @@ class EngineCommand:
     """Added to the inherited environment."""
 
     def shell(self) -> str:
-        """Return the command as one line for a shell."""
         return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
 
     def execute(self) -> None:
@@ -129,7 +128,6 @@ class EngineCommand:
 
 
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU, without loading torch."""
     return num_gpus() > 0
 
 
@@ -220,7 +218,6 @@ def has_plugin() -> bool:
 
 
 def _gpu_flags(settings: EngineSettings) -> list[str]:
-    """Return the flags for GPUs; vLLM's defaults stand where nothing is set."""
     flags = _optional("--dtype", settings.dtype) + _optional("--max-model-len", settings.max_model_len)
     if settings.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(settings.tensor_parallel)]

@@ -87,7 +87,6 @@ def signal_on_parents_death(number: signal.Signals) -> None:
 
 
 def _become(command: list[str]) -> None:
-    """Replace the forked process with the command."""
     os.setpgid(0, 0)
     signal_on_parents_death(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)

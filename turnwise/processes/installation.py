@@ -179,7 +179,6 @@ def _decoded(reply: httpx2.Response) -> Any:
 
 
 def _engine_problem(url: str, error: Exception) -> str:
-    """Return why an engine could not be asked, and what to do."""
     import httpx2
 
     if isinstance(error, httpx2.HTTPStatusError):
@@ -190,14 +189,12 @@ def _engine_problem(url: str, error: Exception) -> str:
 
 
 def _requirements(http: httpx2.Client, model: str, model_path: str) -> list[Requirement]:
-    """Run the checks that the proxy runs when it finds an engine."""
     found: list[Requirement] = _run(http, check_capture(model))
     _, defaults = _run(http, check_sampling_defaults(model, read_sampling_defaults(Path(model_path))))
     return [*found, defaults]
 
 
 def _strict_tools(http: httpx2.Client) -> Finding:
-    """Return whether the engine samples some tool calls under a grammar."""
     reply = http.get(SERVER_INFO_ROUTE)
     if enforces_strict_tools(reply.json() if reply.is_success else {}):
         return Finding("strict tools", Severity.WARN, STRICT_TOOLS_ADVICE)
@@ -205,7 +202,6 @@ def _strict_tools(http: httpx2.Client) -> Finding:
 
 
 def _run(http: httpx2.Client, check: Generator[Any, Any, Any]) -> Any:
-    """Send the calls of a check and return its result."""
     body = next(check)
     while True:
         reply = http.post(CHAT_ROUTE, json=body).raise_for_status().json()

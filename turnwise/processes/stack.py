@@ -209,7 +209,6 @@ class Stack:
 
     @property
     def engine_urls(self) -> list[str]:
-        """URLs of the engines."""
         return [f"http://127.0.0.1:{port}" for port in self.engine_ports]
 
     @property
@@ -225,7 +224,6 @@ class Stack:
         return [*engines, self._proxy(), *([self._trainer()] if self._settings.trainer else [])]
 
     def engine_flags(self, position: int) -> list[str]:
-        """Return the flags of one engine."""
         flags = ["--model", self._model, "--port", str(self.engine_ports[position])]
         if gpus := self._gpus.engines[position]:
             flags += [word for gpu in gpus for word in ("--gpus", str(gpu))]
@@ -239,7 +237,6 @@ class Stack:
         return [*flags, "--", *self._vllm_flags] if self._vllm_flags else flags
 
     def proxy_flags(self) -> list[str]:
-        """Return the flags of the proxy."""
         engines = [word for url in self.engine_urls for word in ("--engine", url)]
         flags = [*engines, "--host", self._settings.host, "--port", str(self._settings.port)]
         if self._engine_wait_seconds is not None:
@@ -247,7 +244,6 @@ class Stack:
         return [*flags, "--engine-sleep"] if self._needs.engines_sleep else flags
 
     def trainer_flags(self) -> list[str]:
-        """Return the flags of the trainer."""
         config = self._settings.trainer_config
         flags = ["--config", str(config)] if config is not None else list(self._config)
         flags += ["--model", self._model, "--policies-dir", str(self._settings.policies_directory())]

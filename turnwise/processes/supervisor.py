@@ -197,7 +197,6 @@ class Supervisor:
         return process.pid if process is not None and process.poll() is None else None
 
     def state(self, name: str) -> ChildState:
-        """Return the state of a child."""
         return self._run(name).state
 
     def num_starts(self, name: str) -> int:
@@ -282,7 +281,6 @@ class Supervisor:
                 self._give_up(run, f"is not ready after {run.child.start_seconds:.0f} s")
 
     def _owns_its_port(self, run: _ChildRun) -> bool:
-        """Return whether the answer on the child's port was the child's own."""
         if run.child.port is None or run.process is None:
             return True
         return ports.session_listens(run.process.pid, run.child.port)

@@ -27,7 +27,6 @@ class Printer:
     """Prints lines in its own thread."""
 
     def __init__(self, say: Say) -> None:
-        """Start the thread."""
         self._say = say
         self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="supervisor output", daemon=True)

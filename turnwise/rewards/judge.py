@@ -74,7 +74,6 @@ class Judge:
         ]
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def _vote(self, documents: Sequence[Json], vote: int) -> list[float]:

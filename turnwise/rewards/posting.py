@@ -221,7 +221,6 @@ class Poster:
         return transcript.document(session, turns)
 
     def _record(self, session_ids: Sequence[str]) -> None:
-        """Write durably that these sessions have their reward."""
         lines = (json.dumps({"session_id": session_id}) for session_id in session_ids)
         append_lines(self._path, lines, is_durable=True)
         self._done |= set(session_ids)
@@ -255,7 +254,6 @@ async def post_rewards(
 
 
 def read_state(path: Path) -> set[str]:
-    """Return the sessions that have their reward."""
     return {line["session_id"] for line in read_objects(path) if "session_id" in line}
 
 

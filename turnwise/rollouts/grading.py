@@ -52,7 +52,6 @@ class Grading:
         return AgentEnd(**fields)
 
     def store(self, directory: Path, played: AgentEnd) -> None:
-        """Store how the agent of a run ended."""
         write_whole(directory / PLAYED_FILE, json.dumps(dataclasses.asdict(played), ensure_ascii=False))
 
     async def grade(self, run: PlannedRun, played: AgentEnd) -> tuple[Json, str | None]:

@@ -56,7 +56,6 @@ async def opened(
 
 
 async def served_model(settings: RunSettings, client: AsyncClient) -> Model:
-    """Return name and context length of the served model."""
     served = (await client.models())[0]
     return Model(settings.model or served["id"], served.get("max_model_len") or DEFAULT_CONTEXT_TOKENS)
 

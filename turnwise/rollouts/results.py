@@ -42,7 +42,6 @@ class RunResult:
 
     @property
     def key(self) -> Key:
-        """The key of the run."""
         return (self.pass_index, self.split, self.task_id, self.run)
 
 
@@ -110,7 +109,6 @@ class Results:
 
 
 def read_results(path: Path) -> list[RunResult]:
-    """Return the results of a ledger."""
     return [RunResult(**fields) for fields in read_objects(path)]
 
 
@@ -149,7 +147,6 @@ class ProgressLine:
             self._print(self.line(num_planned), same_line=is_terminal)
 
     def line(self, num_planned: int | None) -> str:
-        """Return the progress line."""
         totals = summary(self.results)
         total = "" if num_planned is None else f"/{num_planned}"
         reward = "no reward yet" if totals["reward_mean"] is None else f"reward {totals['reward_mean']:.3f}"
@@ -168,7 +165,6 @@ class ProgressLine:
         return f"{len(self.results)}{total} runs  {reward}  {seconds:.0f} s" + (f"  ({problems})" if problems else "")
 
     def message(self, text: str) -> None:
-        """Print a message."""
         self._print(text, same_line=False)
 
     def _print(self, text: str, *, same_line: bool) -> None:
@@ -204,7 +200,6 @@ def num_uniform_groups(results: Sequence[RunResult]) -> int:
 
 
 def by_task(results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """Return one row per task, in the order of their first finished runs."""
     groups: dict[str, list[RunResult]] = defaultdict(list)
     for result in results:
         groups[result.task_id].append(result)

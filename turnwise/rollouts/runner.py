@@ -121,7 +121,6 @@ class Runner:
         return [finished[each.key] for each in planned if each.key in finished]
 
     def num_finished(self, pass_index: int, split: str) -> int:
-        """Return how many runs of a pass are finished."""
         return sum(key[:2] == (pass_index, split) for key in self._results.finished)
 
     async def _start(self, group: list[_Planned], running: asyncio.TaskGroup) -> None:

@@ -48,7 +48,6 @@ class Task:
 
 
 def as_text(value: Any) -> str:
-    """Return a JSON value as text for an argument or a variable."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -95,7 +95,6 @@ class CallPlayer:
         return _played(answer, time.monotonic() - started)
 
     async def close(self) -> None:
-        """End all workers."""
         await asyncio.gather(*(each.end() for each in (*self._workers, *self._retired)))
         self._workers, self._retired = [], []
 
@@ -116,7 +115,6 @@ class CallPlayer:
             self._retired.append(chosen)
 
     async def _end_idle(self) -> None:
-        """End the retired workers that have no running call."""
         idle = [each for each in self._retired if each.num_calls == 0]
         self._retired = [each for each in self._retired if each not in idle]
         for each in idle:

@@ -138,7 +138,6 @@ class AccessLog:
         self._lines = _LineFile(self._file, self._lose)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, or pass it to the writing thread."""
         self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
     def _lose(self, reason: str | None) -> None:
@@ -173,7 +172,6 @@ class _LineFile:
         self._queue = None if stat.S_ISREG(os.fstat(descriptor).st_mode) else _LineQueue(self._append)
 
     def write(self, lines: bytes) -> bool:
-        """Append lines, or pass them to the thread; return whether they were not lost here."""
         if self._queue is None:
             return self._append(lines)
         self._is_overflowing = self._is_overflowing and not self._queue.is_empty

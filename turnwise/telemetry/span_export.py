@@ -97,7 +97,6 @@ class CountingSpanProcessor(SpanProcessor):
                 self._count_lost(num_ended)
 
     def _export(self, batch: list[ReadableSpan]) -> bool:
-        """Export a batch; return whether that succeeded."""
         try:
             return self._exporter.export(batch) is SpanExportResult.SUCCESS
         except Exception:  # any exporter: the thread continues with the next batch

@@ -46,7 +46,6 @@ class RequestContext(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """The header that passes the trace on."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
 
 
@@ -131,11 +130,9 @@ class Tracer:
         return self._tracer.start_span(name, self._trace.set_span_in_context(parent), kind)
 
     def fail(self, span: Span, message: str) -> None:
-        """Mark a span as failed."""
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, message))
 
     def close(self) -> None:
-        """Export what is left."""
         self._provider.shutdown()
 
 

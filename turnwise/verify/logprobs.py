@@ -50,7 +50,6 @@ class LogprobChecker:
         """Policy version of the engine's weights; 0 for a model that is no published version."""
 
     def close(self) -> None:
-        """Close the connection."""
         self._http.close()
 
     def check(self, view: TurnView, place: str, report: Verification) -> None:

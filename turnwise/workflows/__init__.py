@@ -6,7 +6,6 @@ Importing this package loads numpy and an HTTP client; torch, verl and openai ar
 
 from __future__ import annotations
 
-from turnwise.workflows.agents import BaseAgent, BaseEnv
 from turnwise.workflows.engine import AgentWorkflowEngine
 from turnwise.workflows.environment_workflows import CumulativeWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
 from turnwise.workflows.episodes import (
@@ -21,15 +20,14 @@ from turnwise.workflows.episodes import (
 from turnwise.workflows.experience import EID, Experience
 from turnwise.workflows.model import ModelWrapper
 from turnwise.workflows.rollout import RolloutEngine, SessionRolloutEngine
-from turnwise.workflows.runner import WorkflowRunner
 from turnwise.workflows.step_wise import (
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
     RewardPropagationWorkflow,
     StepWiseRewardWorkflow,
 )
-from turnwise.workflows.tasks import Task
-from turnwise.workflows.workflow import Workflow
+from turnwise.workflows.tasks import Task, WorkflowRunner
+from turnwise.workflows.workflow import BaseAgent, BaseEnv, Workflow
 
 __all__ = [
     "EID",

@@ -142,7 +142,6 @@ class AgentWorkflowEngine:
         return to_data_proto(episodes, list(task_ids), self.config, self._pad_token_id())
 
     def shutdown(self) -> None:
-        """Wait for blocking calls and stop the threads."""
         if self.executor is not None:
             self.executor.shutdown(wait=True)
             self.executor = None
@@ -221,7 +220,6 @@ class EpisodesProgress:
         return self
 
     def close(self) -> None:
-        """End the line."""
         if self._visible:
             sys.stderr.write("\n")
 

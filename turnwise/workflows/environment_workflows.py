@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 from turnwise.errors import InvalidRequest, SettingsError
 from turnwise.settings import load_object
 from turnwise.types import Json
-from turnwise.workflows.agents import BaseAgent, BaseEnv
 from turnwise.workflows.episodes import Episode, ModelOutput, TerminationEvent, TerminationReason
-from turnwise.workflows.workflow import Workflow
+from turnwise.workflows.workflow import BaseAgent, BaseEnv, Workflow
 
 
 class SingleTurnWorkflow(Workflow):
@@ -123,7 +122,6 @@ class CumulativeWorkflow(MultiTurnWorkflow):
         return output
 
     def reset(self, task: Json | None = None, uid: str | None = None) -> None:
-        """Discard the state of the last run."""
         super().reset(task, uid)
         self.prompt_length = self._num_tokens = 0
 

@@ -29,7 +29,6 @@ class EID:
 
     @property
     def uid(self) -> str:
-        """Identifies this experience."""
         return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
 
     @property
@@ -51,7 +50,6 @@ class EID:
         return self.uid
 
     def to_dict(self) -> Json:
-        """Return the fields."""
         return dataclasses.asdict(self)
 
 

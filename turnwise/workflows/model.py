@@ -98,7 +98,6 @@ class ModelWrapper:
         self.client.create_session(**self._opening(fields))
 
     async def open_async(self, **fields: Unpack[wire.SessionFields]) -> None:
-        """Create the session in the ledger, without blocking the event loop."""
         await self.async_client.create_session(**self._opening(fields))
 
     def _opening(self, fields: wire.SessionFields) -> wire.SessionFields:
@@ -111,7 +110,6 @@ class ModelWrapper:
         return self.client.rewards([wire.reward_line(value, session_id=self.session_id, step=step)])[0]
 
     async def reward_async(self, value: float, *, step: int | None = None) -> int:
-        """Write a reward without blocking the event loop; return how many turns it applies to."""
         line = wire.reward_line(value, session_id=self.session_id, step=step)
         return (await self.async_client.rewards([line]))[0]
 
@@ -122,7 +120,6 @@ class ModelWrapper:
         self.client.end_session(self.session_id, reason=reason)
 
     async def end_async(self, reason: str | None = None) -> None:
-        """End the session in the ledger, without blocking the event loop."""
         self._is_over = True
         self.step = None
         await self.async_client.end_session(self.session_id, reason=reason)
@@ -134,7 +131,6 @@ class ModelWrapper:
 
     @property
     def model_name(self) -> str:
-        """The served model's name."""
         return self._model or self.client.served_model()
 
     @property
@@ -144,7 +140,6 @@ class ModelWrapper:
 
     @property
     def api_key(self) -> str:
-        """The proxy's key."""
         return self.client.api_key
 
     @property
@@ -170,7 +165,6 @@ class ModelWrapper:
         return self._sampled(self.get_openai_client().chat.completions.create(**body))
 
     async def chat_async(self, messages: list[Json], **kwargs: Any) -> list[Experience]:
-        """Reply to messages, and return the replies as experiences."""
         body = self._asking(kwargs, messages=messages)
         return await self._sampled_async(await self.get_openai_async_client().chat.completions.create(**body))
 
@@ -182,7 +176,6 @@ class ModelWrapper:
         return self._sampled(self.get_openai_client().completions.create(**body))
 
     async def generate_async(self, prompts: list[str], **kwargs: Any) -> list[Experience]:
-        """Complete each prompt, without a chat template; return all replies to the first prompt, then to the next."""
         if not prompts:
             return []
         body = self._asking(kwargs, prompt=prompts)

@@ -199,7 +199,6 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
 
 
 def _give(experiences: list[Experience], reward: float, num_steps: int | None = None) -> bool:
-    """Set the reward of the experiences; return whether there are any."""
     for experience in experiences:
         experience.reward = reward
         if num_steps is not None:

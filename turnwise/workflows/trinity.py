@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from turnwise.workflows.experience import EID, Experience
 from turnwise.workflows.model import ModelWrapper
-from turnwise.workflows.runner import Status, WorkflowRunner
 from turnwise.workflows.step_wise import (
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
     RewardPropagationWorkflow,
     StepWiseRewardWorkflow,
 )
-from turnwise.workflows.tasks import FormatConfig, GenerationConfig, Task
+from turnwise.workflows.tasks import FormatConfig, GenerationConfig, Status, Task, WorkflowRunner
 from turnwise.workflows.tasks import TaskWorkflow as Workflow
 
 __all__ = [

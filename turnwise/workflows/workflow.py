@@ -1,4 +1,4 @@
-"""rLLM's `Workflow`: a run of agents that returns an episode in all cases, including failures.
+"""rLLM's `Workflow` with its agents and environments: a run that returns an episode in all cases, also after a failure.
 
 As in rLLM, a workflow ends with an exception (`TerminationEvent`), so the trajectories that exist at that time are
 collected in all cases. Rewards are shaped once, at the end, from the raw rewards of the steps.
@@ -20,9 +20,72 @@ from typing import Any, ParamSpec, TypeVar
 from turnwise import credit
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
-from turnwise.workflows.agents import BaseAgent, BaseEnv
-from turnwise.workflows.episodes import Episode, TerminationEvent, TerminationReason, Trajectory
+from turnwise.workflows.episodes import Action, Episode, Step, TerminationEvent, TerminationReason, Trajectory
 from turnwise.workflows.rollout import RolloutEngine
+
+
+class BaseAgent(ABC):
+    """Turns observations into messages, replies into actions, and both into a trajectory."""
+
+    @property
+    def chat_completions(self) -> list[Json]:
+        """The conversation to send to the model."""
+        return []
+
+    @property
+    @abstractmethod
+    def trajectory(self) -> Trajectory:
+        """The steps so far."""
+
+    @abstractmethod
+    def update_from_env(self, observation: Any, reward: float, done: bool, info: Json, **kwargs: Any) -> None:
+        """Record the answer of the environment."""
+
+    @abstractmethod
+    def update_from_model(self, response: str, **kwargs: Any) -> Action:
+        """Record the reply of the model and return the action."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Start a new trajectory."""
+
+    def get_current_state(self) -> Step | None:
+        """Return the newest step; None before the first."""
+        return self.trajectory.steps[-1] if self.trajectory.steps else None
+
+
+class BaseEnv(ABC):
+    """An environment in which an agent acts."""
+
+    @property
+    def idx(self) -> Any:
+        """Position in a batch of environments."""
+        return getattr(self, "_idx", None)
+
+    @idx.setter
+    def idx(self, value: Any) -> None:
+        self._idx = value
+
+    @abstractmethod
+    def reset(self, task: Json | None = None) -> tuple[Any, Json]:
+        """Start a task; return the first observation and its info."""
+
+    @abstractmethod
+    def step(self, action: Any) -> tuple[Any, float, bool, Json]:
+        """Perform an action; return observation, reward, whether the task is done, and info."""
+
+    def close(self) -> None:  # noqa: B027 most environments have no resources
+        """Release the environment's resources."""
+
+    @staticmethod
+    def from_dict(info: Json) -> BaseEnv:
+        """Return an environment for a task's description."""
+        raise NotImplementedError(f"this environment cannot be made from {sorted(info)!r}: define from_dict on it")
+
+    @staticmethod
+    def is_multithread_safe() -> bool:
+        return True
+
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +233,6 @@ class Workflow(ABC):
                 part.reset(task=task)
 
     def is_multithread_safe(self) -> bool:
-        """Return whether all of this workflow's environments are multithread-safe."""
         parts = (getattr(self, name) for name in dir(self))
         return all(part.is_multithread_safe() for part in parts if isinstance(part, BaseEnv))
 

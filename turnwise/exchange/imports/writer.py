@@ -80,7 +80,6 @@ class ImportReport:
                 self.bad.append({"file": place.file, "line": place.line, "reason": reason})
 
     def as_json(self) -> Json:
-        """Return the report as JSON values."""
         return dataclasses.asdict(self) | {"skipped": dict(self.skipped)}
 
 
