@@ -34,7 +34,6 @@ class SessionCredit:
     reward: float
     """Reward of the whole session, without discount and bonus."""
     turn_rewards: dict[str, float]
-    """Reward of each turn, by turn id."""
     turn_returns: dict[str, float]
     """Return of each turn, by turn id: its reward after bonus and discount."""
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)

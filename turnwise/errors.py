@@ -105,7 +105,6 @@ class Overloaded(ClientError):
     def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-        """Seconds to wait before a retry."""
 
 
 class BudgetSpent(ClientError):
@@ -142,9 +141,7 @@ class EngineRefused(EngineError):
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"the engine answered {status}: {body[:500].decode(errors='replace')}")
         self.status = status
-        """HTTP status of the engine's answer."""
         self.body = body
-        """The engine's error body, passed on unchanged."""
 
     @property
     def is_transient(self) -> bool:

@@ -54,7 +54,6 @@ class KeptTokenizer:
         self.chat_template: str = record["chat_template"]
         self.all_special_tokens: list[str] = record["all_special_tokens"]
         self.end_tokens: list[int] = record["end_tokens"]
-        """Ids that end a turn."""
         self._special_tokens: Mapping[str, str] = record["special_tokens"]
         self._backend = Tokenizer.from_file(str(directory / BACKEND))
         self._backend.no_truncation()

@@ -161,13 +161,10 @@ class SessionState:
 
     def __init__(self, data: Json, connection: Connection) -> None:
         self.data = data
-        """The session's JSON."""
         self.session_id: str = data["session_id"]
         default_url = f"{connection.base_url}/sessions/{wire.segment(self.session_id)}/v1"
         self.base_url: str = data.get("base_url") or default_url
-        """Base URL for any OpenAI client."""
         self.api_key: str = data.get("api_key") or connection.api_key
-        """API key for any OpenAI client."""
         self._pool = connection.pool
 
     def openai(self, *, step: int | None = None) -> OpenAI:

@@ -50,7 +50,6 @@ _EXTRA_OF = {
     "pyarrow": "export",
     "vllm": "engine-cpu",
 }
-"""The extra that installs a module."""
 _EXTRAS_OF_UP = ("store", "proxy", "trainer", "engine-cpu")
 _PERMANENT = (ClientError, SettingsError, SchemaMismatch, BadCheckpoint)
 """Errors that come back until somebody changes something: exit status 2. `turnwise up` does not retry them."""

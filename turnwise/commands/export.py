@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 EXPERIENCE_FORMATS = ("jsonl", "axolotl", "parquet", "hf")
 CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai", "trl", "trl-pairs", "verl")
 LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
-"""Returns the lines of sessions."""
 
 
 @click.command("export")

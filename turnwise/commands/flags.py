@@ -30,7 +30,6 @@ DESCRIPTIONS = {
     "run": "`turnwise run`: any agent as rollouts.",
     "reward": "`turnwise reward`: rewards from a separate process.",
 }
-"""What each section is for."""
 
 
 def settings_model(section: str) -> type[Settings]:

@@ -46,7 +46,6 @@ SHORT = {
     "engine": ("max_model_len", "tool_call_parser", "gpu_memory"),
     "run": ("tasks", "group_size", "reward_command"),
 }
-"""The settings of the short file, by section."""
 
 
 def short_settings_file() -> str:

@@ -17,7 +17,6 @@ KEY_COLUMNS = (
 )
 
 CREATED = ("key_id", "key", "tenant", "role", "name", "policy")
-"""Fields that are printed of a new key."""
 SECONDS_A_DAY = 86_400
 
 

@@ -38,7 +38,6 @@ _POLICY_COLUMNS = (
 )
 _UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", "num_tokens", "reward_mean", "seconds")
 _SHOWN = ("reward_mean", "seconds")
-"""Metrics of an update that the table shows."""
 
 
 @click.group("policies", invoke_without_command=True)

@@ -40,7 +40,7 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None
     from turnwise.rollouts import results as report
     from turnwise.rollouts.runner import no_call_cause
 
-    progress = report.ProgressLine()
+    progress = report.RolloutProgress()
     try:
         results = asyncio.run(opening.play_all(settings, argv, progress))
     except asyncio.CancelledError:

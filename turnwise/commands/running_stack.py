@@ -26,11 +26,8 @@ class RunningStack:
 
     pid: int
     database: str
-    """SQLAlchemy URL of the store."""
     proxy: str
-    """URL of the proxy."""
     engines: list[str]
-    """URLs of the engines."""
 
 
 @contextlib.contextmanager

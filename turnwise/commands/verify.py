@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from turnwise.verify.report import Verification
 
 BAR_CHARACTERS = 30
-"""Length of the progress bar."""
 
 
 @click.command("verify")

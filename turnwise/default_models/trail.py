@@ -107,7 +107,6 @@ class TrailTask:
     """The tool's record of each person: `{"boss": …, "friend": …}`, or `{"city": …}` at the end of a trail."""
 
     answer: str
-    """The city at the end of the trail of bosses."""
 
     num_hops: int
     """Number of lookups in the shortest solution, 1 to `MAX_HOPS`."""
@@ -265,7 +264,6 @@ class TrailFormat:
     tools: list[dict[str, Any]] | None
     """Tools of every prompt; None where commands are text."""
     for_agent: Callable[[TrailTask], dict[str, Any]]
-    """Returns a line of a tasks file."""
     warm_up_conversation: Callable[[TrailTask, random.Random], list[Message]]
 
 

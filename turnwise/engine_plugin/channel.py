@@ -19,9 +19,7 @@ _dist: Any = torch.distributed
 """Untyped, because torch's stubs lack stores and process groups."""
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of one broadcast."""
 SENDER = 0
-"""Rank of the trainer."""
 
 
 class TransferFailed(Exception):

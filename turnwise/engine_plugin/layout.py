@@ -23,11 +23,9 @@ class Slot(NamedTuple):
     """The place of one tensor."""
 
     name: str
-    """Name in the checkpoint."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """First byte."""
     end: int
 
 

@@ -30,16 +30,13 @@ class TransferInfo:
 
     version: int
     host: str
-    """Address of the trainer's rendezvous."""
     port: int
     world_size: int
     """Members of the group: the trainer, and the engine's workers."""
     layout: list[list[Any]]
-    """Of `Layout.as_json`."""
+    """Of `TensorLayout.as_json`."""
     checksum: str
-    """Of the version's buffer."""
     chunk_bytes: int = CHUNK_BYTES
-    """Bytes of one broadcast."""
     seconds: float = 60.0
     """Time limit of each wait."""
 

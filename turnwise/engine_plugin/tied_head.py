@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 FINISH = "finalize_layerwise_processing"
-"""vLLM's function that ends each load."""
 PACKED = "cpu_linear"
 """Attribute of a layer with a packed copy: what computes from it."""
 

@@ -14,7 +14,6 @@ from typing import Any
 from turnwise.errors import SettingsError
 
 EXPORTS, IMPORTS, COMMANDS = "turnwise.exports", "turnwise.imports", "turnwise.commands"
-"""Groups of entry points."""
 PACKAGE_OF = {
     EXPORTS: {"atif": "extras/formats", "otlp": "extras/formats", "replay": "extras/replay"},
     IMPORTS: {"atif": "extras/formats", "langfuse": "extras/formats", "litellm": "extras/formats"},

@@ -43,7 +43,6 @@ def _is_trained(turn: Json) -> bool:
 
 
 NO_LABEL = -100
-"""Label of a token that carries no loss."""
 
 
 def trl_lines(session: Json) -> Iterator[Json]:

@@ -30,7 +30,6 @@ from turnwise.version_directory import MODEL_CONFIG, local_files, read_json, rea
 CPU_CONTEXT_TOKENS = 2048
 """Longest prompt and reply on a CPU, unless the settings say more."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens of a block of the KV cache on a CPU."""
 CPU_FULL_CALLS = 32
 """Calls of the longest kind that the KV cache holds on a CPU, as far as the memory allows."""
 CPU_KV_CACHE_BYTES = (128 * 2**20, 2 * 2**30)

@@ -39,7 +39,6 @@ class Ended:
     timed_out: bool
     seconds: float
     output: bytes = b""
-    """Standard output, where it was captured."""
 
 
 async def run_limited(

@@ -166,7 +166,6 @@ class TrainerNeeds:
     lora_rank: int | None = None
     """Rank of the adapters that it publishes; None: it publishes all weights."""
     engines_sleep: bool = False
-    """Whether engines sleep while it computes."""
 
 
 class Stack:
@@ -205,7 +204,6 @@ class Stack:
         self.engine_ports = [
             free_port() if first is None else first + position for position in range(len(gpus.engines))
         ]
-        """Ports of the engines, on loopback."""
 
     @property
     def engine_urls(self) -> list[str]:

@@ -38,7 +38,6 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """The status of a killed process, and as the guard reports it."""
 MAX_ERROR_CHARACTERS = 400
 _PROBE_SECONDS = 1.0
-"""Time limit of one request to a readiness URL."""
 PORT_RELEASE_SECONDS = 10.0
 """How long a restart waits for the port of the process that died."""
 PERMANENT_STATUS = 2
@@ -97,7 +96,6 @@ class _ChildRun:
     num_quick_deaths: int = 0
     """In a row: quick ones, or further ones within `alike_seconds` by the same error."""
     error: str | None = None
-    """The last error of the latest death."""
 
 
 class Supervisor:

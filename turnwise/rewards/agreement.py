@@ -24,7 +24,6 @@ class Agreement:
     """What a check set has shown."""
 
     num_sessions: int
-    """Sessions that the source gave a reward."""
     num_pairs: int
     value: float | None
     """Mean over the pairs; None without a pair."""

@@ -38,7 +38,6 @@ class PostingCounts:
     """What was done so far."""
 
     num_sessions: int = 0
-    """Sessions that were decided on."""
     num_rewards: int = 0
     num_turns_reached: int = 0
     num_without_reward: int = 0

@@ -53,12 +53,10 @@ class Agent:
 
     name: str
     programs: tuple[str, ...] = ()
-    """File names of the agent's program."""
     variables: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
     files: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
     """Path below the scratch home → content."""
     flags: Callable[[Address], list[str]] = field(default=lambda _: [])
-    """Inserted after the program's name."""
     scratch_home: bool = True
     """Use a scratch directory as HOME, so that the user's own settings are neither read nor changed."""
 

@@ -15,14 +15,13 @@ from turnwise.processes.limited import find_program, with_script
 from turnwise.rollouts.agents import DEFAULT_CONTEXT_TOKENS, Model, find_agent
 from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.players import CommandPlayer, Player
-from turnwise.rollouts.results import ProgressLine, Results, RunResult
+from turnwise.rollouts.results import Results, RolloutProgress, RunResult
 from turnwise.rollouts.runner import OnResult, Runner
 from turnwise.rollouts.settings import RunSettings, check
 from turnwise.rollouts.tasks import load_tasks, unfilled
 from turnwise.rollouts.workers import CallPlayer
 
 READY_SECONDS = 4.0
-"""Time to wait for a proxy that is starting."""
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +64,7 @@ def connected(settings: RunSettings) -> AsyncClient:
     return AsyncClient(settings.url, key, max_retries=10)
 
 
-async def play_all(settings: RunSettings, argv: Sequence[str], progress: ProgressLine) -> list[RunResult]:
+async def play_all(settings: RunSettings, argv: Sequence[str], progress: RolloutProgress) -> list[RunResult]:
     """Play all passes of the tasks file; the first interrupt lets running runs end, the second ends them.
 
     Raises:

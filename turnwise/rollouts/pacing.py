@@ -29,7 +29,6 @@ class Pace:
         self._num_used = 0
         """Groups that the trainer has used since the first request."""
         self._policy = DEFAULT_POLICY_NAME
-        """The policy of the client's key."""
         self._version: int | None = None
         self._polled_at = float("-inf")
 

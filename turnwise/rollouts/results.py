@@ -33,7 +33,6 @@ class RunResult:
     pass_index: int
     split: str
     reward: float | None
-    """The session's reward; None if it has none."""
     termination_reason: str
     num_turns: int
     seconds: float
@@ -65,7 +64,6 @@ class Results:
         except OSError as error:
             raise SettingsError(f"another `turnwise run` uses {str(directory)!r}; give another --out") from error
         self.is_resumed = (directory / "plan.json").exists()
-        """Whether an earlier start used the directory."""
         self._path = directory / "results.jsonl"
         self.finished = {result.key: result for result in read_results(self._path)}
         try:
@@ -119,7 +117,7 @@ SECONDS_BETWEEN_LINES = 10.0
 COLUMNS = ("task_id", "runs", "reward_mean", "reward_min", "reward_max", "turns_mean", "seconds_mean", "failed")
 
 
-class ProgressLine:
+class RolloutProgress:
     """Counts finished runs and prints a line about them."""
 
     def __init__(self, stream: TextIO | None = None) -> None:

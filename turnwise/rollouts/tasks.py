@@ -18,7 +18,6 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_:@~-]+")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_]+")
 MAX_SLUG_LENGTH = 100
 RUN_FIELDS = frozenset({"task_id", "model", "base_url", "api_key"})
-"""Names in braces that every run fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,6 @@ class Task:
 
     task_id: str
     fields: Json
-    """The whole line."""
     split: str | None = None
     """`train` or `eval`; None belongs to both."""
 

@@ -25,11 +25,9 @@ class Run:
 
     session_id: str
     base_url: str
-    """Address for OpenAI clients."""
     api_key: str
     model: str
     directory: str
-    """A directory of the run's own."""
     split: str
     run: int
     environment: dict[str, str]

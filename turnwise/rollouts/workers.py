@@ -30,7 +30,6 @@ from turnwise.types import Json
 START_SECONDS = 180.0
 """Maximum duration of the import of the agent."""
 LINE_BYTES = 64 * 1024 * 1024
-"""Maximum length of an answer of a worker."""
 
 
 class CallPlayer:

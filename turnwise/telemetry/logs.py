@@ -69,12 +69,10 @@ class LogHandler(logging.Handler):
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self.num_lost = 0
-        """Lines that could not be written."""
         self.count_lost: Callable[[], None] = lambda: None
         """Is called for each line that is lost, in any thread."""
         self._lines = _LineFile(descriptor, self._lose)
         self._num_unreported = 0
-        """Lost lines that no line has reported."""
         self._count_lock = threading.RLock()
         """Reentrant: a signal handler or a finalizer that logs may interrupt the thread that holds it."""
 
@@ -167,7 +165,6 @@ class _LineFile:
         self._lose = lose
         self._is_failing = False
         self._is_torn = False
-        """Whether the last line was written in part."""
         self._is_overflowing = False
         self._queue = None if stat.S_ISREG(os.fstat(descriptor).st_mode) else _LineQueue(self._append)
 

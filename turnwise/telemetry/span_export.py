@@ -17,9 +17,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 log = logging.getLogger(__name__)
 EXPORT_SECONDS = 1.0
-"""Time between two exports."""
 BATCH_SPANS = 512
-"""Spans in one export."""
 MAX_WAITING = 2048
 """Ended spans that wait for their export; further ones are lost."""
 
@@ -41,7 +39,6 @@ class CountingSpanProcessor(SpanProcessor):
         self._waiting: collections.deque[ReadableSpan] = collections.deque()
         self._is_closing = False
         self._num_in_flight = 0
-        """Spans of the batch whose export has begun."""
         self._in_flight_lock = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="span export", daemon=True)

@@ -44,11 +44,9 @@ NUM_BIASED = 256
 BIAS_SLOPE = 0.02
 """Nats between two neighbours, so that the unlikelier ones have a share that any top-k, top-p or min-p cuts off."""
 NUM_COMPARED = 5
-"""Alternatives whose logprobs are compared."""
 SAME_NATS = 0.02
 """Logprobs of the same logits differ by less than this, also in bf16; any default that matters changes them by more."""
 POSITIONS_AT_ONCE = 64
-"""Most prompts in one call to the engine."""
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 """Sampling parameters that the recomputed distribution depends on."""
 NOT_REPEATABLE = (

@@ -108,7 +108,6 @@ class CumulativeWorkflow(MultiTurnWorkflow):
             )
         self.max_response_length = int(limit)
         self.prompt_length = 0
-        """Tokens of the first prompt."""
         self._num_tokens = 0
         """Tokens of the last prompt and its reply."""
 

@@ -49,7 +49,6 @@ class RolloutEngine:
     """Samples replies. Subclasses implement `_get_model_response`, or override `get_model_response`."""
 
     validate: bool = False
-    """Whether runs are evaluations."""
     weight_version: int | None = None
     """Policy version that is served, if the engine knows it."""
     pad_token_id: int = 0

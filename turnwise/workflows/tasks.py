@@ -44,7 +44,6 @@ class GenerationConfig:
     logprobs: int | None = None
     max_tokens: int | None = None
     n: int = 1
-    """Number of runs of the task."""
 
 
 @dataclasses.dataclass
@@ -53,7 +52,6 @@ class Task:
 
     workflow: type[TaskWorkflow] | None = None
     repeat_times: int | None = None
-    """Number of runs in the task's group."""
     format_args: FormatConfig = dataclasses.field(default_factory=FormatConfig)
     rollout_args: GenerationConfig = dataclasses.field(default_factory=GenerationConfig)
     workflow_args: Json = dataclasses.field(default_factory=dict)
@@ -61,7 +59,6 @@ class Task:
     is_eval: bool = False
     reward_fn: Any = None
     raw_task: Json | None = None
-    """The sample of the data set."""
     batch_id: int | str = ""
     task_id: int | str = ""
     index: Json = dataclasses.field(default_factory=dict)
@@ -162,7 +159,6 @@ class Status:
     completed_runs: int
     total_runs: int
     metrics: list[dict[str, float]]
-    """Metrics of each completed run."""
     message: str | None = None
     """The first failure's traceback; None without a failure."""
 

@@ -46,7 +46,6 @@ class Draft:
     conversations: list[ImportedConversation]
     """They share the turns whose messages are equal up to the reply."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By name."""
     suffix: str = ""
     """Distinguishes the sessions of a group."""
     task_id: str | None = None

@@ -60,17 +60,14 @@ class ImportReport:
 
     lines: int = 0
     sessions: int = 0
-    """Sessions that were stored."""
     turns: int = 0
     tokens: int = 0
-    """Tokens of the stored replies."""
     already_there: int = 0
     """Sessions that an earlier import stored."""
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Lines that hold no conversation, by what they are."""
     num_bad: int = 0
     bad: list[Json] = dataclasses.field(default_factory=list)
-    """The first bad lines, with their reasons."""
 
     def add_bad(self, places: Iterable[FileLine], reason: str) -> None:
         """Record why lines are not imported."""
@@ -90,11 +87,9 @@ class _Unit:
     stem: str
     """Id of the session, or of the group."""
     digest: str
-    """Digest of the lines."""
     places: list[FileLine]
     documents: list[Json]
     source_id: str | None
-    """The session that the file names."""
     sessions: list[tuple[Session, Draft, list[Turn]]] = dataclasses.field(default_factory=list)
 
     @property
