@@ -14,12 +14,14 @@ import dataclasses
 import functools
 import hashlib
 import hmac
+import ipaddress
 import time
 from collections.abc import Callable, Mapping
 
 import cachetools
 
-from turnwise.errors import Forbidden, Unauthorized
+from proxy.settings import ProxySettings
+from turnwise.errors import Forbidden, SettingsError, Unauthorized
 from turnwise.store import keys, rows
 from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, Session
@@ -312,3 +314,29 @@ def presented_key(headers: Mapping[bytes, bytes]) -> str:
     if scheme.lower() == "bearer" and key:
         return key.strip()
     return headers.get(b"x-api-key", b"").decode("latin-1").strip()
+
+
+def open_authenticator(database: Database, settings: ProxySettings) -> Authenticator:
+    """Read the secret that signs session keys, after checking that a proxy without keys listens on loopback only.
+
+    Raises:
+        SettingsError: a proxy without keys would listen on other interfaces than loopback.
+    """
+    with database.write() as connection:
+        secret = keys.server_secret(connection)
+        has_keys = keys.any_keys(connection)
+    if not has_keys and not _is_loopback(settings.host):
+        raise SettingsError(
+            f"without API keys the proxy serves loopback only, not {settings.host!r}; "
+            "make one with `turnwise keys create`"
+        )
+    if settings.secret is not None:
+        secret = settings.secret.get_secret_value().encode()
+    return Authenticator(database, secret, has_keys=has_keys)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

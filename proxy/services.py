@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import datetime
-import ipaddress
 import logging
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
 from fastapi import Request
 
-from proxy.auth import Authenticator
+from proxy.auth import Authenticator, open_authenticator
 from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
@@ -37,12 +33,11 @@ from proxy.reload.checkpoint import VersionFiles
 from proxy.reload.driver import Reloader
 from proxy.sessions.place import Sessions
 from proxy.settings import ProxySettings
+from proxy.sweeper import Sweeper
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
-from turnwise.errors import EngineUnsuitable, SettingsError, StoreError, TurnwiseError
-from turnwise.store import keys, retention, rewards, sessions
-from turnwise.store.database import Connection, Database
-from turnwise.types import SessionKey, utc_now
+from turnwise.errors import EngineUnsuitable, StoreError
+from turnwise.store.database import Database
 
 log = logging.getLogger(__name__)
 
@@ -54,45 +49,10 @@ NUM_EXPORTS = 4
 """Maximum number of pages of exports that are read at the same time."""
 MAX_EXPORTS, MAX_TENANT_EXPORTS = 64, 4
 """Maximum number of concurrent exports, and of those of one tenant; each holds a page of sessions in memory."""
-REWARDED_IDLE = datetime.timedelta(minutes=10)
-"""A single session that has a reward, and that no call names, ends after so long without activity."""
-MIN_CORRECTION = datetime.timedelta(milliseconds=100)
-"""Difference of two clocks that counts as a correction of one of them."""
-SWEEP_SECONDS = 5.0
-"""How often the uses of keys are recorded, idle sessions expired, and old stored answers deleted."""
 ANNOUNCE_SECONDS = 1.0
 """How long an engine stays paused at most until all workers have noted what it has loaded."""
 GAUGES_SECONDS = 1.0
 """How often a worker stores its gauges for the other workers."""
-
-
-def elapsed_seconds() -> float:
-    """Return seconds of a clock that nobody corrects, and that goes on while the machine is suspended."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-class IdleClock:
-    """What the wall clock read some time ago: a correction of the wall clock is no time without activity.
-
-    It knows the corrections since this process started.
-    """
-
-    def __init__(self, longest: datetime.timedelta) -> None:
-        self._longest = longest
-        self._corrections: collections.deque[tuple[float, datetime.datetime]] = collections.deque()
-        """When the wall clock was corrected, in elapsed seconds, and its time at which these would have been 0 since
-        then; the first entry is in force at the begin of the longest time."""
-
-    def earliest(self, ago: datetime.timedelta) -> datetime.datetime:
-        """Read the clocks; return the earliest that the wall clock can have read so long ago."""
-        now = elapsed_seconds()
-        start = utc_now() - datetime.timedelta(seconds=now)
-        known = self._corrections
-        if not known or abs(start - known[-1][1]) > MIN_CORRECTION:
-            known.append((now, start))
-        while len(known) > 1 and known[1][0] <= now - self._longest.total_seconds():
-            known.popleft()
-        return min(start for _, start in known) + datetime.timedelta(seconds=now) - ago
 
 
 class Services:
@@ -137,7 +97,6 @@ class Services:
         """Where routes that no engine serves are passed to; None if nowhere."""
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         self.sessions = Sessions(database, self.writer, settings, metrics, faults)
-        self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
         self.retries = Retries(database, settings.replay_bytes)
         self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
         self.reloader = Reloader(
@@ -161,6 +120,7 @@ class Services:
         self.budgets = Budgets(settings, database, self.writer, metrics)
         self.counts = RecentCounts(database)
         self.events = Events(database, metrics)
+        self.sweeper = Sweeper(settings, database, authenticator, self.writer, metrics, self.forget_session)
         self.searches = asyncio.Semaphore(MAX_SEARCHES)
         """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""
 
@@ -206,55 +166,6 @@ class Services:
             found = await find_template(engine, self.settings.tokenizer, is_checked=is_checked)
             self.sessions.learn_template(found)
 
-    async def _record_key_uses(self) -> None:
-        used = self.authenticator.used_keys
-        while used:
-            await self.writer.do(keys.record_use, used.pop())
-
-    async def _prune(self) -> None:
-        """Delete sessions that are older than the retention, if one is set."""
-        days = self.settings.retention_days
-        if days is None:
-            return
-        deleted = await self.writer.delete_all(retention.prune, utc_now() - datetime.timedelta(days=days))
-        for tenant, session_id in deleted.sessions:
-            self.forget_session(tenant, session_id)
-
-    async def sweep(self) -> None:
-        """Record the uses of keys, expire idle sessions, and delete what is old or deleted, until cancelled."""
-        idle = datetime.timedelta(seconds=self.settings.session_idle_seconds)
-        remembered = datetime.timedelta(seconds=self.settings.idempotency_seconds)
-        while True:
-            try:
-                await self._record_key_uses()
-                while await self.writer.do(rewards.forget_answers, utc_now() - remembered):
-                    pass
-                await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
-                await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
-                await self._prune()
-                has_deleted = self.writer.has_deleted.is_set()
-                await self.writer.sweep()
-                if has_deleted:
-                    await asyncio.to_thread(self.database.truncate_log)
-            except TurnwiseError as error:
-                self.metrics.background_errors.labels("sweep").inc()
-                log.warning("could not record uses of keys, expire sessions and delete old data, will retry: %s", error)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.writer.has_deleted.wait(), SWEEP_SECONDS)
-
-    async def _close_idle(
-        self,
-        close_some: Callable[[Connection, datetime.datetime], list[SessionKey]],
-        idle: datetime.timedelta,
-        event: str,
-    ) -> None:
-        """End or expire what is idle for so long, in short transactions."""
-        before = self._idle_clock.earliest(idle)
-        while closed := await self.writer.do(close_some, before):
-            for tenant, session_id in closed:
-                self.forget_session(tenant, session_id)
-            self.metrics.sessions.labels(event).inc(len(closed))
-
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
@@ -265,7 +176,7 @@ class Services:
         self.peers.close()
         await self.budgets.close()
         with contextlib.suppress(StoreError):
-            await self._record_key_uses()
+            await self.sweeper.record_key_uses()
         await self.writer.close()
         for opened in (self.database, self.exports):
             opened.close()
@@ -289,7 +200,7 @@ async def running_services(
     keep_freed_memory()
     database = Database(settings.database.get_secret_value(), pool_size=NUM_READERS)
     await asyncio.to_thread(database.check_schema)
-    authenticator = await asyncio.to_thread(_make_authenticator, database, settings)
+    authenticator = await asyncio.to_thread(open_authenticator, database, settings)
     services = Services(settings, database, authenticator, peers, metrics_directory)
     await services.writer.start()
     await peers.connect(services.apply_change)
@@ -297,7 +208,7 @@ async def running_services(
     background = [
         services.reloader.run(),
         ActivityRecorder(services.pool, services.writer, services.metrics).run(),
-        services.sweep(),
+        services.sweeper.run(),
         _refresh_gauges(services.metrics),
         return_freed_memory(lambda: services.sessions.num_bytes_read),
     ]
@@ -309,28 +220,6 @@ async def running_services(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await services.close()
-
-
-def _make_authenticator(database: Database, settings: ProxySettings) -> Authenticator:
-    """Read the secret that signs session keys, after checking that a proxy without keys listens on loopback only."""
-    with database.write() as connection:
-        secret = keys.server_secret(connection)
-        has_keys = keys.any_keys(connection)
-    if not has_keys and not _is_loopback(settings.host):
-        raise SettingsError(
-            f"without API keys the proxy serves loopback only, not {settings.host!r}; "
-            "make one with `turnwise keys create`"
-        )
-    if settings.secret is not None:
-        secret = settings.secret.get_secret_value().encode()
-    return Authenticator(database, secret, has_keys=has_keys)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _refresh_gauges(metrics: Metrics) -> None:

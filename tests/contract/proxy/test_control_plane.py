@@ -219,7 +219,7 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
 
 
 def test_the_last_use_of_a_key_is_recorded_at_the_next_sweep(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("proxy.services.SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.sweeper.SWEEP_SECONDS", 0.05)
     with in_process_proxy(tmp_path) as (http, database):
         with database.write() as connection:
             _, secret = keys.create_key(connection, "default", keys.KeyRole.ADMIN, "mine")

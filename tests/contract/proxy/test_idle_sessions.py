@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 from support.waiting import wait_until
 
-from proxy import services
+from proxy import sweeper
 from turnwise.types import utc_now
 
 HOUR = datetime.timedelta(hours=1)
@@ -23,15 +23,15 @@ def call(http: TestClient, session_id: str) -> None:
 
 def wait_for_a_sweep(http: TestClient) -> None:
     """Delete a session, which wakes the sweep, and wait until the next one has begun."""
-    closed = services.Services._close_idle
+    closed = sweeper.Sweeper._close_idle
     seen: list[str] = []
 
-    async def counted(self: services.Services, *arguments: object) -> None:
+    async def counted(self: sweeper.Sweeper, *arguments: object) -> None:
         await closed(self, *arguments)  # type: ignore[arg-type]
         seen.append(str(arguments[-1]))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(services.Services, "_close_idle", counted)
+        patched.setattr(sweeper.Sweeper, "_close_idle", counted)
         call(http, "deleted")
         http.delete("/v1/sessions/deleted").raise_for_status()
         wait_until(lambda: "expired" in seen, "idle sessions are looked for")
@@ -42,7 +42,7 @@ def test_a_corrected_clock_expires_no_running_conversation(tmp_path: Path, monke
     with in_process_proxy(tmp_path, session_idle_seconds=HOUR.total_seconds()) as (http, _):
         wait_for_a_sweep(http)
         call(http, "running")
-        monkeypatch.setattr(services, "utc_now", lambda: utc_now() + 2 * HOUR)
+        monkeypatch.setattr(sweeper, "utc_now", lambda: utc_now() + 2 * HOUR)
         wait_for_a_sweep(http)
         assert http.get("/v1/sessions/running").json()["status"] == "open"
 
@@ -53,8 +53,8 @@ def test_a_session_without_activity_expires_whatever_the_clock_was_before(
     """Two hours have passed on both clocks."""
     with in_process_proxy(tmp_path, session_idle_seconds=HOUR.total_seconds()) as (http, _):
         call(http, "idle")
-        elapsed = services.elapsed_seconds
-        monkeypatch.setattr(services, "utc_now", lambda: utc_now() + 2 * HOUR)
-        monkeypatch.setattr(services, "elapsed_seconds", lambda: elapsed() + 2 * HOUR.total_seconds())
+        elapsed = sweeper.elapsed_seconds
+        monkeypatch.setattr(sweeper, "utc_now", lambda: utc_now() + 2 * HOUR)
+        monkeypatch.setattr(sweeper, "elapsed_seconds", lambda: elapsed() + 2 * HOUR.total_seconds())
         wait_for_a_sweep(http)
         assert http.get("/v1/sessions/idle").json()["status"] == "expired"

@@ -1,0 +1,129 @@
+"""What becomes old is closed or deleted: idle sessions, stored answers, and sessions beyond the retention."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import datetime
+import logging
+import time
+from collections.abc import Callable
+
+from proxy.auth import Authenticator
+from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
+from proxy.writer.client import Writer
+from turnwise.errors import TurnwiseError
+from turnwise.store import keys, retention, rewards, sessions
+from turnwise.store.database import Connection, Database
+from turnwise.types import SessionKey, utc_now
+
+log = logging.getLogger(__name__)
+
+REWARDED_IDLE = datetime.timedelta(minutes=10)
+"""A single session that has a reward, and that no call names, ends after so long without activity."""
+MIN_CORRECTION = datetime.timedelta(milliseconds=100)
+"""Difference of two clocks that counts as a correction of one of them."""
+SWEEP_SECONDS = 5.0
+"""How often the uses of keys are recorded, idle sessions expired, and old stored answers deleted."""
+
+
+def elapsed_seconds() -> float:
+    """Return seconds of a clock that nobody corrects, and that goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class IdleClock:
+    """What the wall clock read some time ago: a correction of the wall clock is no time without activity.
+
+    It knows the corrections since this process started.
+    """
+
+    def __init__(self, longest: datetime.timedelta) -> None:
+        self._longest = longest
+        self._corrections: collections.deque[tuple[float, datetime.datetime]] = collections.deque()
+        """When the wall clock was corrected, in elapsed seconds, and its time at which these would have been 0 since
+        then; the first entry is in force at the begin of the longest time."""
+
+    def earliest(self, ago: datetime.timedelta) -> datetime.datetime:
+        """Read the clocks; return the earliest that the wall clock can have read so long ago."""
+        now = elapsed_seconds()
+        start = utc_now() - datetime.timedelta(seconds=now)
+        known = self._corrections
+        if not known or abs(start - known[-1][1]) > MIN_CORRECTION:
+            known.append((now, start))
+        while len(known) > 1 and known[1][0] <= now - self._longest.total_seconds():
+            known.popleft()
+        return min(start for _, start in known) + datetime.timedelta(seconds=now) - ago
+
+
+class Sweeper:
+    """Sweeps every few seconds."""
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        database: Database,
+        authenticator: Authenticator,
+        writer: Writer,
+        metrics: Metrics,
+        forget_session: Callable[[str, str], None],
+    ) -> None:
+        self._settings = settings
+        self._database = database
+        self._authenticator = authenticator
+        self._writer = writer
+        self._metrics = metrics
+        self._forget_session = forget_session
+        """Removes a session of a tenant from the memory of all workers."""
+        self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
+
+    async def run(self) -> None:
+        """Record the uses of keys, expire idle sessions, and delete what is old or deleted, until cancelled."""
+        idle = datetime.timedelta(seconds=self._settings.session_idle_seconds)
+        remembered = datetime.timedelta(seconds=self._settings.idempotency_seconds)
+        while True:
+            try:
+                await self.record_key_uses()
+                while await self._writer.do(rewards.forget_answers, utc_now() - remembered):
+                    pass
+                await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
+                await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
+                await self._prune()
+                has_deleted = self._writer.has_deleted.is_set()
+                await self._writer.sweep()
+                if has_deleted:
+                    await asyncio.to_thread(self._database.truncate_log)
+            except TurnwiseError as error:
+                self._metrics.background_errors.labels("sweep").inc()
+                log.warning("could not record uses of keys, expire sessions and delete old data, will retry: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._writer.has_deleted.wait(), SWEEP_SECONDS)
+
+    async def record_key_uses(self) -> None:
+        used = self._authenticator.used_keys
+        while used:
+            await self._writer.do(keys.record_use, used.pop())
+
+    async def _prune(self) -> None:
+        """Delete sessions that are older than the retention, if one is set."""
+        days = self._settings.retention_days
+        if days is None:
+            return
+        deleted = await self._writer.delete_all(retention.prune, utc_now() - datetime.timedelta(days=days))
+        for tenant, session_id in deleted.sessions:
+            self._forget_session(tenant, session_id)
+
+    async def _close_idle(
+        self,
+        close_some: Callable[[Connection, datetime.datetime], list[SessionKey]],
+        idle: datetime.timedelta,
+        event: str,
+    ) -> None:
+        """End or expire what is idle for so long, in short transactions."""
+        before = self._idle_clock.earliest(idle)
+        while closed := await self._writer.do(close_some, before):
+            for tenant, session_id in closed:
+                self._forget_session(tenant, session_id)
+            self._metrics.sessions.labels(event).inc(len(closed))
