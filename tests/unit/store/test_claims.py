@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, retention, rewards, rows, schema, sessions, turns, updates, versions
+from turnwise.store import claims, processes, retention, rewards, rows, schema, sessions, turns, updates, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
-from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
+from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, name_digest, utc_now
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 MINUTE = datetime.timedelta(minutes=1)
@@ -158,6 +158,36 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
         assert updates.list_updates(connection, after=1) == ([], False)
     assert ([one.update_id for one in recorded], has_more) == ([1], False)
     assert recorded[0].num_tokens == 2
+
+
+def test_an_update_shows_gauges_alone_and_what_a_trainer_keeps_lasts_until_a_version_holds_it(
+    database: Database,
+) -> None:
+    """Other tenants read updates. A deletion removes sessions and groups, which are named by digests, from the rest."""
+    add_ready(database, "a", "b")
+    add_ready(database, "c")
+    digests = {name: name_digest(("default", name)) for name in "abc"}
+    kept = {
+        "buffer": [{"group": digests[name], "priority": 0.5} for name in "ac"],
+        "singles": [["kind", "reward", digests[name], 1.0] for name in "ab"],
+    }
+    gauges = {"loss": 0.5, "num_groups": 3, "kl": None, "refused": "gap"}
+    metrics = {**gauges, "buffer": [{"tenant": "t"}], "note": "a word"}
+    claimed = claim(database)
+    ack(database, claimed, dataclasses.replace(update(), metrics=metrics), state=kept)
+    with database.read() as connection:
+        (shown,), _ = updates.list_updates(connection)
+        assert shown.metrics == gauges
+        assert processes.kept_state(connection, 0) == kept
+    retention.delete_all(database, lambda connection: retention.delete_session(connection, "default", "a"))
+    with database.read() as connection:
+        left = processes.kept_state(connection, 0)
+    assert left == {"buffer": kept["buffer"][1:], "singles": kept["singles"][1:]}
+    add_ready(database, "d")
+    claimed, made = claim(database), dataclasses.replace(update(), update_id=2, policy_version=2)
+    ack(database, claimed, made, policy=PolicyVersion(version=2, path="/2"))
+    with database.read() as connection:
+        assert processes.kept_state(connection, 0) is None, "the checkpoint of the version holds it"
 
 
 def test_an_ack_is_all_or_nothing(database: Database) -> None:
