@@ -331,7 +331,8 @@ def _system(system: Any) -> Iterator[Json]:
 
 def _assistant_message(blocks: list[Json]) -> Json:
     message: Json = {"role": "assistant", "content": None}
-    if texts := [str(block.get("text") or "") for block in blocks if block.get("type") == "text"]:
+    said = {"text": "text", "compaction": "content"}
+    if texts := [str(block.get(said[kind]) or "") for block in blocks if (kind := str(block.get("type"))) in said]:
         message["content"] = "".join(texts)
     if thinking := "".join(str(block.get("thinking") or "") for block in blocks if block.get("type") == "thinking"):
         message["reasoning"] = thinking
@@ -367,28 +368,58 @@ def _user_messages(blocks: list[Json], failed_tool_text: str) -> Iterator[Json]:
 
 
 def _chat_part(block: Json) -> Json:
-    """Translate a text or image block to a chat part."""
+    """Translate a block of a user's message or of a tool's result to a chat part."""
+    if (text := _block_text(block)) is not None:
+        return {"type": "text", "text": text}
     check_kinds(block, {"source": dict})
     source = block.get("source") or {}
     match block.get("type"), source.get("type"):
-        case "text", _:
-            return {"type": "text", "text": str(block.get("text", ""))}
         case "image", "base64":
             url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-            return {"type": "image_url", "image_url": {"url": url}}
         case "image", "url":
-            return {"type": "image_url", "image_url": {"url": source.get("url")}}
+            url = str(source.get("url"))
         case "image", kind:
             raise InvalidRequest(
                 f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` or `url`",
                 param="messages",
             )
-        case "document", "text":
-            return {"type": "text", "text": str(source.get("data", ""))}
+        case "document", kind:
+            raise InvalidRequest(
+                f"a document with a source of type {kind!r:.40} cannot be served; send its text, as a source of type "
+                "`text`",
+                param="messages",
+            )
         case kind, _:
             raise InvalidRequest(
                 f"a block of type {kind!r:.40} cannot be served; send text or images", param="messages"
             )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _block_text(block: Json) -> str | None:
+    """Return the text that a block stands for; None for an image, and for a block that cannot be served."""
+    source = block.get("source")
+    match block.get("type"), source.get("type") if isinstance(source, dict) else None:
+        case "text", _:
+            return str(block.get("text", ""))
+        case "document", "text":
+            return str((source or {}).get("data", ""))
+        case "document", "content":
+            return _text_of((source or {}).get("content"))
+        case "search_result", _:
+            return "\n".join(str(each) for each in (block.get("title"), source, _text_of(block.get("content"))) if each)
+        case "tool_reference", _:
+            return str(block.get("tool_name", ""))
+        case "compaction", _:
+            return _text_of(block.get("content"))
+    return None
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a nested content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text") or "") for part in parts_of(content, "content"))
 
 
 def is_server_tool(tool: Any) -> bool:

@@ -28,11 +28,15 @@ HOSTED_ITEMS = frozenset(
     {
         *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call"),
         *("mcp_call", "mcp_list_tools", "mcp_approval_request", "tool_search_call", "tool_search_output", "compaction"),
-        *("compaction_trigger", "additional_tools", "ghost_snapshot"),
+        *("compaction_trigger", "additional_tools", "ghost_snapshot", "configuration_update", "program_output"),
+        *("computer_call_output", "mcp_approval_response", "program"),
     }
 )
 """Items that only OpenAI's own service can read or produce, such as encrypted state. They are ignored."""
+CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")
+"""Calls of tools that the client runs."""
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+OUTPUTS = tuple(f"{call}_output" for call in CALLS)
 FAILED = ("failed", "incomplete")
 """Values of `status` of the output of a call that failed."""
 
@@ -165,10 +169,13 @@ def _add_item(messages: list[Json], item: Any, failed_tool_text: str) -> None:
             messages.append({"role": item.get("role"), "content": _chat_content(item.get("content"))})
         case "reasoning":
             _add_reasoning(messages, _text(item.get("content") or item.get("summary")))
-        case "function_call" | "custom_tool_call" | "local_shell_call":
+        case str() if kind in CALLS:
             _open_reply(messages, unless_holds=()).setdefault("tool_calls", []).append(_chat_tool_call(item))
-        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            call_id, content = item.get("call_id") or item.get("id"), _chat_content(item.get("output"))
+        case str() if kind in OUTPUTS:
+            output = item.get("output")
+            if kind == "shell_call_output":  # of each command: its texts and how it ended
+                output = dumps(output).decode()
+            call_id, content = item.get("call_id") or item.get("id"), _chat_content(output)
             if item.get("status") in FAILED:
                 mark = {"type": "text", "text": failed_tool_text}
                 content = failed_text(content, failed_tool_text) if isinstance(content, str) else [mark, *content]
@@ -207,12 +214,12 @@ def _chat_tool_call(item: Json) -> Json:
     match item["type"]:
         case "custom_tool_call":
             arguments = custom_arguments(str(item.get("input") or ""))
-        case "local_shell_call":
-            action = item.get("action")
+        case "local_shell_call" | "shell_call" | "apply_patch_call":
+            action = item.get("action") or item.get("operation")
             arguments = dumps(action if isinstance(action, dict) else {}).decode()
         case _:
             arguments = item.get("arguments") or ""
-    name = flat_name(item.get("namespace"), item.get("name") or "local_shell")
+    name = flat_name(item.get("namespace"), item.get("name") or item["type"].removesuffix("_call"))
     return chat_tool_call(item.get("call_id"), name, arguments)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import typing
 from typing import Any
 
 import pytest
+from anthropic.types.beta import BetaContentBlockParam
+from anthropic.types.beta.beta_tool_result_block_param import Content
+from openai.types.responses.response_input_content_param import ResponseInputContentParam
+from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
 from proxy.dialects.base import Call
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
+from proxy.dialects.responses import Responses
 from turnwise.errors import InvalidRequest
 
 
@@ -89,3 +96,85 @@ def test_each_effort_reaches_the_engine_by_its_own_name(effort: str) -> None:
         config = {"thinkingConfig": {"thinkingLevel": level}}
         call = gemini_call(contents=[{"parts": [{"text": "Hi."}]}], generationConfig=config)
         assert call.body["reasoning_effort"] == level.lower()
+
+
+def type_names(declared: Any) -> list[str]:
+    """Return the values of `type` that an SDK declares for the members of a union."""
+    if (field := getattr(declared, "__annotations__", {}).get("type")) is not None:
+        return re.findall(r"[\"'](\w+)[\"']", getattr(field, "__forward_arg__", repr(field)))
+    found = [name for each in typing.get_args(declared) for name in type_names(each)]
+    return sorted(set(found))
+
+
+def parsed_or_refused(dialect: Any, body: dict[str, Any], kind: str) -> list[Any]:
+    """Return the messages of a request, or of one that is refused, its refusal, which names the type."""
+    try:
+        return dialect.parse(body, max_choices=1, max_messages=99).messages  # type: ignore[no-any-return]
+    except InvalidRequest as error:
+        refusal = str(error)
+    assert kind in refusal
+    assert "; send " in refusal
+    return [refusal]
+
+
+BLOCK: dict[str, Any] = {
+    "id": "i",
+    "tool_use_id": "i",
+    "name": "look",
+    "input": {},
+    "text": "said",
+    "tool_name": "said",
+}
+BLOCK |= {"title": "said", "source": {"type": "text", "data": "said"}, "thinking": "said"}
+SERVED_BLOCKS = {"text", "document", "search_result", "tool_result", "compaction", "tool_reference"}
+
+
+@pytest.mark.parametrize("kind", [*type_names(BetaContentBlockParam), *type_names(Content)])
+@pytest.mark.parametrize("role", ["assistant", "user", "result"])
+def test_each_type_of_block_of_anthropic_s_sdk_is_served_or_refused_by_name(kind: str, role: str) -> None:
+    """Blocks of Anthropic's own tools in an assistant's message are ignored: only its service reads them."""
+    block = {"type": kind, **BLOCK, "content": [{"type": "text", "text": "said"}]}
+    if kind == "search_result":
+        block["source"] = "https://somewhere"
+    if kind == "compaction":
+        block["content"] = "said"
+    content = [{"type": "tool_result", "tool_use_id": "i", "content": [block]}] if role == "result" else [block]
+    asked = {"max_tokens": 9, "messages": [{"role": role.replace("result", "user"), "content": content}]}
+    messages = parsed_or_refused(Messages(), asked, kind)
+    is_served = kind in SERVED_BLOCKS - {"tool_result"} or (kind == "tool_result" and role == "user")
+    if is_served and (role != "assistant" or kind in ("text", "compaction")):
+        assert "said" in messages[-1]["content"]
+
+
+def test_a_document_that_is_no_text_is_refused_with_what_to_send() -> None:
+    document = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
+    with pytest.raises(
+        InvalidRequest, match="a document with a source of type 'base64' cannot be served; send its text"
+    ):
+        messages_call({"role": "user", "content": [document]})
+
+
+@pytest.mark.parametrize("kind", type_names(ResponseInputItemParam))
+def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_by_name(kind: str) -> None:
+    """An ignored call has an ignored output, and a served call a served one."""
+    item = {
+        "type": kind,
+        "call_id": "c",
+        "id": "i",
+        "name": "look",
+        "role": "user",
+        "content": "said",
+        "output": "said",
+    }
+    if kind != "item_reference":
+        messages = parsed_or_refused(Responses(), {"input": [item]}, kind)
+        if kind.endswith("_call") and f"{kind}_output" in type_names(ResponseInputItemParam):
+            answered = parsed_or_refused(Responses(), {"input": [item, {**item, "type": f"{kind}_output"}]}, kind)
+            assert len(answered) in (0, 2)
+            assert len(messages) == len(answered) / 2
+
+
+@pytest.mark.parametrize("kind", type_names(ResponseInputContentParam))
+def test_each_type_of_part_of_openai_s_sdk_is_served_or_refused_by_name(kind: str) -> None:
+    part = {"type": kind, "text": "said", "image_url": "https://somewhere/a.png", "file_id": "f"}
+    parsed_or_refused(Responses(), {"input": [{"role": "user", "content": [part]}]}, kind)
