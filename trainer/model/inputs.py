@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.batch.batch import Batch, Reals, Row
+from trainer.batch.batch import Row
 from trainer.batch.forest import Layout, block_mask, dense_mask
-from trainer.model.context_parallel import RowPart
-
-if TYPE_CHECKING:
-    from trainer.model.model import Policy
+from trainer.model.division import RowPart
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -172,61 +169,3 @@ def _mask(layout: Layout, attention: str, device: torch.device) -> Tensor | Bloc
     if attention == "eager":  # it adds its mask to the scores
         return torch.zeros(seen.shape, device=device).masked_fill_(~seen, torch.finfo(torch.float32).min)
     return seen
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowData:
-    """A row's inputs, and the columns of `TrainedTokens` that do not come from the model."""
-
-    inputs: RowInputs
-    behaviour: Tensor
-    advantages: Tensor
-    weights: Tensor
-    sequence: Tensor
-    proximal: Tensor | None
-    old_values: Tensor | None
-    returns: Tensor | None
-    pair: Tensor
-    chosen: Tensor
-    is_imported: Tensor | None
-    """True for tokens of imported sessions that are mixed in; None where the batch has none. [m]"""
-
-
-def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
-    temperature = torch.from_numpy(batch.table.temperature[row.token])
-    return policy.inputs(row, temperature, torch.from_numpy(batch.table.target[row.token]))
-
-
-def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> RowData:
-    """Return a row's data; may be called in a thread while another row is computed.
-
-    Args:
-        policy: The model that will run.
-        batch: What was claimed.
-        row: The packed row.
-        weights: Of each token of the table. [M]
-        proximal: Logprobs of each token of the table, if the loss needs them. [M]
-    """
-    table = batch.table
-    members, sequence = np.unique(table.experience[row.token], return_inverse=True)
-    _, pair = np.unique(np.array(batch.unit_of)[members], return_inverse=True)
-
-    def column(values: npt.NDArray[np.generic] | None) -> Tensor | None:
-        return None if values is None else on_device(torch.from_numpy(values[row.token]), policy.device)
-
-    def present(values: npt.NDArray[np.generic]) -> Tensor:
-        return on_device(torch.from_numpy(values), policy.device)
-
-    return RowData(
-        inputs=inputs_of(policy, batch, row),
-        behaviour=present(table.behaviour[row.token]),
-        advantages=present(table.advantages[row.token]),
-        weights=present(weights[row.token]),
-        sequence=present(sequence),
-        proximal=column(proximal),
-        old_values=column(table.values),
-        returns=column(table.returns),
-        pair=present(pair),
-        chosen=present(np.array(batch.chosen)[members]),
-        is_imported=column(table.experience >= batch.num_sampled if batch.has_imported else None),
-    )

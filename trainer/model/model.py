@@ -19,24 +19,36 @@ from torch import Tensor, nn
 
 from trainer.batch.batch import Row
 from trainer.batch.logprobs import OutputLayer, linear_logprobs, selected_logprobs
-from trainer.model.adapters import Adapter
-from trainer.model.context_parallel import ContextGroup, part_of, register_attention, spread
+from trainer.model.division import (
+    REPLICA,
+    TENSOR,
+    ContextGroup,
+    Division,
+    check_divisible,
+    divide_layers,
+    part_of,
+    register_attention,
+    spread,
+)
 from trainer.model.inputs import RowInputs, part_inputs, row_inputs
 from trainer.model.loading import (
+    Adapter,
     allocate,
     bad_checkpoint,
     base_of,
+    checkpoint_layers,
     choose_attention,
     copy_tokenizer,
     empty_model,
+    has_liger,
     load_model,
+    needs_checkpointing,
     register_flex_attention,
     tied_names,
+    use_liger,
 )
-from trainer.model.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
 from trainer.model.router_replay import RouterReplay
 from trainer.model.traits import measured_alone, why_alone
-from trainer.model.tuning import checkpoint_layers, has_liger, needs_checkpointing, use_liger
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind

@@ -16,8 +16,7 @@ from support.trainer_ledger import settings_for
 
 from trainer.batch.forest import BLOCK, dense_mask
 from trainer.main import check_startable
-from trainer.model.context_parallel import ContextGroup, part_of
-from trainer.model.mesh import Division, check_divisible, divide_layers
+from trainer.model.division import ContextGroup, Division, check_divisible, divide_layers, part_of
 from turnwise.errors import SettingsError
 
 CPU = torch.device("cpu")

@@ -17,8 +17,7 @@ from trainer.batch.batch import build, minibatches, pack
 from trainer.batch.forest import Forest, dense_mask
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.batch.selection import why_untrainable
-from trainer.model.agent import PolicyAgent
-from trainer.model.inputs import row_data
+from trainer.model.agent import PolicyAgent, row_data
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.chains import EID, Experience, merge_session, split_session
