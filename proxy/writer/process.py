@@ -304,7 +304,7 @@ def add_pickled(
     body_digest: bytes,
     retrain: bool,
 ) -> list[int]:
-    """Do what `ledger.add_rewards` does with lines that a thread has pickled, because that would hold the loop."""
+    """Do what `rewards.add_rewards` does with lines that a thread has pickled, because that would hold the loop."""
     lines: list[Reward] = pickle.loads(pickled)  # noqa: S301  from our own process
     return rewards.add_rewards(
         connection, lines, idempotency_key=idempotency_key, body_digest=body_digest, retrain=retrain

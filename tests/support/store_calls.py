@@ -412,7 +412,7 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "an export of everything": lambda c: list(search.session_records(c, SessionFilter())),
     "the number of all sessions": lambda c: search.count_sessions(c, SessionFilter()),
     "counts of the store": overview.count_rows,
-    "all updates": updates.all_updates,
+    "all updates": lambda c: updates.updates_after(c, -1, None),
     "summaries of policies": policies.summarise_policies,
     "versions on disk": lambda c: versions.measured_versions(c, 0),
     "evaluated versions": versions.evaluated_versions,

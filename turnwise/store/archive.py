@@ -44,7 +44,6 @@ def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]
 
 
 def columns_of(table_name: str) -> dict[str, type]:
-    """Return the types of the columns of one of `TABLES`, by name."""
     return {column.name: column.type.python_type for column in TABLES[table_name].c}
 
 

@@ -63,7 +63,6 @@ class ClaimedGroup:
 
     @property
     def key(self) -> GroupKey:
-        """The group's tenant and id."""
         return self.tenant, self.group_id
 
 
@@ -78,7 +77,6 @@ class Claim:
 
     @property
     def group_pks(self) -> list[int]:
-        """The groups' keys, for `experiences.experiences_of_groups`."""
         return [group.group_pk for group in self.groups]
 
     def size(self, singles_per_group: int, keys: Collection[GroupKey] | None = None) -> int:
@@ -322,7 +320,6 @@ def _lease_micros(lease_seconds: float) -> int:
 
 
 def _drop_stale(conn: sa.Connection, claimable: sa.ColumnElement[bool], min_policy_version: int) -> int:
-    """Drop the groups that could be claimed and have an older turn; return their number."""
     wanted = sa.and_(claimable, groups.c.policy_version_first < min_policy_version)
     done = f"dropped %d groups with a turn older than policy version {min_policy_version} (max_staleness)"
     return len(drop(wanted, "stale", done).make(conn))

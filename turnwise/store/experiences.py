@@ -370,7 +370,6 @@ class Played:
 
     @property
     def version(self) -> int:
-        """The newest version that it sampled with."""
         return max(turn.policy_version_last for turn in self.turns)
 
 

@@ -53,7 +53,6 @@ class Change:
     """What is logged: what is done to how many groups."""
 
     def is_due(self, conn: sa.Connection) -> bool:
-        """Return whether there is such a group."""
         return bool(conn.execute(sa.select(groups.c.group_pk).where(self.wanted)).all())
 
     def make(self, conn: sa.Connection) -> list[str]:
@@ -104,7 +103,6 @@ def unrewarded(ended_before: datetime.datetime, now: datetime.datetime | None = 
 
 
 def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
-    """Drop groups."""
     return Change(wanted, {"status": GroupStatus.DROPPED.value, "leased_until": None, "reason": reason}, done)
 
 

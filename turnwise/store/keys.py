@@ -166,7 +166,6 @@ def is_use_unrecorded(key: Key) -> bool:
 
 
 def record_use(conn: sa.Connection, key_id: str) -> None:
-    """Record that a key is used now."""
     conn.execute(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(last_used_at=to_micros(utc_now())))
 
 
@@ -176,7 +175,6 @@ def tenants_with_keys(conn: sa.Connection) -> set[str]:
 
 
 def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
-    """Return all keys, including revoked ones, oldest first; with a tenant, only its keys."""
     found = _select_keys().order_by(api_keys.c.created_at, api_keys.c.key_id)
     if tenant is not None:
         found = found.where(api_keys.c.tenant == tenant)

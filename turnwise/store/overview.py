@@ -89,7 +89,6 @@ def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict
 
 
 def read_state(conn: sa.Connection, tenant: str) -> State:
-    """Return the states of a tenant's newest sessions, and of the newest versions and the last update."""
     s, p, u = sessions.c, policy_versions.c, updates.c
     columns = (s.session_id, s.task_id, s.group_id, s.status, s.num_turns, s.num_chains, s.num_rewards)
     newest = conn.execute(

@@ -104,7 +104,6 @@ def list_policies(conn: sa.Connection, tenant: str | None = None) -> list[Policy
 
 
 def names_of_policies(conn: sa.Connection) -> Mapping[int, str]:
-    """Return the names of all policies by their numbers."""
     return {policy.policy_id: policy.name for policy in list_policies(conn)}
 
 

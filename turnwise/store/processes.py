@@ -132,7 +132,6 @@ _STATUSES = RowFormat(TrainerStatus, trainer_status)
 
 
 def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
-    """Replace the trainer's last report."""
     delete_report(conn, status.trainer_id)
     conn.execute(sa.insert(trainer_status).values(_STATUSES.row(status, seen_at=to_micros(status.reported_at))))
 
@@ -143,7 +142,6 @@ def delete_report(conn: sa.Connection, trainer_id: str) -> None:
 
 
 def note_sign_of_life(conn: sa.Connection, trainer_id: str) -> None:
-    """Record that the trainer's process lives."""
     conn.execute(sa.update(trainer_status).where(trainer_status.c.trainer_id == trainer_id).values(seen_at=clock(conn)))
 
 

@@ -89,7 +89,6 @@ indexes: list[sa.Index] = []
 
 
 def _index(name: str, *columns: str, where: str | None = None, unique: bool = False) -> sa.Index:
-    """Return an index of the rows that fulfil a condition, or of all rows."""
     condition = None if where is None else sa.text(where)
     indexes.append(sa.Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition))
     return indexes[-1]

@@ -57,17 +57,14 @@ class Contents:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no condition."""
         return self == Contents()
 
     def has_session_row(self, row: rows.StoredRow) -> bool:
-        """Return whether a session's row satisfies the conditions on it."""
         if self.termination_reason is not None and row.termination_reason != self.termination_reason:
             return False
         return row.num_rewards > 0 or (self.min_reward is None and self.max_reward is None)
 
     def of_turn(self, dialect: sa.Dialect) -> list[sa.ColumnElement[bool]]:
-        """Return the conditions on the table of turns."""
         wanted: list[sa.ColumnElement[bool]] = []
         if self.outcome is not None:
             wanted.append(turns.c.outcome == self.outcome.value)
@@ -81,7 +78,6 @@ class Contents:
         return wanted
 
     def has_reward(self, session: Session) -> bool:
-        """Return whether the session's reward is in the range."""
         if self.min_reward is None and self.max_reward is None:
             return True
         low = float("-inf") if self.min_reward is None else self.min_reward
@@ -170,12 +166,10 @@ class SessionRecord:
     updates: Updates
 
     def views(self) -> list[TurnView]:
-        """Return the turns with their whole prompts."""
         return turn_views(self.turns, self.rewards, self.updates)
 
 
 def count_sessions(conn: sa.Connection, wanted: SessionFilter) -> int:
-    """Return the number of sessions that a filter selects."""
     return int(conn.execute(sa.select(sa.func.count()).select_from(sessions).where(*wanted.clauses())).scalar_one())
 
 

@@ -51,7 +51,6 @@ class ServingState(NamedTuple):
 
     @property
     def pinned_version(self) -> int | None:
-        """The version that the policy is pinned to; None if there is no pin."""
         return None if self.pinned is None else self.pinned.version
 
     @property

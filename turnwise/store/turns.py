@@ -265,7 +265,6 @@ def read_turns(
 
 
 def _views(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> list[TurnView]:
-    """Return a session's turns with `first` ≤ `seq` < `end`, with their rewards and the updates that trained them."""
     page = turns.c.seq >= first, turns.c.seq < end
     wanted = _with_parents(session_pk, *page) if whole_prompt else [turns.c.session_pk == session_pk, *page]
     lines = rewards_of(conn, [session_pk])[session_pk]
@@ -403,12 +402,11 @@ def _is_replay(
 
 
 def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> None:
-    """Store turns as `new_turns.append` does."""
+    """Store turns as `append_rows` does."""
     append_rows(conn, list(map(rows.TURNS.row, batch)))
 
 
 def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason: str) -> None:
-    """Set the role of these turns."""
     changed = sa.update(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
     conn.execute(changed.values(role=role.value, role_reason=reason))
 

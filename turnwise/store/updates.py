@@ -125,11 +125,12 @@ def list_updates(
     return [rows.UPDATES.record(row) for row in page], has_more
 
 
-def updates_after(conn: sa.Connection, update_id: int, policy_id: int = DEFAULT_POLICY) -> list[UpdateRecord]:
-    """Return the updates of a policy above this one, oldest first."""
-    u = table.c
-    found = sa.select(table).where(u.update_id > update_id, u.policy_id == policy_id)
-    return [rows.UPDATES.record(row) for row in conn.execute(found.order_by(table.c.update_id))]
+def updates_after(conn: sa.Connection, update_id: int, policy_id: int | None = DEFAULT_POLICY) -> list[UpdateRecord]:
+    """Return the updates above this one, of one policy or of all, oldest first."""
+    found = sa.select(table).where(table.c.update_id > update_id).order_by(table.c.update_id)
+    if policy_id is not None:
+        found = found.where(table.c.policy_id == policy_id)
+    return [rows.UPDATES.record(row) for row in conn.execute(found)]
 
 
 def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateRecord | None:
@@ -162,11 +163,6 @@ def check_lineage(conn: sa.Connection, versions: Collection[int], policy_id: int
             "which the weights of this trainer do not come from: two trainers train one policy. One trainer at a time "
             "may train the policies of a database: stop this one, or the other one"
         )
-
-
-def all_updates(conn: sa.Connection) -> list[UpdateRecord]:
-    """Return all updates, oldest first."""
-    return [rows.UPDATES.record(row) for row in conn.execute(sa.select(table).order_by(table.c.update_id))]
 
 
 def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, tuple[bytes | None, bytes | None]]:

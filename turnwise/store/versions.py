@@ -260,7 +260,6 @@ def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range
 
 
 def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[int]:
-    """Return the failed ones among these versions."""
     failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(numbers))
     return frozenset(conn.execute(sa.select(table.c.version).where(failed)).scalars())
 

@@ -57,7 +57,7 @@ def verify(
             check_weights(policy, report)
         served_at = {policy.version: policy.activated_at for policy in found if policy.activated_at is not None}
         with database.read() as conn:
-            for update in updates.all_updates(conn):
+            for update in updates.updates_after(conn, -1, None):
                 check_update(conn, update, report)
             num_sessions = search.count_sessions(conn, wanted)
             for number, record in enumerate(search.session_records(conn, wanted), 1):
