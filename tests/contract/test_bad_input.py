@@ -66,7 +66,7 @@ def test_a_reward_that_is_not_a_number_of_usual_size_is_refused(shared, value):
     """Two lines of 1e308 would sum to infinity, and one of 1e40 is infinite in float32."""
     _, http = shared
     body = json.dumps({"session_id": "s", "value": value}).encode()
-    assert refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json" if value == 10**400 else "invalid_request")
+    assert refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_request")
 
 
 def test_a_reward_for_an_unknown_target_is_not_found(shared):

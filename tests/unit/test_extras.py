@@ -38,4 +38,4 @@ def test_no_package_of_turnwise_imports_an_extra_but_the_command_that_starts_the
     extras = {path.name for path in EXTRAS.glob("*/turnwise_*")}
     importing = {path.name for path in packages if extras & {name.split(".")[0] for name in imported(path)}}
     assert extras
-    assert importing == {"fake_engine.py"}, "the command alone starts the stand-in engine"
+    assert importing == {"one_process.py"}, "the command alone starts the stand-in engine"

@@ -71,10 +71,9 @@ def _tried(settings: TrainerSettings) -> dict[str, Any]:
     from trainer.algorithms.trial import try_algorithm
     from trainer.model.loading import read_config
     from trainer.model.traits import why_alone
-    from turnwise.processes.engine_command import is_directory
 
     try_algorithm(settings.algorithm)
-    if not is_directory(settings.model):
+    if not Path(settings.model).is_dir():  # it is downloaded later, or on another machine
         return {}
     reason = why_alone(read_config(settings.model).get_text_config())
     rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
