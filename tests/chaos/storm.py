@@ -17,6 +17,8 @@ from chaos import invariants
 from chaos.world import World
 from support.waiting import wait_until
 
+from turnwise.store import overview
+
 KILL_A_PROXY = "kill a proxy"
 RESTART_THE_DATABASE = "restart the database"
 RECOVERY_SECONDS = 60.0
@@ -148,7 +150,7 @@ class Storm:
         def is_all_trained() -> bool:
             world.revive()
             with world.database.read() as connection:
-                statuses = invariants.queries.counts(connection).groups
+                statuses = overview.count_rows(connection).groups
             return set(statuses) <= {"trained", "dropped"}
 
         try:

@@ -164,7 +164,7 @@ def test_exports_that_nobody_reads_do_not_delay_calls(start_proxy, fake_engine):
             peer.sendall(b"GET /v1/experiences HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
             assert peer.recv(100).startswith(b"HTTP/1.1 200")
         reply = httpx2.get(export, timeout=DEADLINE_SECONDS)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_unavailable")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
         assert "retry-after" in reply.headers
         assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT).status_code == 200
         assert httpx2.get(f"{proxy.v1}/sessions").status_code == 200

@@ -16,6 +16,7 @@ import itertools
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -100,7 +101,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
             num_groups=len(batch.claim.groups),
             num_sessions=len(batch.experiences),
             num_tokens=0,
-            metrics={"turn_ids": [turn_id for one in batch.experiences for turn_id in one.turn_ids]},
+            metrics=Counter(turn_id for one in batch.experiences for turn_id in one.turn_ids),
         )
         try:
             source.ack([FinishedBatch(batch=batch, update=update)])

@@ -236,7 +236,7 @@ def acked(database: Database) -> Counter[str]:
         with database.read() as connection:
             page, has_more = updates.list_updates(connection, after=after)
         for record in page:
-            counts.update(record.metrics["turn_ids"])
+            counts.update(record.metrics)
         after = page[-1].update_id if page else after
     return counts
 

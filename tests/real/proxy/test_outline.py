@@ -147,10 +147,10 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
     template, (messages, replied) = shortened(family), conversation
     ending = (min(template.end_tokens) if ended else 5), messages[replied].get("reasoning", "")
     whole = answered(template.next_ids_of_whole, messages, replied, ending, keep_thinking=keep_thinking)
-    assert answered(template.continuation, messages, replied, ending, keep_thinking=keep_thinking) == whole
+    assert answered(template.next_ids, messages, replied, ending, keep_thinking=keep_thinking) == whole
     sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
     thinking = {at: message["reasoning"] for at, message in enumerate(messages) if "reasoning" in message}
-    continuation, half = functools.partial(template.continuation, kinds=[]), sent[: len(sent) // 2]
+    continuation, half = functools.partial(template.next_ids, kinds=[]), sent[: len(sent) // 2]
     if (first := next((at for at, message in enumerate(half) if message["role"] == "assistant"), None)) is not None:
         earlier = {at: text for at, text in thinking.items() if at < len(half)}
         answered(functools.partial(continuation, thinking=earlier), half, first, ending, keep_thinking=keep_thinking)
