@@ -39,7 +39,7 @@ def times_trained(database: Database) -> Counter[str]:
     counts: Counter[str] = Counter()
     with database.read() as connection:
         for record in updates.list_updates(connection, limit=ALL)[0]:
-            counts.update(record.metrics["turn_ids"])
+            counts.update(record.metrics)
     return counts
 
 
