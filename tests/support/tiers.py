@@ -25,7 +25,8 @@ TEST_CPU_SECONDS = 4.0
 """Limit for one test of `unit`, its fixtures included."""
 NUM_ADDITIONS = 10**6
 REFERENCE_SECONDS = 0.03
-"""CPU time of `NUM_ADDITIONS` in a loop on the machine for which the limits were set; a slower one gets more."""
+"""CPU time of `NUM_ADDITIONS` in a loop up to which the limits hold as they are; a slower machine gets more. It is an
+estimate of a common desktop's time."""
 BUDGET = "unit CPU seconds"
 """Name of the property of a test's report that has its CPU time."""
 FORBIDDEN = {
