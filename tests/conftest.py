@@ -75,7 +75,6 @@ def dialect(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def empty_database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database without any table."""
     if dialect == "sqlite":
         yield f"sqlite:///{tmp_path}/empty.db"
         return
@@ -87,7 +86,6 @@ def empty_database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: P
 
 @pytest.fixture
 def database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database with this release's tables, without rows."""
     if dialect == "sqlite":
         yield migrated(f"sqlite:///{tmp_path}/turnwise.db")
         return
@@ -100,7 +98,6 @@ def database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    """An open database with this release's tables, without rows."""
     database = Database(database_url, lock_timeout_seconds=60)
     yield database
     database.close()

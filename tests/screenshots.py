@@ -31,7 +31,6 @@ def open_tokens(page: Any) -> None:
 
 
 def examine(page: Any) -> None:
-    """Let the doctor examine, and wait for two samples of the live curves."""
     page.click("button:text('Examine')")
     page.wait_for_selector("td:text('reachable, with the tables of this release')")
     page.locator(".chart canvas").nth(2).wait_for()
@@ -40,7 +39,6 @@ def examine(page: Any) -> None:
 
 
 def open_session(page: Any) -> None:
-    """Show the newest session of the list."""
     page.locator("a[href^='#session/']").first.click()
     page.wait_for_selector("text=For the whole session")
 
@@ -63,8 +61,6 @@ SHOTS: dict[str, tuple[str, str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A proxy that somebody else has started."""
-
     url: str
 
 
@@ -83,7 +79,6 @@ def main() -> None:
 
 
 def take_all(browser: Any, proxy: RunningProxy | Running, shots: dict[str, tuple[str, str, Any]]) -> None:
-    """Make these pictures of the page of a proxy."""
     for name, (address, scheme, prepare) in shots.items():
         options = {"viewport": {"width": 1080, "height": 720}, "color_scheme": scheme}
         with visit(browser, proxy, **options) as window:

@@ -17,7 +17,6 @@ KINDS = ("sqlite", "postgresql")
 
 
 def main() -> int:
-    """Return 1 when an invariant was broken."""
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="on each database")
     parser.add_argument("--conversations", type=int, default=5_000, help="recorded ones, on each database")

@@ -29,8 +29,6 @@ PERMITTED = {409, 429, 502, 503, 504}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompleteReply:
-    """A reply that an agent received completely."""
-
     tenant: str
     session_id: str
     turn_id: str
@@ -53,8 +51,6 @@ class Observed:
 
 
 class Agent:
-    """One agent: it plays one group after the other, session by session."""
-
     def __init__(
         self, tenant: str, number: int, key: str, urls: list[str], observed: Observed, think_seconds: float
     ) -> None:
@@ -168,8 +164,6 @@ async def _anything(response: aiohttp.ClientResponse) -> Any:
 
 
 class Crowd:
-    """All agents, in a thread."""
-
     def __init__(
         self, keys: dict[str, str], urls: list[str], agents_per_tenant: int, *, think_seconds: float = 0.0
     ) -> None:
@@ -186,20 +180,16 @@ class Crowd:
 
     @property
     def num_agents(self) -> int:
-        """How many there are."""
         return len(self._agents)
 
     def is_playing(self) -> bool:
-        """Say whether they still play."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Let each finish the group that it plays."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self, seconds: float) -> None:
-        """Wait for their end."""
         self._thread.join(seconds)
 
     def _run(self) -> None:

@@ -24,7 +24,6 @@ NUM_SHOWN = 10
 
 
 def stored_turns(database: Database) -> list[tuple[str, TurnView]]:
-    """Return all turns with their tenants."""
     with database.read() as connection:
         listed, _ = list_sessions(connection, SessionFilter(), limit=ALL)
         return [
@@ -35,7 +34,6 @@ def stored_turns(database: Database) -> list[tuple[str, TurnView]]:
 
 
 def times_trained(database: Database) -> Counter[str]:
-    """Return how often each turn was trained, by the records of the updates."""
     counts: Counter[str] = Counter()
     with database.read() as connection:
         for record in updates.list_updates(connection, limit=ALL)[0]:
@@ -44,7 +42,6 @@ def times_trained(database: Database) -> Counter[str]:
 
 
 def trained_more_than_once(database: Database) -> list[str]:
-    """Each experience is trained at most once, at any time."""
     return [f"turn {turn_id} was trained {n} times" for turn_id, n in times_trained(database).items() if n > 1]
 
 
@@ -91,7 +88,6 @@ def _asked(view: TurnView) -> str:
 
 
 def _crossed(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
-    """No text of a session is in another session, of whichever tenant."""
     found = []
     for tenant, view in stored:
         owner = f"{tenant} {view.turn.session_id} call"
@@ -136,7 +132,6 @@ def _not_what_was_sampled(world: World, stored: Sequence[tuple[str, TurnView]]) 
 
 
 def _wrong_rewards(database: Database, observed: Observed) -> list[str]:
-    """A reward that was acknowledged is stored once, on its own turn."""
     rewards, sessions = schema.rewards.c, schema.sessions.c
     with database.read() as connection:
         rows = connection.execute(
@@ -152,7 +147,6 @@ def _wrong_rewards(database: Database, observed: Observed) -> list[str]:
 def _not_trained(
     replies: Iterable[CompleteReply], stored: Sequence[tuple[str, TurnView]], counts: Counter[str]
 ) -> list[str]:
-    """Every trainable reply of a finished group is trained."""
     trainable = {view.turn.turn_id for _, view in stored if view.turn.outcome in TRAINABLE}
     return [f"never trained: {seen}" for seen in replies if seen.turn_id in trainable and not counts[seen.turn_id]]
 
@@ -169,6 +163,5 @@ def grown(samples: Sequence[int]) -> list[str]:
 
 
 def shortened(found: Sequence[str]) -> str:
-    """Return the first sentences, and how many there are."""
     more = [f"and {len(found) - NUM_SHOWN} more"] if len(found) > NUM_SHOWN else []
     return "\n".join([*found[:NUM_SHOWN], *more])

@@ -25,8 +25,6 @@ KIBIBYTE = 1024
 
 
 class ProxyPart:
-    """A proxy that is restarted on the same port after a kill."""
-
     def __init__(self, engines: list[str], database_url: str, directory: Path, port: int) -> None:
         self._engines, self._database_url, self._directory, self._port = engines, database_url, directory, port
         self._running = contextlib.ExitStack()
@@ -56,13 +54,11 @@ class ProxyPart:
         return [self.proxy.writing_process()] if self.proxy.process.poll() is None else []
 
     def restart(self) -> None:
-        """Start it again."""
         self._running.close()
         self.proxy = self._started()
 
     @contextlib.contextmanager
     def stopped(self, *, writer: bool = False) -> Iterator[None]:
-        """SIGSTOP the proxy or its writing process until the block ends."""
         with contextlib.ExitStack() as signalled:
             for pid in self._writers() if writer else [self.proxy.process.pid]:
                 signalled.enter_context(_signalled(pid, signal.SIGSTOP, signal.SIGCONT))
@@ -84,11 +80,9 @@ class ProxyPart:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit[1], limit[1]))
 
     def resident_bytes(self) -> int:
-        """Return the memory of the proxy itself."""
         return int(Path(f"/proc/{self.proxy.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
     def close(self) -> None:
-        """End it."""
         self._running.close()
 
 
@@ -107,7 +101,6 @@ class TrainerPart:
             return subprocess.Popen(self._command, stdout=file, stderr=file)
 
     def kill(self) -> None:
-        """`kill -9`."""
         self._process.kill()
         self._process.wait()
 
@@ -118,12 +111,10 @@ class TrainerPart:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """SIGSTOP it until the block ends."""
         with _signalled(self._process.pid, signal.SIGSTOP, signal.SIGCONT):
             yield
 
     def close(self) -> None:
-        """End it."""
         self.kill()
 
 

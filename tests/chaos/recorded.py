@@ -45,8 +45,6 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """A reply that the client received completely."""
-
     session_id: str
     turn_id: str
     parent: tuple[str, list[int]] | None
@@ -62,14 +60,11 @@ class Seen:
     """The token ids of each choice, as the client received them."""
 
     def choice_id(self, index: int) -> str:
-        """Return the turn id of a choice."""
         return f"{self.turn_id}#{index}" if index else self.turn_id
 
 
 @dataclasses.dataclass
 class Played:
-    """What the clients of a run have seen."""
-
     seen: list[Seen] = dataclasses.field(default_factory=list)
     num_ended: int = 0
     """Conversations that have ended."""
@@ -83,13 +78,10 @@ class RefusedError(Exception):
 
 
 class Player:
-    """Plays one conversation after another."""
-
     def __init__(self, url: str, seed: int, played: Played) -> None:
         self._url, self._seed, self._played = url, seed, played
 
     async def play(self, http: aiohttp.ClientSession, numbers: Iterator[int]) -> None:
-        """Play the conversations with these numbers, which other players share."""
         for number in numbers:
             await self._converse(http, f"talk-{number}", random.Random(f"{self._seed} {number}"))
             self._played.num_ended += 1
@@ -119,7 +111,6 @@ class Player:
         return http.post(url, data=orjson.dumps(body), headers=headers)
 
     async def _cut(self, http: aiohttp.ClientSession, name: str, body: Json, key: str | None, num_lines: int) -> None:
-        """Make a call, and close its connection after some lines of the stream."""
         self._played.num_cut += 1
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
             async with self._post(http, name, body, key) as response:
@@ -130,7 +121,6 @@ class Player:
     async def _complete(
         self, http: aiohttp.ClientSession, name: str, body: Json, key: str | None, parent: tuple[str, list[int]] | None
     ) -> Seen:
-        """Repeat a call until its reply is complete."""
         while True:
             try:
                 async with self._post(http, name, body, key) as response:
@@ -194,15 +184,12 @@ def _add_delta(message: Json, delta: Json) -> None:
 
 
 def _message(message: Json) -> Json:
-    """Return a reply as the next request repeats it."""
     kept = {"role": "assistant", "content": message.get("content") or None}
     return {**kept, "tool_calls": message["tool_calls"]} if message.get("tool_calls") else kept
 
 
 @dataclasses.dataclass
 class Result:
-    """The result of a run."""
-
     violations: list[str]
     summary: str
 
@@ -269,7 +256,6 @@ def _writers(proxy: RunningProxy) -> list[int]:
 
 
 def violations(stored: list[TurnView], calls: list[SeenCall], played: Played) -> list[str]:
-    """Compare the store with what the recorder and the clients have seen."""
     recorded = {call.reply_id: call for call in calls}
     by_id = {view.turn.turn_id: view for view in stored}
     found = [f"the recorder saw {len(calls) - len(recorded)} calls twice"] if len(recorded) < len(calls) else []
@@ -308,7 +294,6 @@ def _not_as_recorded(view: TurnView, recorded: dict[str, SeenCall]) -> list[str]
 
 
 def _not_as_seen(seen: Seen, index: int, tokens: list[int], by_id: dict[str, TurnView]) -> list[str]:
-    """Compare a reply that a client received completely with its turn."""
     turn_id = seen.choice_id(index)
     if turn_id not in by_id:
         return [f"lost: turn {turn_id} of {seen.session_id}"]

@@ -17,8 +17,6 @@ CALL_SECONDS = 10.0
 
 
 class Relay:
-    """Forwards every connection to the target from its own thread."""
-
     def __init__(self, target: Address, listen: Address = 0) -> None:
         self.address = listen
         """Where it listens; with port 0, the port that it got."""
@@ -35,29 +33,23 @@ class Relay:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
         return f"http://127.0.0.1:{self.address}"
 
     def cut(self) -> None:
-        """Reset all connections and close new ones at once, until `restore`."""
         self._call(self._cut())
 
     def stall(self) -> None:
-        """Keep connections open and forward nothing, until `restore`."""
         self._loop.call_soon_threadsafe(self._flowing.clear)
 
     def delay(self, seconds: float) -> None:
-        """Delay each chunk by this time, until `restore`."""
         self._delay_seconds = seconds
 
     def restore(self) -> None:
-        """Forward again at once."""
         self._delay_seconds = 0.0
         self._is_cut = False
         self._loop.call_soon_threadsafe(self._flowing.set)
 
     def close(self) -> None:
-        """Stop, and end all connections."""
         self._call(self._cut())
         self._call(self._shut())
         self._loop.call_soon_threadsafe(self._loop.stop)

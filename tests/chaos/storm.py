@@ -37,8 +37,6 @@ Fault = AbstractContextManager[None]
 
 @dataclasses.dataclass
 class Report:
-    """The faults of a run and its results."""
-
     seed: int
     faults: list[str] = dataclasses.field(default_factory=list)
     violations: list[str] = dataclasses.field(default_factory=list)
@@ -48,8 +46,6 @@ class Report:
 
 
 class Storm:
-    """Breaks the parts of a world."""
-
     def __init__(self, world: World, seed: int, say: Callable[[str], None]) -> None:
         self._world = world
         self._rng = random.Random(seed)

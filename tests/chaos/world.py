@@ -31,8 +31,6 @@ SOCKET = ".s.PGSQL.5432"
 
 
 class World:
-    """All parts, and the database that the checks read."""
-
     def __init__(self, kind: str, directory: Path, running: contextlib.ExitStack) -> None:
         self.kind = kind
         self._running = running
@@ -72,11 +70,9 @@ class World:
 
     @property
     def sqlite_file(self) -> Path:
-        """The database's file, with SQLite."""
         return Path(self.url.removeprefix("sqlite:///"))
 
     def revive(self) -> None:
-        """Start again what has ended."""
         for trainer in self.trainers:
             trainer.revive()
 
@@ -129,7 +125,6 @@ class World:
 
 @contextlib.contextmanager
 def world(kind: str, directory: Path) -> Iterator[World]:
-    """Run a world on SQLite or PostgreSQL until the block ends."""
     with contextlib.ExitStack() as running:
         yield World(kind, directory, running)
     shutil.rmtree(directory, ignore_errors=True)

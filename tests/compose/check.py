@@ -136,13 +136,11 @@ def _checked(engine: ContainerEngine) -> int:
 
 
 def _clear(engine: ContainerEngine) -> None:
-    """Remove what this or an earlier check made, volumes included."""
     engine.down()
     engine.remove_volumes()
 
 
 def _play(engine: ContainerEngine) -> Played:
-    """Start the services, play, and return the results."""
     engine.start(list(engine.services))
     print("all services are up", flush=True)
     key = engine.read_file("migrate", ADMIN_KEY_FILE)

@@ -34,7 +34,6 @@ def services(profile: str, variables: Mapping[str, str]) -> dict[str, Service]:
 
 
 def volumes() -> list[str]:
-    """Return the names of the file's volumes."""
     return list(yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))["volumes"])
 
 

@@ -48,8 +48,6 @@ PROGRAM_PLACES = os.pathsep.join(
 
 @dataclass(frozen=True)
 class State:
-    """The state of one container."""
-
     status: str
     """`running`, `exited` and so on."""
     exit_code: int
@@ -65,8 +63,6 @@ class State:
 
 
 class ContainerEngine(abc.ABC):
-    """The operations that the check needs from Docker and podman."""
-
     program: str
 
     def __init__(self, compose_program: list[str], services: Mapping[str, Service], environment_file: Path) -> None:
@@ -80,7 +76,6 @@ class ContainerEngine(abc.ABC):
         """Bring services up in the file's order, each when its dependencies are ready."""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of every command."""
         return {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
 
     def run(self, *arguments: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
@@ -88,12 +83,10 @@ class ContainerEngine(abc.ABC):
         return self._execute([self.program, *arguments], seconds, check=check)
 
     def compose(self, *arguments: str, seconds: float = COMMAND_SECONDS) -> str:
-        """Run its compose implementation on the file."""
         options = ["--file", str(COMPOSE_FILE), "--project-name", PROJECT, "--env-file", str(self._environment_file)]
         return self._execute([*self._compose_program, *options, "--profile", "cpu", *arguments], seconds)
 
     def read_file(self, service: str, path: str) -> str:
-        """Return a file of a service, read by a container that is removed afterwards."""
         return self.compose("run", "--rm", "--no-deps", "-T", "--entrypoint", "cat", service, path).strip()
 
     def container(self, service: str) -> str | None:
@@ -112,7 +105,6 @@ class ContainerEngine(abc.ABC):
         return State(state["Status"], int(state["ExitCode"]), health, int(found.get("RestartCount", 0)))
 
     def log(self, service: str, lines: int = 60) -> str:
-        """Return the end of a service's log, errors included."""
         name = self.container(service)
         if name is None:
             return f"(there is no container of {service})"
@@ -141,7 +133,6 @@ class ContainerEngine(abc.ABC):
                 raise CheckError(f"{service} did not stay up: {state}", service)
 
     def published_port(self) -> int:
-        """Return the published port of the proxy."""
         published: str = self.services["proxy"]["ports"][0]
         return int(published.split(":")[1])
 
@@ -164,11 +155,9 @@ class ContainerEngine(abc.ABC):
         return state.status == ("exited" if condition == "service_completed_successfully" else "running")
 
     def down(self) -> None:
-        """Stop and remove everything but the volumes."""
         self.compose("down", seconds=START_SECONDS)
 
     def leftovers(self) -> dict[str, list[str]]:
-        """Return the remaining parts of the stack by kind, volumes included."""
         return {
             "containers": self.run("ps", "--all", "--filter", LABEL, "--format", "{{.Names}}").split(),
             "networks": self.run("network", "ls", "--filter", LABEL, "--format", "{{.Name}}").split(),
@@ -198,8 +187,6 @@ class ContainerEngine(abc.ABC):
 
 
 class Docker(ContainerEngine):
-    """A Docker engine with its compose plugin."""
-
     program = "docker"
 
     def __init__(self, services: Mapping[str, Service], environment_file: Path) -> None:
@@ -207,7 +194,6 @@ class Docker(ContainerEngine):
 
     @staticmethod
     def answers() -> bool:
-        """Return whether an engine answers and has compose."""
         if shutil.which("docker") is None:
             return False
         questions = (["docker", "info"], ["docker", "compose", "version"])
@@ -216,7 +202,6 @@ class Docker(ContainerEngine):
         )
 
     def start(self, names: list[str]) -> None:
-        """Start with compose, then check that every service with a health check is healthy."""
         self.compose("up", "--detach", *names, seconds=4 * START_SECONDS)
         self._wait_for_health(names)
 
@@ -240,11 +225,9 @@ class Podman(ContainerEngine):
 
     @staticmethod
     def missing_packages() -> list[str]:
-        """Return the Debian packages that have to be installed."""
         return [program for program in PODMAN_PROGRAMS if not shutil.which(program, path=PROGRAM_PLACES)]
 
     def environment(self) -> dict[str, str]:
-        """Point podman to its own settings."""
         names = {
             "CONTAINERS_CONF": "containers",
             "CONTAINERS_STORAGE_CONF": "storage",
@@ -261,7 +244,7 @@ class Podman(ContainerEngine):
         self._wait_for_health(names)
 
     def state(self, service: str) -> State | None:
-        """Run the health check first, if there is one: podman without systemd does not."""
+        # Podman without systemd runs no health check by itself.
         name = self.container(service)
         if name is not None and "healthcheck" in self.services[service]:
             self.run("healthcheck", "run", name, check=False)

@@ -28,21 +28,16 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass
 class Played:
-    """The results."""
-
     rewards: list[float] = field(default_factory=list)
     version_before: int = 0
     version_after: int = 0
 
     @property
     def mean_reward(self) -> float:
-        """Mean over sessions."""
         return statistics.fmean(self.rewards)
 
 
 class Proxy:
-    """The published port and a key."""
-
     def __init__(self, base_url: str, key: str) -> None:
         self.base_url = base_url
         self._key = key
@@ -52,7 +47,6 @@ class Proxy:
         return ask(self.base_url + path, self._key, body)
 
     def active_version(self) -> int:
-        """Return the version that is being served."""
         active = [policy["version"] for policy in self.ask("/v1/policies")["data"] if policy["status"] == "active"]
         return max(active, default=0)
 

@@ -89,7 +89,6 @@ def batches(url: str) -> Json:
 
 
 def apply_verls_functions(batch: DataProto) -> Json:
-    """Apply the functions that verl applies to a batch before the loss."""
     asked = DataProto.from_dict(tensors={"dummy": torch.arange(4)[:, None]})
     repeated = asked.sample_level_repeat(batch.meta_info["repeat_counts"])
     joined = repeated.union(batch)

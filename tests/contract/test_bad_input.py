@@ -26,7 +26,6 @@ def shared(shared_proxy: ProxyAndEngine) -> Iterator[Shared]:
 
 
 def refusal(reply: httpx2.Response, status: int, code: Any) -> str:
-    """Check an error's status and code, and return its sentence."""
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code), reply.text
     assert ("retry-after" in reply.headers) == (status in (429, 503))
     message = reply.json()["error"]["message"]

@@ -49,8 +49,6 @@ def test_each_expression_that_is_asked_for_passes_its_own_tests_and_no_other_doe
 
 
 class Only(Random):
-    """Chooses the words that it is given, and 3."""
-
     def __init__(self, words: str) -> None:
         super().__init__(0)
         self._words = words

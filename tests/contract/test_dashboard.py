@@ -30,7 +30,6 @@ ODD = "<img src=x onerror=alert(1)> שלום 🙂"
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
-    """A client without a key, and a proxy that requires one."""
     directory = tmp_path_factory.mktemp("keyed")
     url = migrated(f"sqlite:///{directory}/turnwise.db")
     with writing(url) as connection:

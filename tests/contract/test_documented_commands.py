@@ -36,7 +36,6 @@ def _files_of_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_turnwise(words: list[str]) -> None:
-    """Parse a command line as `turnwise` does, without running it."""
     command: click.Command = main
     context = click.Context(main, info_name="turnwise")
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):

@@ -156,7 +156,6 @@ def test_only_pages_of_a_permitted_origin_may_call_the_proxy(fake_engine, start_
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1, and its key."""
     paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     command += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -190,7 +189,6 @@ def test_tls_files_that_cannot_be_used_are_named(certificate, tmp_path, wrong, n
 
 
 def is_open(url: str, authority: Path) -> bool:
-    """Return whether a proxy with TLS is ready."""
     try:
         verify = ssl.create_default_context(cafile=str(authority))
         return httpx2.get(url.replace("http:", "https:"), verify=verify, timeout=5).status_code == 200

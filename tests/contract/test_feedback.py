@@ -35,7 +35,6 @@ def call(base_url: str, messages: list[dict[str, Any]] | None = None, **fields: 
 
 
 def feedback_groups(database: Database) -> list[list[Any]]:
-    """Return the experiences of each group that feedback has made, as SFT and DPO claim them."""
     with database.read() as conn:
         pks = groups.imported_groups(conn)
         return [list(experiences.experiences_of_groups(conn, [pk], with_imported=True)) for pk in pks]

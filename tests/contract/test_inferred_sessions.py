@@ -26,7 +26,6 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 
 
 def call(proxy: RunningProxy, messages: list[Message], tools: Sequence[Message] = (), **headers: str) -> Message:
-    """Make a call without any session identity and return the reply."""
     body: Message = {"model": "fake", "messages": messages}
     if tools:
         body |= {"tools": list(tools)}
@@ -47,7 +46,6 @@ def played(
 
 
 def sessions_of(proxy: RunningProxy) -> dict[str, list[str]]:
-    """Return the last user message of each session's turns, in order."""
     found: dict[str, list[str]] = {}
     for view in proxy.turns():
         found.setdefault(view.turn.session_id, []).append(view.messages[-1]["content"])
@@ -182,7 +180,6 @@ def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEng
 
 
 def set_back(proxy: RunningProxy, interval: timedelta) -> None:
-    """Let the last activity of all sessions be so much earlier."""
     database = Database(proxy.database_url)
     earlier = sa.update(sessions).values(
         last_active_at=sessions.c.last_active_at - interval // timedelta(microseconds=1)

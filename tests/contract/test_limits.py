@@ -49,13 +49,11 @@ DEADLINE_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory) -> Iterator[ProxyAndEngine]:
-    """A proxy with small limits in front of a slow engine."""
     yield from serving(tmp_path_factory.mktemp("limited"), FLAGS)
 
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory) -> Iterator[ProxyAndEngine]:
-    """A proxy that waits a second for whole requests, in front of a slow engine."""
     yield from serving(tmp_path_factory.mktemp("impatient"), {"--header-timeout-seconds": str(WHOLE_SECONDS)})
 
 
@@ -126,7 +124,6 @@ def test_headers_that_are_too_long_are_refused(limited):
 
 
 def talk(proxy: RunningProxy, pieces: list[bytes], pause: float = 0.0) -> bytes:
-    """Send pieces, and return all that comes back until the proxy closes."""
     received = b""
     with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=DEADLINE_SECONDS) as peer:
         for piece in pieces:

@@ -33,7 +33,6 @@ checks.negative_data_rejection.enabled = false
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, str]]:
-    """A proxy and one of its admin keys."""
     directory = tmp_path_factory.mktemp("openapi")
     url = f"sqlite:///{directory}/turnwise.db"
     with writing(migrated(url)) as connection:

@@ -49,7 +49,6 @@ class World:
         self.served[name] = 0
 
     def add_policy(self, tenant: str, name: str, **fields: Any) -> dict:
-        """Create a policy, and bind a key to it."""
         created = self.post(f"admin-{tenant}", "/v1/policies", {"name": name, **fields})
         self.add_key(f"{name}-{tenant}", tenant, name, keys.KeyRole.AGENT)
         return created
@@ -61,7 +60,6 @@ class World:
         return self.http[key].get(path).raise_for_status().json()
 
     def publish(self, tenant: str, policy: str, status: str = "active") -> int:
-        """Publish an adapter and wait until it is served, or on trial."""
         path = write_adapter(self.directory / f"adapter-{len(list(self.directory.iterdir()))}")
         with self.database.write() as conn:
             number = policies.find_policy(conn, tenant, policy).policy_id

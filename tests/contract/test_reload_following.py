@@ -18,14 +18,12 @@ from turnwise_fake_engine.script import Fault, FaultKind
 
 @pytest.fixture
 def fake_engine() -> Iterator[RunningFakeEngine]:
-    """A fake engine that takes adapters."""
     with running_fake_engine(Script(lora=True)) as running:
         yield running
 
 
 @pytest.fixture
 def two_proxies(fake_engine: RunningFakeEngine, tmp_path: Path) -> Iterator[list[RunningProxy]]:
-    """Two proxies over one store and one engine."""
     url = f"sqlite:///{tmp_path}/turnwise.db"
     with (
         running_proxy(fake_engine.url, url, tmp_path) as first,

@@ -36,7 +36,6 @@ BODIES = {
 
 
 def turnwise(proxy_database: str, *arguments: str) -> dict:
-    """Run one of the operator's commands."""
     done = run_turnwise(*arguments, "--database", proxy_database, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -47,14 +46,11 @@ def new_key(database: str, role: str, tenant: str) -> dict:
 
 
 class Tenant:
-    """A client with a key."""
-
     def __init__(self, proxy: RunningProxy, key: str | None) -> None:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.http = httpx2.Client(base_url=proxy.url, headers=headers, timeout=60)
 
     def call(self, session_id: str) -> str:
-        """Make a call in a session and return its turn id."""
         return self.http.post(f"/sessions/{session_id}/v1/chat/completions", json=CHAT).raise_for_status().json()["id"]
 
 
@@ -177,7 +173,6 @@ FRAGMENTS = [
 
 
 def payloads(count: int) -> Iterator[str]:
-    """Yield joined fragments, the same ones each time."""
     rng = random.Random(0)
     for _ in range(count):
         yield "".join(rng.choices(FRAGMENTS, k=rng.randint(1, 3)))

@@ -49,7 +49,6 @@ def model(tmp_path: Path) -> str:
 
 
 def _refused(*arguments: str) -> str:
-    """Return the error of a start that is refused before any process runs."""
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1, result.stderr

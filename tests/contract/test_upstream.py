@@ -15,8 +15,6 @@ from turnwise_fake_engine import RunningFakeEngine
 
 
 class Embeddings(http.server.BaseHTTPRequestHandler):
-    """Echoes the request and its key."""
-
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["content-length"]))
         received = {"path": self.path, "key": self.headers["authorization"], "asked": json.loads(asked)}

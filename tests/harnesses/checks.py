@@ -27,7 +27,6 @@ def own_turns(turns: Sequence[Json]) -> list[Json]:
 
 
 def other_roles(turns: Sequence[Json]) -> list[str]:
-    """Return role and reason of the chains beside the agent's own."""
     return sorted(
         {
             f"{turn['role'].replace('_', '-')} (`{turn['role_reason']}`)"
@@ -38,12 +37,10 @@ def other_roles(turns: Sequence[Json]) -> list[str]:
 
 
 def asks_for_summary(harness: Harness, messages: Sequence[Json]) -> bool:
-    """Return whether a call is a request of the agent for a summary."""
     return any(text in str(messages[-1]) for text in harness.summary_texts)
 
 
 def session_source(session_id: str) -> str:
-    """Return what named a session that was not in the address, by the form of its id."""
     if session_id.startswith("auto-"):
         return "conversation"
     name, colon, _ = session_id.partition(":")
@@ -51,7 +48,6 @@ def session_source(session_id: str) -> str:
 
 
 def is_one_exact_chain(turns: Sequence[Json]) -> bool:
-    """Return whether turns are exact and extend each other."""
     return (
         bool(turns)
         and all(turn["outcome"] == "exact" for turn in turns)
@@ -61,7 +57,6 @@ def is_one_exact_chain(turns: Sequence[Json]) -> bool:
 
 
 def shape(turns: Sequence[Json]) -> list[tuple[str, str | None, int | None]]:
-    """Return outcome, reason and the position of the parent of each of the agent's own turns."""
     own = own_turns(turns)
     position = {turn["turn_id"]: index for index, turn in enumerate(own)}
     return [(turn["outcome"], turn["reason"], position.get(turn["parent_turn_id"])) for turn in own]
@@ -84,7 +79,6 @@ def _is_stored(call: SeenCall, turn: Json) -> bool:
 
 
 def _call_id(completion_id: str) -> str:
-    """Return the id of a completion without the dialect's prefix."""
     return re.split("[-_]", completion_id, maxsplit=1)[1]
 
 
@@ -109,7 +103,6 @@ def is_sampling_long(call: SeenCall) -> bool:
 
 
 def was_cut_off(calls: Sequence[SeenCall], turns: Sequence[Json]) -> bool:
-    """Return whether the engine stopped sampling a call, and the store has it once as aborted."""
     aborted = {_call_id(call.reply_id) for call in calls if call.outcome == "aborted"}
     stored = [_call_id(turn["turn_id"]) for turn in turns if turn["outcome"] == "aborted"]
     return bool(aborted) and sorted(stored) == sorted(aborted)

@@ -17,8 +17,6 @@ from turnwise_fake_engine.ledger import SeenCall
 
 
 class ScriptedEngine(Protocol):
-    """An engine whose replies are set before each run."""
-
     @property
     def url(self) -> str:
         """Its base URL, without `/v1`."""
@@ -50,32 +48,26 @@ class FakeEngine:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
         return self.running.url
 
     @property
     def model(self) -> str:
-        """The name of its model."""
         return self.running.state.script.model
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and reply together."""
         return self.running.state.script.max_model_len
 
     @property
     def calls(self) -> list[SeenCall]:
-        """The calls since the last script."""
         return self.running.calls
 
     def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
-        """Replace the replies and faults."""
         self.running.calls.clear()
         self.running.state.script.rules[:] = rules
         self.running.state.script.faults[:] = faults
 
     def forget_calls(self, num_known: int) -> None:
-        """Drop the calls after the first `num_known` from the list."""
         del self.running.calls[num_known:]
 
 
@@ -90,12 +82,10 @@ class ForcedEngine:
 
     @property
     def url(self) -> str:
-        """The base URL of the relay."""
         return self.recorder.url
 
     @property
     def calls(self) -> list[SeenCall]:
-        """The calls since the last script."""
         return self.recorder.calls
 
     def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
@@ -107,7 +97,6 @@ class ForcedEngine:
         self.recorder.faults[:] = [fault.model_copy() for fault in faults]
 
     def forget_calls(self, num_known: int) -> None:
-        """Drop the calls after the first `num_known` from the list."""
         del self.recorder.calls[num_known:]
 
 

@@ -37,14 +37,11 @@ class Tool:
     """The other arguments."""
 
     def call(self, value: str) -> ToolCall:
-        """Return a call of the tool."""
         return ToolCall(name=self.name, arguments={self.argument: value, **self.others})
 
 
 @dataclasses.dataclass(frozen=True)
 class Harness:
-    """One agent, framework or SDK."""
-
     name: str
     package: str
     pointing: str
@@ -93,7 +90,6 @@ class Harness:
         return PINS[self.installer][self.package]
 
     def requirements(self) -> list[str]:
-        """Return the packages with their versions, as the installer takes them."""
         pins, sign = PINS[self.installer], "@" if self.installer == "npm" else "=="
         return [f"{package}{sign}{pins[package.split('[')[0]]}" for package in (self.package, *self.beside)]
 
@@ -105,7 +101,6 @@ npm = functools.partial(Harness, installer="npm")
 
 
 def python_program(name: str) -> Callable[[Path], list[str]]:
-    """Return the command of a Python program in the environment that the package is installed in."""
     return lambda directory: [str(directory / "bin" / "python"), str(PROGRAMS / f"{name}.py"), PROMPT]
 
 

@@ -61,7 +61,6 @@ ENGINES = {
 
 
 def page(verdicts: Stored) -> str:
-    """Return the whole page."""
     lines = [HEAD, *_played(verdicts), "", *_table(verdicts, HARNESSES, COLUMNS), *_notes(verdicts, HARNESSES)]
     lines += [SHORTENED, *_table(verdicts, SHORTENING, shortening.COLUMNS), *_notes(verdicts, SHORTENING)]
     counted = [verdict for verdict in verdicts.values() if verdict["num_ordinary"]]
@@ -76,7 +75,6 @@ def page(verdicts: Stored) -> str:
 
 
 def _played(verdicts: Stored) -> list[str]:
-    """Return the engines of the table and the number of commits of its rows."""
     used = {verdict["engine"] for verdict in verdicts.values()}
     commits = {verdict["commit"] for verdict in verdicts.values()}
     lines = ["The column **engine** names the engine behind the proxy:", ""]
@@ -86,7 +84,6 @@ def _played(verdicts: Stored) -> list[str]:
 
 
 def _table(verdicts: Stored, harnesses: Sequence[Harness], columns: Mapping[str, str]) -> list[str]:
-    """Return a table with the meaning of its columns."""
     head = ["agent", "version", "dialect", "engine", *columns, "played on"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for harness in harnesses:

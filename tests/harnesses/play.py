@@ -47,8 +47,6 @@ SHORT_WAIT, MAX_WAITS = "sleep 1", 30
 
 @dataclasses.dataclass(slots=True)
 class Verdict:
-    """The observations of one agent."""
-
     cells: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     num_ordinary: int = 0
@@ -57,7 +55,6 @@ class Verdict:
     """Of these, the ones that the proxy takes for a request for a summary."""
 
     def judge(self, column: str, attempt: Attempt, *, is_good: bool) -> bool:
-        """Fill a cell, with a note when something is wrong."""
         self.cells[column] = "yes" if is_good else "no"
         if not is_good:
             self.notes.append(f"{column}: {describe(attempt)}")
@@ -65,14 +62,12 @@ class Verdict:
 
 
 def examine_briefly(stage: Stage) -> Verdict:
-    """Play an agent once, without a session in its address and with two tool calls in one reply."""
     verdict = Verdict()
     _play_parallel(stage, verdict)
     return verdict
 
 
 def examine(stage: Stage) -> Verdict:
-    """Play an agent and fill the cells of its row."""
     verdict = Verdict()
     name = f"{_slug(stage.harness.name)}-{uuid.uuid4().hex[:8]}"
     plain = stage.attempt(f"{name}-plain", lambda place: simple_rules(stage, place, "one"))
@@ -106,7 +101,6 @@ def _play_parallel(stage: Stage, verdict: Verdict) -> list[Json]:
 
 
 def _play_sub_agent(stage: Stage, verdict: Verdict, session_id: str) -> list[Json]:
-    """Have the engine give a task to a sub-agent."""
     attempt = stage.attempt(session_id, lambda _: sub_agent_rules(stage))
     subs = [turn for turn in attempt.turns if turn["role"] == "sub_agent"]
     is_named = any(SUB_ANSWER in str(turn["response"]) for turn in subs)
@@ -149,13 +143,10 @@ def _break(stage: Stage, session_id: str, faults: Sequence[Fault], *, kills: boo
 
 
 def _is_same(attempt: Attempt, plain: Attempt) -> bool:
-    """Return whether the store has the same turns as after the undisturbed run, each once."""
     return _used_tool(attempt, "one") and _is_stored(attempt) and shape(attempt.turns) == shape(plain.turns)
 
 
 def _play_client_gone(stage: Stage, verdict: Verdict, session_id: str) -> None:
-    """End the agent while the engine samples."""
-
     async def leave(_: Place) -> bool:
         await wait_until(lambda: any(is_sampling_long(call) for call in stage.engine.calls))
         return True
@@ -170,7 +161,6 @@ def _play_client_gone(stage: Stage, verdict: Verdict, session_id: str) -> None:
 
 
 def _used_tool(attempt: Attempt, *labels: str) -> bool:
-    """Return whether the agent ended well and sent the output of its tool for these labels."""
     return attempt.finished and attempt.has_sent(*(f"{OUTPUT}-{label}" for label in labels))
 
 
@@ -216,7 +206,6 @@ def sub_agent_rules(stage: Stage) -> list[Rule]:
 
 
 def describe(attempt: Attempt) -> str:
-    """Return what a run did that was not expected."""
     seen = [f"{turn['role']} {turn['outcome']} {turn['reason'] or ''}".strip() for turn in attempt.turns]
     turns = "; ".join(seen) or "no turn"
     if sorted(call.outcome for call in attempt.calls) != ["finished"] * len(attempt.turns):

@@ -27,13 +27,11 @@ class ProxyProcess:
         return self._running.url
 
     def kill_and_restart(self) -> None:
-        """Kill the process with SIGKILL and start another on its port and database."""
         self._running.kill()
         self._open.close()
         self._running = self._start(int(self.url.rpartition(":")[2]))
 
     def close(self) -> None:
-        """End the process."""
         self._open.close()
 
     def _start(self, port: int | None) -> RunningProxy:

@@ -32,8 +32,6 @@ STOP_SECONDS = 5.0
 
 @dataclasses.dataclass(slots=True)
 class Recorder:
-    """A running relay."""
-
     engine_url: str
     url: str = ""
     """Its own base URL, without `/v1`."""
@@ -70,7 +68,6 @@ class Recorder:
         return call
 
     def _take_fault(self) -> Fault | None:
-        """Return the fault of this call, and count it."""
         if not self.faults:
             return None
         fault = self.faults[0]
@@ -101,7 +98,6 @@ class Recorder:
 
 
 async def _recorded(answer: aiohttp.ClientResponse, call: SeenCall | None) -> AsyncIterator[bytes]:
-    """Yield the parts of a reply, and add their tokens to the call."""
     is_streamed = answer.content_type == "text/event-stream"
     unread = b""
     async for part in answer.content.iter_any():
@@ -116,7 +112,6 @@ async def _recorded(answer: aiohttp.ClientResponse, call: SeenCall | None) -> As
 
 
 def _add_tokens(call: SeenCall, text: bytes) -> None:
-    """Add the tokens of a chunk, or of a whole reply."""
     if not text.startswith(b"{"):
         return
     chunk: Json = json.loads(text)

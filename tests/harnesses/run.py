@@ -40,8 +40,6 @@ seq "${{2:-0}}"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run and its results."""
-
     ended: Ended | None
     """None for a run that was cut off."""
     log: str
@@ -52,19 +50,15 @@ class Attempt:
 
     @property
     def finished(self) -> bool:
-        """Whether the agent ended well, with the answer that the engine gave last."""
         return self.ended is not None and self.ended.exit_status == 0 and ANSWER in self.log
 
     def has_sent(self, *texts: str) -> bool:
-        """Return whether the stored prompts contain these texts, such as the output of the tool."""
         sent = str([turn["messages"] for turn in self.turns])
         return all(text in sent for text in texts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """The directories of one run."""
-
     home: Path
     work: Path
     check: Path
@@ -72,16 +66,13 @@ class Place:
 
     @property
     def hold(self) -> Path:
-        """While this file is there, the tool waits."""
         return self.check.with_name("hold")
 
     @property
     def reached(self) -> Path:
-        """Written when the tool starts to wait."""
         return self.check.with_name("reached")
 
     def command(self, label: str, num_lines: int = 0) -> str:
-        """Return the command of the tool that prints the output for this label, and some lines."""
         return f"sh {self.check} {label} {num_lines}"
 
 
@@ -92,8 +83,6 @@ During = Callable[[Place], Awaitable[bool]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """Where one agent is run."""
-
     harness: Harness
     directory: Path
     """Where it is installed."""
@@ -163,7 +152,6 @@ class Stage:
         return await running
 
     def _seconds_left(self) -> float:
-        """Return the time limit of a run that starts now."""
         return min(RUN_SECONDS, max(1.0, self.deadline - time.monotonic()))
 
     def _read_turns(self, client: Client, before: set[str], calls: Sequence[SeenCall]) -> list[Json]:
@@ -185,7 +173,6 @@ async def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def reason(failed: Attempt) -> str:
-    """Return why an attempt did not end well, in a few words."""
     if failed.ended is None or failed.ended.timed_out:
         return f"it does not end within its time limit, {RUN_SECONDS:g} s at most"
     lines = [line.strip() for line in failed.log.splitlines() if line.strip() and PROMPT not in line]

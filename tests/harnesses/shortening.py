@@ -36,8 +36,6 @@ NUM_FILLING = 5.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShorteningHarness(Harness):
-    """An agent that shortens its conversation."""
-
     shortens: str
     """How, for the page."""
     output_lines: int = 200
@@ -92,12 +90,10 @@ def _filling_tokens(harness: ShorteningHarness, once: Attempt) -> float:
 
 
 def _has_shortened(harness: ShorteningHarness, attempt: Attempt) -> bool:
-    """Return whether one of its own calls has a shorter prompt than an earlier one."""
     return any(later < earlier for earlier, later in pairwise(_own_lengths(harness, attempt)))
 
 
 def _own_lengths(harness: ShorteningHarness, attempt: Attempt) -> list[int]:
-    """Return the tokens of the prompts of its own calls."""
     return [
         len(call.prompt_token_ids)
         for call in attempt.calls

@@ -25,18 +25,14 @@ PLAYED = ("proxy", "turnwise", "migrations", "tests/harnesses", "tests/support",
 
 
 class Verdicts:
-    """The verdicts of one table."""
-
     def __init__(self, file: Path, commit: str) -> None:
         self._file = file
         self._commit = commit
 
     def clear(self) -> None:
-        """Delete all verdicts."""
         self._file.unlink(missing_ok=True)
 
     def read(self) -> Stored:
-        """Return all verdicts."""
         return dict(json.loads(self._file.read_text())) if self._file.exists() else {}
 
     def has(self, harness: Harness) -> bool:
@@ -62,7 +58,6 @@ class Verdicts:
 
 
 def present_commit() -> str:
-    """Return the short hash of the present commit, with `-changed` if the code differs from it."""
     commit = _git("rev-parse", "--short=10", "HEAD")
     return f"{commit}-changed" if _git("status", "--porcelain", "--", *PLAYED) else commit
 

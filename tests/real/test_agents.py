@@ -58,7 +58,6 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def forced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A real vLLM whose tokens are forced, and a proxy in front of it."""
     directory = tmp_path_factory.mktemp("forced")
     with (
         running_forced_engine(directory / "model", directory) as engine,

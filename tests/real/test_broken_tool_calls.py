@@ -56,7 +56,6 @@ def joined(chunks: Any) -> dict[str, Any]:
 
 
 def responses(client: Any, *, stream: bool) -> None:
-    """The same in OpenAI's Responses."""
     asked: Any = {"model": "m", "tools": [{"type": "function", "name": "look", "parameters": SCHEMA}]}
     given: list[Any] = [{"role": "user", "content": "break"}]
     if stream:
@@ -71,7 +70,6 @@ def responses(client: Any, *, stream: bool) -> None:
 
 
 def messages(client: Any, *, stream: bool) -> None:
-    """The same in Anthropic's Messages."""
     asked: Any = {"model": "m", "max_tokens": 99, "tools": [{"name": "look", "input_schema": SCHEMA}]}
     given: list[Any] = [{"role": "user", "content": "break"}]
     if stream:
@@ -84,7 +82,6 @@ def messages(client: Any, *, stream: bool) -> None:
 
 
 def gemini(client: Any, *, stream: bool) -> None:
-    """The same in Google's format."""
     declared = genai.types.FunctionDeclaration(name="look", parameters_json_schema=SCHEMA)
     config = genai.types.GenerateContentConfig(tools=[genai.types.Tool(function_declarations=[declared])])
     session = client.chats.create(model="m", config=config)

@@ -54,12 +54,10 @@ class Processes:
         }
 
     def fake_engine(self, name: str, service: Service) -> Child:
-        """Return a process that serves the fake engine in place of vLLM."""
         argv = command("fake-engine", "--port", str(self.engine_port), "--model", "policy")
         return Child(name=name, argv=argv, ready=self._health_check(service))
 
     def child(self, name: str, service: Service) -> Child:
-        """Return the process of a service."""
         words = shlex.split(self._here(service["command"]))
         environment = {
             key: self._database_url if key.endswith("_DATABASE") else value
@@ -90,7 +88,6 @@ class Processes:
 
 @pytest.fixture
 def database_url(postgres_server: PrivatePostgres) -> str:
-    """A new PostgreSQL database without any table: the services make them."""
     return postgres_server.url(postgres_server.create_database())
 
 

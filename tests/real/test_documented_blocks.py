@@ -36,8 +36,6 @@ BLOCKS = [block for block in blocks("sh") if _is_runnable(block)]
 
 @dataclass
 class Site:
-    """The directory in which blocks run, and values for the placeholders of the docs."""
-
     directory: Path
     environment: dict[str, str]
     places: dict[str, str]
@@ -113,7 +111,6 @@ def test_there_are_blocks_to_run() -> None:
 
 
 def _is_in_every_run(block: Block) -> bool:
-    """Return whether `make test` runs a block: those of README, and the first one of each other page."""
     return block.page.name == "README.md" or block == next(each for each in BLOCKS if each.page == block.page)
 
 

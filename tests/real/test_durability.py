@@ -31,7 +31,6 @@ IMPATIENT = ("--commit-timeout-seconds", "1")
 
 @pytest.fixture
 def postgres() -> Iterator[PrivatePostgres]:
-    """A server that the test may stop."""
     if binary("postgres") is None:
         pytest.skip("install PostgreSQL's server (initdb and postgres) to run this")
     server = PrivatePostgres()
@@ -41,7 +40,6 @@ def postgres() -> Iterator[PrivatePostgres]:
 
 
 def refused(proxy: RunningProxy) -> str:
-    """Make a call that cannot be stored, check its error, and return the error's sentence."""
     reply = httpx2.post(f"{proxy.url}/v1/chat/completions", json=CHAT, timeout=DEADLINE_SECONDS)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_unavailable")
     assert int(reply.headers["retry-after"]) >= 1
@@ -86,7 +84,6 @@ def file_limit(proxy: RunningProxy, database: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk(_: RunningProxy, database: Path) -> Iterator[None]:
-    """Fill up the file system of the database."""
     filler = database.parent / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -97,7 +94,6 @@ def full_disk(_: RunningProxy, database: Path) -> Iterator[None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], check=False)

@@ -51,7 +51,6 @@ def database(proxy: RunningProxy):
 
 
 def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, float | None, int]) -> Evaluator:
-    """Return an evaluator whose agent plays rewarded sessions of a split with this many turns."""
     return Evaluator(database, [sys.executable, "-c", AGENT, proxy.url, json.dumps(sessions)])
 
 

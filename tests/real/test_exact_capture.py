@@ -44,14 +44,11 @@ class Agent:
 
 @dataclasses.dataclass
 class Played:
-    """One session."""
-
     session_id: str
     agents: list[Agent]
 
 
 async def sample(client: AsyncOpenAI, agent: Agent, rng: random.Random, *, stream: bool) -> None:
-    """Make one call as a client does, and append the reply."""
     wanted: dict = {
         "model": "small",
         "messages": agent.messages,
@@ -81,7 +78,6 @@ async def complete(client: AsyncOpenAI, wanted: dict) -> tuple[str, dict, list[i
 
 
 async def streamed(client: AsyncOpenAI, wanted: dict) -> tuple[str, dict, list[int], list[int]]:
-    """Assemble a stream as agents do."""
     content, calls, prompt, sampled, turn_id = "", {}, [], [], ""
     async for chunk in await client.chat.completions.create(**wanted, stream=True):
         turn_id = chunk.id
@@ -103,7 +99,6 @@ async def streamed(client: AsyncOpenAI, wanted: dict) -> tuple[str, dict, list[i
 
 
 async def play(url: str, number: int, num_turns: int, http: AsyncOpenAI) -> Played:
-    """Play one session of three agents whose calls interleave."""
     rng = random.Random(number)
     session_id = f"exact-{number}"
     client = http.with_options(base_url=f"{url}/sessions/{session_id}/v1")

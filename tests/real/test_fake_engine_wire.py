@@ -106,7 +106,6 @@ Shape = dict[str, tuple[frozenset[str], bool]]
 
 @pytest.fixture(scope="module")
 def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """A vLLM with its own default for strict tools, which the stand-in plays."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     with running_engine(small_model_dir, log, environment={ENFORCE_STRICT_TOOLS: "1"}) as running:
         yield running

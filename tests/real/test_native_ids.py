@@ -22,8 +22,6 @@ CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
 
 
 class Case(NamedTuple):
-    """A client that sends an id, and what the id names."""
-
     client: str
     entry: str
     ignored: tuple[str, ...] = ()

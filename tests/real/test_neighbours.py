@@ -63,7 +63,6 @@ class Neighbour:
 
     @contextlib.contextmanager
     def storming(self) -> Iterator[None]:
-        """Storm until the block ends."""
         for thread in self._threads:
             thread.start()
         try:
@@ -89,7 +88,6 @@ class Neighbour:
         return answer
 
     def _fork(self, http: httpx2.Client, number: int) -> None:
-        """Fork the long session, and delete the fork."""
         name = f"fork-{number}"
         self._expect(http.post(f"/v1/turns/{self._turn_id}/fork", json={"session_id": name}), 200, "fork")
         self._expect(http.delete(f"/v1/sessions/{name}"), 200, "deletion")
@@ -104,7 +102,6 @@ class Neighbour:
         self._expect(http.post(path, content=b'{"messages": "' + b"x" * REFUSED_BYTES), 413, "refused body")
 
     def _revoke(self, http: httpx2.Client, number: int) -> None:
-        """Make a key, use it, revoke it, and use it again."""
         made = http.post("/v1/keys", json={"name": f"key-{number}"}).raise_for_status().json()
         headers = {"authorization": f"Bearer {made['key']}"}
         body = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]}
@@ -143,7 +140,6 @@ def add_long_session(database: Database, tenant: str) -> str:
 
 
 def percentile(seconds: list[float]) -> float:
-    """Return the 99th percentile."""
     return statistics.quantiles(seconds, n=100)[98]
 
 

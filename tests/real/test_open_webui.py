@@ -101,7 +101,6 @@ def reply(people: httpx2.Client, chat_id: str, message_id: str) -> dict[str, Any
 
 
 def rated(people: httpx2.Client) -> dict[str, int]:
-    """Return the thumbs by chat."""
     found = people.get(RATINGS).raise_for_status().json()
     return {each["meta"]["chat_id"]: int(each["data"]["rating"]) for each in found}
 

@@ -33,7 +33,6 @@ CASES = [(kind, plan) for kind in KINDS for plan in [*PLANS.values(), BREAKING]]
 
 @pytest.fixture(scope="module")
 def compared(shared_proxy):
-    """The results of both projects' classes and of Turnwise's, on one proxy."""
     program = ROOT / "tests" / "conformance" / "originals.py"
     argv = [PYTHON, program, "compare", shared_proxy.proxy.url, json.dumps(CASES)]
     answer = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
@@ -43,7 +42,6 @@ def compared(shared_proxy):
 
 @pytest.fixture
 def pairs(compared):
-    """The results of Trinity-RFT's class and of Turnwise's, by class and plan."""
     return {(kind, json.dumps(plan)): pair for (kind, plan), pair in zip(CASES, compared["trinity"], strict=True)}
 
 

@@ -206,7 +206,6 @@ def proxy_over_real(engine: RunningEngine, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def both(engine: RunningEngine, proxy_over_real: RunningProxy) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
-    """Clients of the engine and of the proxy in front of it."""
     none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes connections that idle for 5 s
     with (
         httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False, limits=none_kept) as straight,
@@ -227,7 +226,6 @@ def ask(
 
 
 def without_ids(value: Any) -> Any:
-    """Blank the values that differ between any two calls."""
     if isinstance(value, list):
         return [without_ids(each) for each in value]
     if not isinstance(value, dict):

@@ -35,7 +35,6 @@ AT_ONCE = 8
 
 @pytest.fixture(scope="module")
 def crowded(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """An engine that computes two adapters in a batch and keeps three in memory."""
     log = tmp_path_factory.mktemp("crowded") / "engine.log"
     with running_engine(small_model_dir, log, "--max-loras", "2", "--max-cpu-loras", "3") as running:
         yield running
@@ -104,7 +103,6 @@ def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_eac
 
 
 def logprobs(proxy: RunningProxy, policy: str) -> list[list[float]]:
-    """Return the logprobs of a policy's greedy replies to fixed prompts."""
     found = []
     with OpenAI(base_url=proxy.v1, api_key="none") as client:
         for city in ("Oslo", "Rome", "Lima"):

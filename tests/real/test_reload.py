@@ -54,7 +54,6 @@ GREEDY: dict[str, Any] = {
 
 
 def greedy_gap(proxy: RunningProxy, forward: Forward) -> float:
-    """Sample greedily and return the largest |logprob difference| from the forward."""
     with OpenAI(base_url=proxy.v1, api_key="none") as client:
         reply = client.chat.completions.create(model="small", max_completion_tokens=16, **GREEDY)
     assert reply.model == "small"
@@ -70,8 +69,6 @@ def gap(reply: Any, forward: Forward) -> float:
 
 @dataclasses.dataclass
 class Observed:
-    """Events that the clients of a run observed."""
-
     silences: dict[int, list[tuple[float, float]]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
@@ -177,12 +174,10 @@ def test_no_stream_fails_during_reloads_and_every_token_has_the_version_that_its
 
 
 def is_spanning(view: TurnView) -> bool:
-    """Return whether a reload happened during the turn."""
     return view.turn.policy_version_first != view.turn.policy_version_last
 
 
 def spanning_turns(proxy: RunningProxy) -> list[TurnView]:
-    """Return the stored turns during which a reload happened."""
     return [view for view in proxy.turns() if is_spanning(view)]
 
 
@@ -238,14 +233,12 @@ def cut_off(model_dir: Path, place: Path) -> None:
 
 
 def other_probe(model_dir: Path, place: Path) -> None:
-    """Complete and loadable, but not the trainer's weights: only the engine's logprobs show it."""
     copied(model_dir, place, "config.json", "model.safetensors")
     probe = {"token_ids": [5, 6, 7, 8], "logprobs": [-0.1, -0.1, -0.1]}
     (place / "turnwise.json").write_text(json.dumps({"probe": probe}))
 
 
 def with_probe(directory: Path, forward: Forward) -> Path:
-    """Leave a probe beside the weights, as a trainer does."""
     token_ids = list(range(40, 88))
     logprobs = forward(token_ids, 1).tolist()
     (directory / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": token_ids, "logprobs": logprobs}}))
@@ -261,7 +254,6 @@ BAD = {cut_off: "is truncated", other_probe: "from the checkpoint's own probe"}
 
 
 def num_loads(engine: RunningEngine) -> int:
-    """Return the number of times that the engine was asked to load weights."""
     return engine.log.read_text(errors="replace").count("POST /collective_rpc")
 
 

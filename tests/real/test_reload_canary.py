@@ -27,12 +27,9 @@ FLAGS = ("--canary-share", str(SHARE), "--canary-min-sessions", "8", "--canary-r
 
 
 class Weights(Script):
-    """Replies that depend on the loaded weights."""
-
     _state: EngineState = PrivateAttr()
 
     def take_reply(self, last_message: str, *, offers_tools: bool = False) -> Reply | None:
-        """Return the reply of the weights that the call is sampled with."""
         del last_message, offers_tools
         model = self._state.calls[-1].body.get("model")
         name = Path(self._state.adapters.get(model) or self._state.weights_path).name
@@ -55,8 +52,6 @@ WRITE = {"full": write_weights, "lora": write_adapter}
 
 
 class Agents:
-    """Agents that play until stopped and count the replies."""
-
     def __init__(self, proxy: RunningProxy) -> None:
         self._proxy = proxy
         self._stop = threading.Event()
@@ -104,7 +99,6 @@ def playing(proxy: RunningProxy) -> Iterator[Agents]:
 
 
 def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
-    """Return the versions that each session sampled with, in order."""
     found = collections.defaultdict(list)
     for view in proxy.turns():
         found[view.turn.session_id] += [view.turn.policy_version_first, view.turn.policy_version_last]

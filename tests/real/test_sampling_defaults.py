@@ -30,7 +30,6 @@ def test_only_parameters_that_change_the_distribution_are_read(tmp_path: Path):
 
 
 async def defaults_of(url: str) -> dict:
-    """Probe an engine as the proxy does."""
     engine = Engine(url, timeout_seconds=60)
     try:
         await engine.fetch_models()

@@ -14,7 +14,6 @@ def call(proxy: RunningProxy, **headers: str) -> httpx2.Response:
 
 
 def ending(proxy: RunningProxy, session_id: str) -> tuple[str, str | None]:
-    """Return outcome and reason of the session's last turn."""
     turn = proxy.turns(session_id)[-1].turn
     return turn.outcome.value, turn.reason
 

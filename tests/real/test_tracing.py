@@ -23,8 +23,6 @@ ERROR = 2
 
 
 class Collector:
-    """A local OTLP/HTTP collector that keeps what it receives."""
-
     def __init__(self) -> None:
         self.spans: list[Any] = []
         spans = self.spans

@@ -52,14 +52,11 @@ def test_a_host_name_of_loopback_is_refused_where_there_are_several_machines(mon
 
 
 class Machines:
-    """Two namespaces that are connected by a cable."""
-
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         (scratch / "program.py").write_text(PROGRAM)
 
     def connect(self, *, is_up: bool) -> None:
-        """Plug the cable in, or out."""
         ip("-n", "host-a", "link", "set", CABLE, "up" if is_up else "down")
 
     @contextlib.contextmanager
@@ -98,7 +95,6 @@ class Machines:
             )
 
     def log(self, host: str) -> str:
-        """Return what a machine's processes wrote in their last run."""
         return (self._scratch / f"log-{host}").read_text()
 
 
@@ -128,19 +124,15 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 class Run:
-    """A ledger, and the settings of a trainer on each machine."""
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._model = make_model(directory / "model")
         self.db = new_database(directory / "ledger.db")
 
     def play(self, name: str) -> None:
-        """Store the groups of one batch."""
         Rollouts(self.db, load_model(self._model)).play(name, num_groups=2)
 
     def num_batches(self) -> int:
-        """Return how many batches are acknowledged."""
         with self.db.read() as conn:
             last = updates.last_update(conn)
         return 0 if last is None else last.update_id

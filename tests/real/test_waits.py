@@ -25,7 +25,6 @@ PATIENCE_SECONDS = 60.0
 
 
 def chat(proxy: RunningProxy) -> int:
-    """Return the status of one call."""
     return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, timeout=PATIENCE_SECONDS).status_code
 
 
@@ -99,7 +98,6 @@ def seconds_to_decode() -> float:
 
 
 async def longest_pause() -> float:
-    """Return the longest pause of the event loop while the body is refused."""
     longest = [0.0]
 
     async def watch() -> None:

@@ -29,7 +29,6 @@ NUM_CONNECTIONS = 16
 
 
 def wait_for_workers(proxy: RunningProxy, num_started: int) -> None:
-    """Wait until so many workers, counted since the start, have begun to serve."""
     wait_until(lambda: proxy.log.read_text().count(" serves on port ") == num_started, "the workers serve")
 
 

@@ -16,12 +16,10 @@ from turnwise.credit import Floats
 
 
 def algorithm(name: str = "grpo", **settings: Any) -> Algorithm:
-    """Return an algorithm that comes with Turnwise."""
     return load({"name": name, **settings})
 
 
 def assigned(experiences: Sequence[Experience], name: str, **settings: Any) -> list[Floats]:
-    """Return the advantages that a policy gradient gives to experiences."""
     chosen = algorithm(name, **settings)
     offered = offer(experiences, keys_of(experiences), SelectionRule(), (), chosen.reward)
     return chosen.assign(offered, {})  # type: ignore[attr-defined,no-any-return]
@@ -30,15 +28,12 @@ def assigned(experiences: Sequence[Experience], name: str, **settings: Any) -> l
 def selected(
     experiences: Sequence[Experience], chosen: Algorithm, window: Sequence[Row] = (), **rule: Any
 ) -> Selection:
-    """Return what an algorithm trains of experiences."""
     return select(experiences, keys_of(experiences), chosen, SelectionRule(**rule), window)
 
 
 def keys_of(experiences: Sequence[Experience]) -> list[tuple[str, str]]:
-    """Return the keys of the groups."""
     return sorted({each.group_key for each in experiences})
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    """Check numbers that were worked by hand."""
     np.testing.assert_allclose(np.asarray(actual), expected, atol=tolerance, rtol=0)

@@ -44,18 +44,15 @@ class BreakableEngine:
         return process
 
     def restart(self) -> None:
-        """Start again as a new process."""
         self.kill()
         self.process = self._started()
 
     def kill(self) -> None:
-        """Kill it with SIGKILL."""
         self.process.kill()
         self.process.wait()
 
 
 def serve(port: int, faults: Mapping[str, str]) -> None:
-    """Serve until killed."""
     from turnwise_fake_engine import Script, control
     from turnwise_fake_engine import serve as serve_fake
 

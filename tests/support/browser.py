@@ -61,7 +61,6 @@ class Visit:
         return int(metrics["LayoutCount"])
 
     def close(self) -> None:
-        """Close the window."""
         self._context.close()
 
 

@@ -19,7 +19,6 @@ NOISE = 0.02
 
 
 def write_perturbed(model_dir: Path, place: Path, seed: int, *, noise: float = NOISE) -> Path:
-    """Write the model with other weights."""
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(model_dir / "model.safetensors")
     for tensor in tensors.values():
@@ -74,7 +73,6 @@ def write_adapter(
 
 
 def copied(model_dir: Path, place: Path, *names: str) -> Path:
-    """Copy some files of a checkpoint."""
     place.mkdir(parents=True)
     for name in names:
         shutil.copy(model_dir / name, place)
@@ -86,7 +84,6 @@ Forward = Callable[[Sequence[int], int], torch.Tensor]
 
 
 def forward_of(directory: Path, adapter: Path | None = None) -> Forward:
-    """Return the logprobs that `transformers` gives, in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -42,15 +42,12 @@ class WrongClock:
         self._jumps = jumps
 
     def offset(self) -> datetime.timedelta:
-        """Return the current error."""
         return datetime.timedelta(seconds=self._skew_seconds + float(self._jumps.read_text() or 0))
 
     def now(self) -> datetime.datetime:
-        """Return the wrong time."""
         return datetime.datetime.now(datetime.UTC) + self.offset()
 
     def julian_day(self, _now: str) -> float:
-        """Return the wrong time as SQLite's julianday('now') does."""
         return self.now().timestamp() / 86400 + JULIAN_DAY_OF_1970
 
 

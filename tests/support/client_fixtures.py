@@ -13,13 +13,11 @@ from turnwise_fake_engine import RunningFakeEngine
 
 @pytest.fixture
 def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
-    """The module's proxy."""
     return shared_proxy.proxy
 
 
 @pytest.fixture
 def fake_engine(shared_engine: RunningFakeEngine) -> RunningFakeEngine:
-    """The module's fake engine."""
     return shared_engine
 
 
@@ -32,13 +30,11 @@ async def async_http() -> AsyncIterator[httpx2.AsyncClient]:
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx2.Client]:
-    """Connections for synchronous clients, closed at the end."""
     with openai.DefaultHttpxClient() as http:
         yield http
 
 
 @pytest.fixture(scope="module", autouse=True)
 def everything_served_is_stored(shared_proxy: ProxyAndEngine) -> Iterator[None]:
-    """After a module, the stored turns equal the engine's calls, token for token."""
     yield
     assert_served_is_stored(shared_proxy.proxy, shared_proxy.engine)

@@ -25,7 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Turn the garbage collector on."""
     if hasattr(session.config, "workerinput"):
         gc.freeze()
     gc.enable()

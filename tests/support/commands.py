@@ -34,7 +34,6 @@ def verify(database_url: str, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 @functools.cache
 def warm_commands() -> WarmCommands:
-    """The program that starts this process's commands."""
     commands = WarmCommands()
     atexit.register(commands.close)
     return commands

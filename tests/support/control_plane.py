@@ -44,13 +44,11 @@ def publish(proxy: RunningProxy, path: Path, **fields: object) -> int:
 
 
 def publish_in_store(proxy: RunningProxy, version: int, path: Path) -> None:
-    """Publish a directory as a trainer does, past the checks of the route."""
     with writing(proxy.database_url) as connection:
         versions.publish_version(connection, PolicyVersion(version=version, path=str(path)))
 
 
 def policy(proxy: RunningProxy, version: int) -> dict:
-    """Return a policy version as the proxy lists it."""
     return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
 
 
@@ -61,13 +59,11 @@ def wait_for_status(proxy: RunningProxy, version: int, status: str = "active") -
 
 
 def versions_of_engines(proxy: RunningProxy) -> dict[str, int]:
-    """Return the policy version of each engine that gets calls, by its URL."""
     engines = ask(proxy.url, "/readyz")["engines"]
     return {engine["url"]: engine["policy_version"] for engine in engines if engine["ready"]}
 
 
 def metric(proxy: RunningProxy, sample: str, **labels: str) -> float:
-    """Return the sum of a metric's samples that have these labels."""
     with urllib.request.urlopen(f"{proxy.url}/metrics", timeout=CALL_SECONDS) as response:
         families = text_string_to_metric_families(response.read().decode())
     return sum(

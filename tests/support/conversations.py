@@ -10,12 +10,10 @@ from turnwise.types import Json
 
 
 def digest_history(messages: list[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> ConversationDigests:
-    """Return the digests of messages."""
     conversation = ConversationDigests(context, fields, num_bytes=len(orjson.dumps(messages)) - 1)
     conversation.extend(messages)
     return conversation
 
 
 def conversation_of(call: Call, fields: frozenset[str] = NO_FIELDS) -> ConversationDigests:
-    """Return the digests of a call's messages."""
     return digest_history(call.messages, context_digest(call.tools, template_arguments(call.body)), fields)

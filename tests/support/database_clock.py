@@ -20,7 +20,6 @@ class DatabaseClock:
             self._shadow_the_servers()
 
     def jump(self, seconds: float) -> None:
-        """Set the error of the clock."""
         if self._database.dialect == "postgresql":
             with self._database.write() as connection:
                 connection.execute(sa.text("UPDATE wrong_clock SET off_by = :seconds"), {"seconds": seconds})
@@ -30,7 +29,6 @@ class DatabaseClock:
         fresh.replace(self.file)
 
     def _shadow_the_servers(self) -> None:
-        """Create a function of the same name that hides the server's own."""
         with self._database.write() as connection:
             connection.exec_driver_sql("CREATE TABLE wrong_clock (off_by double precision)")
             connection.exec_driver_sql("INSERT INTO wrong_clock VALUES (0)")

@@ -17,8 +17,6 @@ _OPERATORS = {"&&", "||", "|", ";"}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
-
     page: Path
     number: int
     language: str
@@ -46,7 +44,6 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Return the blocks in these languages, page by page."""
     found = []
     for page in PAGES:
         fenced = re.finditer(r"^```(\w+)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)

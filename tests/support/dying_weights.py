@@ -34,18 +34,15 @@ BROADCAST = Channel.broadcast
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Return the weights of a version."""
     generator = torch.Generator().manual_seed(version)
     return {"w": torch.randn(64, 64, generator=generator).bfloat16(), "b": torch.randn(64, generator=generator)}
 
 
 def die(*_arguments: Any, **_options: Any) -> None:
-    """End the process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def send_a_part(channel: Channel, buffer: torch.Tensor, chunk_bytes: int) -> None:
-    """Send the first part of a buffer and end the process."""
     BROADCAST(channel, buffer[:chunk_bytes], chunk_bytes)
     die()
 

@@ -31,8 +31,6 @@ WARM_UP_STEPS = 60
 
 @dataclasses.dataclass(frozen=True)
 class RunningEngine:
-    """A real vLLM."""
-
     url: str
     """Its base URL, without `/v1`."""
     model: str
@@ -58,7 +56,6 @@ def small_model_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """A real vLLM on a free port, with its control routes and runtime LoRA."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     with running_engine(small_model_dir, log) as running:
         yield running
@@ -116,7 +113,6 @@ def load_own_weights(engine: RunningEngine) -> None:
 
 @pytest.fixture
 def base_weights(engine: RunningEngine) -> Iterator[None]:
-    """Start and end with the engine's original weights: other tests share it."""
     load_own_weights(engine)
     yield
     load_own_weights(engine)
@@ -124,6 +120,5 @@ def base_weights(engine: RunningEngine) -> Iterator[None]:
 
 @pytest.fixture
 def fake_engine() -> Iterator[RunningFakeEngine]:
-    """A fake engine that echoes, served from a thread."""
     with running_fake_engine() as running:
         yield running

@@ -26,8 +26,6 @@ START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 
 
 class ForcedReply:
-    """Forces the tokens of one request's reply."""
-
     def __init__(self, processor: ForcedTokens, *, only_calls: bool) -> None:
         self._processor = processor
         self._only_calls = only_calls
@@ -46,8 +44,6 @@ class ForcedReply:
 
 
 class ForcedTokens(AdapterLogitsProcessor):
-    """Forces the replies of the script."""
-
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._tokenizer = AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)
@@ -56,7 +52,6 @@ class ForcedTokens(AdapterLogitsProcessor):
         self._script = Script()
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: greedy sampling is forced as well."""
         return False
 
     def new_req_logits_processor(self, params: Any) -> ForcedReply | None:

@@ -33,8 +33,6 @@ _SERVER.set_forkserver_preload(["support.gloo_worlds", "transformers.models.qwen
 
 
 class WorldFailed(Exception):
-    """Processes of a world raised, or did not end."""
-
     def __init__(self, errors: dict[int, str], num_hanging: int) -> None:
         super().__init__(
             f"{num_hanging} processes did not end within {WORLD_SECONDS:g} s; {next(iter(errors.values()), '')}"
@@ -68,7 +66,6 @@ def sessions(vocabulary: int = 48) -> list[Any]:
 
 
 def compiled_steps(spec: dict[str, Any], rule: dict[str, Any]) -> dict[str, Any]:
-    """Return what `steps` returns in a world, with layers that are traced as by `torch.compile`."""
     torch.compile = functools.partial(torch.compile, backend="eager")  # it generates no code, which takes half a minute
     found = steps(spec, rule, is_sharded=True, is_compiled=True)
     return found | {"num_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
@@ -113,7 +110,6 @@ def steps(
 
 
 def world_of(size: int, spec: dict[str, Any], **rule: Any) -> dict[str, Any]:
-    """Take the steps in so many processes and return the result of the first."""
     found: dict[str, Any] = run_world(size, steps, spec, rule, is_sharded=True)[0]
     return found
 

@@ -80,8 +80,6 @@ BEHIND_IN_EVERY_RUN = ("after the second state is written",)
 
 
 class Trainers:
-    """The program, as a child of the test."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
@@ -97,7 +95,6 @@ class Trainers:
 
 @contextlib.contextmanager
 def running_trainers() -> Iterator[Trainers]:
-    """Run the program until the block ends."""
     with subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -135,7 +132,6 @@ def run_trainer(config: str, *die_at: str) -> int:
 
 
 def main() -> None:
-    """Run trainers until stdin ends."""
     gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)

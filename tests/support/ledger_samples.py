@@ -56,20 +56,17 @@ def add_session(database: Database, session_id: str = "s", *, turns: int = 1, **
 
 
 def finish(database: Database, session_id: str = "s", value: float = 1.0, tenant: str = "default") -> None:
-    """Reward a session and end it."""
     with database.write() as connection:
         rewards.add_rewards(connection, [Reward(session_id=session_id, tenant=tenant, value=value)])
         sessions.end_session(connection, tenant, session_id)
 
 
 def update_record(update_id: int, *, policy_version: int | None = None, **fields: Any) -> UpdateRecord:
-    """Return the record of an update of one session, which made the version of its number."""
     counts = {"num_groups": 1, "num_sessions": 1, "num_tokens": 2}
     version = update_id if policy_version is None else policy_version
     return UpdateRecord(**({"trainer_id": "t", **counts} | fields), update_id=update_id, policy_version=version)
 
 
 def groups_by_status(database: Database) -> dict[str, int]:
-    """Return the number of groups in each status that one of them has."""
     with database.read() as connection:
         return overview.count_rows(connection).groups

@@ -10,8 +10,6 @@ import pytest
 
 @dataclasses.dataclass
 class LossyGateway:
-    """The requests that it got, and what happens to the next ones."""
-
     requests: list[httpx2.Request] = dataclasses.field(default_factory=list)
     refusals: list[httpx2.Response] = dataclasses.field(default_factory=list)
     """Answers to the next requests, which do not reach the proxy."""
@@ -24,7 +22,6 @@ class LossyGateway:
         return self.refusals.pop(0) if self.refusals else None
 
     def check_connection(self, request: httpx2.Request) -> None:
-        """Count a lost answer, and break its connection."""
         if request.method == "POST" and self.num_lost:
             self.num_lost -= 1
             raise httpx2.ReadError("the answer was lost", request=request)

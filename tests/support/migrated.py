@@ -28,13 +28,11 @@ def migrated(url: str) -> str:
 
 
 def new_database(path: Path) -> Database:
-    """Open a new SQLite file with this release's tables."""
     return Database(migrated(f"sqlite:///{path}"))
 
 
 @contextlib.contextmanager
 def writing(url: str) -> Iterator[sa.Connection]:
-    """Open a database for one transaction."""
     with contextlib.closing(Database(url)) as database, database.write() as connection:
         yield connection
 

@@ -21,7 +21,6 @@ INSTALL_SECONDS = 180
 
 @pytest.fixture(scope="session")
 def node_project() -> Path:
-    """A directory in which `import "openai"` works."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("OPENAI-NODE IS NOT TESTED: install node 20 or later with npm to run this")
     version = json.loads(PACKAGE.read_text())["dependencies"]["openai"]

@@ -33,7 +33,6 @@ SYSTEM = {"role": "system", "content": "You are the help desk of a shop. Look th
 
 
 def observe_run(proxy: RunningProxy, engine: RunningFakeEngine, *, num_updates: int = 8) -> None:
-    """Play the run."""
     for question, answer in TASKS.values():
         engine.state.script.rules.append(Rule(contains=question, reply=Reply(text=f"Let me look that up. {answer}")))
     engine.state.script.rules.append(Rule(contains="Thank you", reply=Reply(text="You are welcome. Goodbye!")))
@@ -67,7 +66,6 @@ def _play_group(http: httpx2.Client, task_id: str, number: int, num_updates: int
 
 
 def _rewards_of(task_id: str, run: int, number: int, num_updates: int) -> dict[str, float]:
-    """Return the rewards of one session by name."""
     solved = float(run < math.ceil(GROUP_SIZE * number / num_updates - (task_id != "refund-17")))
     return {"solved": solved, "polite": 0.25 * (run % 2)}
 

@@ -37,7 +37,6 @@ def _hold(port: int) -> bool:
 
 @functools.cache
 def own_ports() -> range:
-    """Return the block that this process holds, without the lock."""
     for first in range(FIRST, FIRST + NUM_BLOCKS * BLOCK, BLOCK):
         if _hold(first):
             return range(first + 1, first + BLOCK)
@@ -51,5 +50,4 @@ def _ports() -> Iterator[int]:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nothing listens on, and that no other caller gets."""
     return next(port for port in itertools.islice(_ports(), len(own_ports())) if is_free(port))

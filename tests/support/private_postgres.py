@@ -47,7 +47,6 @@ def bundled() -> Path | None:
 
 
 def identity() -> dict[str, Any]:
-    """Return the user to run the server as: it refuses root."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -55,8 +54,6 @@ def identity() -> dict[str, Any]:
 
 
 class PrivatePostgres:
-    """Starts, restarts and stops the server, and makes databases in it."""
-
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="turnwise-pg-", dir="/tmp"))
         self._identity = identity()
@@ -68,7 +65,6 @@ class PrivatePostgres:
         self._run(binary("initdb"), "-D", self.directory / "data", "-U", "turnwise", "-A", "trust", "-E", "UTF8", "-N")
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
         command = [binary("postgres"), "-D", self.directory / "data", "-k", self.directory, "-c", "listen_addresses="]
         # Durability is the machine's, not the test's; what is tested is what the server promises.
         # Without autovacuum no plan depends on when it last looked at a table.
@@ -90,14 +86,12 @@ class PrivatePostgres:
                 return
 
     def stop(self) -> None:
-        """Stop the server in fast mode: sessions are disconnected."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         self._process.wait(START_SECONDS)
         self._process = None
 
     def close(self) -> None:
-        """End the server at once and remove its files, which nobody reads again."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)  # PostgreSQL's immediate shutdown
             try:
@@ -109,19 +103,16 @@ class PrivatePostgres:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def create_database(self, template: str = "template0") -> str:
-        """Make a database and return its name."""
         self._num_databases += 1
         name = f"turnwise_{self._num_databases}"
         self._sql(f"CREATE DATABASE {name} TEMPLATE {template} {self._strategy}")
         return name
 
     def drop_database(self, name: str) -> None:
-        """Drop a database and its connections."""
         with contextlib.suppress(psycopg.OperationalError):
             self._sql(f"DROP DATABASE {name} WITH (FORCE)")
 
     def url(self, name: str) -> str:
-        """Return the URL of a database."""
         return f"postgresql:///{name}?host={self.directory}&user=turnwise"
 
     def _dsn(self, name: str) -> str:

@@ -50,8 +50,6 @@ BROKEN = frozenset({"faulted", "aborted"})
 
 @dataclasses.dataclass(slots=True)
 class RunningProxy:
-    """A proxy process, and the database behind it."""
-
     url: str
     """Its base URL, without `/v1`."""
     database_url: str
@@ -60,15 +58,12 @@ class RunningProxy:
 
     @property
     def v1(self) -> str:
-        """The `base_url` for an OpenAI client."""
         return f"{self.url}/v1"
 
     def session_v1(self, session_id: str) -> str:
-        """The same, for one session."""
         return f"{self.url}/sessions/{session_id}/v1"
 
     def turns(self, session_id: str | None = None) -> list[TurnView]:
-        """Return all stored turns, of one session or of all."""
         with self._reading() as connection:
             listed, _ = list_sessions(connection, SessionFilter(session_id=session_id), limit=ALL_ROWS)
             return [
@@ -78,12 +73,10 @@ class RunningProxy:
             ]
 
     def sessions(self) -> list[Session]:
-        """Return all stored sessions, the oldest first."""
         with self._reading() as connection:
             return list_sessions(connection, SessionFilter(), limit=ALL_ROWS)[0][::-1]
 
     def rewards(self) -> list[Reward]:
-        """Return all stored lines of rewards, in order of arrival."""
         with self._reading() as connection:
             found, _ = selection.session_rows(connection, SessionFilter(), limit=ALL_ROWS, after=None)
             by_session = rewards_of(connection, [row.session_pk for row in found])
@@ -99,7 +92,6 @@ class RunningProxy:
             database.close()
 
     def writing_process(self) -> int:
-        """Wait for its writing process and return the process id."""
         found = wait_until(
             lambda: [pid for pid in children(self.process.pid) if is_writing_process(pid)],
             "the proxy has a writing process",
@@ -108,11 +100,9 @@ class RunningProxy:
         return found[0]
 
     def workers(self) -> list[int]:
-        """Return the process ids of its workers, with `--workers`."""
         return [pid for pid in children(self.process.pid) if is_process(pid, WORKER_NAME, WORKER)]
 
     def kill(self) -> None:
-        """Kill only this process with SIGKILL."""
         self.process.kill()
         self.process.wait(STOP_SECONDS)
 
@@ -149,7 +139,6 @@ def is_process(pid: int, forked_name: str, part_of_command: bytes) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Wait for the end of a process that is not the test's own child."""
     wait_until(lambda: not command_line(pid), f"process {pid} has ended")
 
 
@@ -247,15 +236,12 @@ def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningPr
 
 @dataclasses.dataclass(frozen=True)
 class ProxyAndEngine:
-    """A proxy in front of a fake engine, shared by the tests of a module."""
-
     proxy: RunningProxy
     engine: RunningFakeEngine
 
 
 @pytest.fixture(scope="module")
 def shared_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyAndEngine]:
-    """One proxy and one fake engine for a whole module."""
     directory = tmp_path_factory.mktemp("proxy")
     with (
         running_fake_engine() as engine,
@@ -275,14 +261,12 @@ def shared_engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
 
 @pytest.fixture
 def empty_proxy(shared_proxy: ProxyAndEngine) -> Iterator[RunningProxy]:
-    """The module's proxy, whose store has no session of another test."""
     yield shared_proxy.proxy
     httpx2.delete(f"{shared_proxy.proxy.url}/v1/tenant").raise_for_status()
 
 
 @pytest.fixture
 def session_id() -> str:
-    """An id that no other test has."""
     return uuid.uuid4().hex
 
 
@@ -309,5 +293,4 @@ def assert_served_is_stored(proxy: RunningProxy, engine: RunningFakeEngine) -> N
 
 
 def _call_id(completion_id: str) -> str:
-    """Return the id of a completion without the dialect's prefix."""
     return re.split("[-_]", completion_id, maxsplit=1)[1]

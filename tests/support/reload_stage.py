@@ -65,17 +65,14 @@ class Process:
             await other.pool.drain(reserved, 10)
 
     async def follow(self) -> None:
-        """Read the store once."""
         await self.reloader._follow()
 
     async def version_of(self, session: Session) -> int:
-        """Return the version that a call of the session gets."""
         lane = await self.pool.admit(session)
         self.pool.release(lane)
         return lane.version
 
     async def versions_of(self, sessions: list[Session]) -> set[int]:
-        """Return the versions that calls of the sessions get."""
         return {await self.version_of(session) for session in sessions}
 
     async def open_sessions(self, prefix: str, count: int = 16) -> tuple[list[Session], list[Session]]:
@@ -84,7 +81,6 @@ class Process:
         return [one for one in opened if one.arm is not None], [one for one in opened if one.arm is None]
 
     async def look(self) -> None:
-        """Check the engines once."""
         await self.reloader._check_engines(self.pool.engines)
 
     @property
@@ -95,8 +91,6 @@ class Process:
 
 @dataclasses.dataclass
 class Stage:
-    """A store and two engines."""
-
     database: Database
     url: str
     engines: list[RunningFakeEngine]
@@ -104,7 +98,6 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def process(self, **settings: object) -> AsyncIterator[Process]:
-        """Start a process over this store and these engines."""
         process = Process(self.database, self.url, self.engines, **settings)
         await process.writer.start()
         try:
@@ -139,20 +132,17 @@ class Stage:
             serving.pin_policy(connection, version)
 
     def statuses(self) -> list[str]:
-        """Return the stored status of each version, oldest first."""
         with self.database.read() as connection:
             found, _ = list_versions(connection)
         return [policy.status.value for policy in found[::-1]]
 
     @property
     def loads(self) -> list[list[str]]:
-        """The names of the directories that each engine loaded."""
         return [[Path(path).name for path in engine.state.reloads] for engine in self.engines]
 
 
 @contextlib.contextmanager
 def running_stage(directory: Path, *scripts: Script) -> Iterator[Stage]:
-    """Run an engine for each script over a new store until the block ends."""
     url = f"sqlite:///{directory}/turnwise.db"
     database = Database(migrated(url))
     with contextlib.ExitStack() as engines:
@@ -163,6 +153,5 @@ def running_stage(directory: Path, *scripts: Script) -> Iterator[Stage]:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    """Two engines that take adapters."""
     with running_stage(tmp_path, Script(lora=True), Script(lora=True)) as stage:
         yield stage

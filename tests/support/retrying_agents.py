@@ -31,27 +31,21 @@ CALLS_PER_SESSION = 5
 
 @dataclasses.dataclass(slots=True)
 class CompleteReply:
-    """A reply that an agent received completely."""
-
     turn_id: str
     text: str
 
 
 @dataclasses.dataclass(slots=True)
 class Agent:
-    """One agent."""
-
     number: int
     seen: list[CompleteReply] = dataclasses.field(default_factory=list)
     refusals: set[tuple[int, str]] = dataclasses.field(default_factory=set)
     """Statuses and codes of the errors that it received."""
 
     def session_id(self, call: int) -> str:
-        """The session of its n-th call."""
         return f"agent-{self.number}-{call // CALLS_PER_SESSION}"
 
     def messages(self, call: int) -> list[dict[str, str]]:
-        """The conversation up to its n-th call."""
         first = call - call % CALLS_PER_SESSION
         replies = [{"role": "assistant", "content": seen.text} for seen in self.seen[first:call]]
         asked = [{"role": "user", "content": f"{self.number} asks {number}"} for number in range(first, call + 1)]
@@ -59,16 +53,13 @@ class Agent:
 
     @property
     def streams(self) -> bool:
-        """Whether it streams."""
         return self.number % 2 == 0
 
     @property
     def has_keys(self) -> bool:
-        """Whether its calls have an idempotency key."""
         return self.number % 4 < 2
 
     async def play(self, http: aiohttp.ClientSession, base: str, go: asyncio.Event, stop: asyncio.Event) -> None:
-        """Make one call after another until stopped."""
         while not stop.is_set():
             await go.wait()
             seen = await self._try(http, base)
@@ -106,8 +97,6 @@ async def _streamed(response: aiohttp.ClientResponse) -> CompleteReply | None:
 
 
 class Agents:
-    """All agents, in one thread."""
-
     def __init__(self, base: str, count: int) -> None:
         self.all = [Agent(number) for number in range(count)]
         self._base = base
@@ -120,15 +109,12 @@ class Agents:
         self._thread.start()
 
     def go(self) -> None:
-        """Let the agents make calls."""
         self._loop.call_soon_threadsafe(self._go.set)
 
     def hold(self) -> None:
-        """Let the agents finish their current attempt, and then wait."""
         self._loop.call_soon_threadsafe(self._go.clear)
 
     def stop(self) -> None:
-        """Stop the agents, each after its current attempt."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -138,12 +124,10 @@ class Agents:
 
     @property
     def num_seen(self) -> int:
-        """Number of complete replies so far."""
         return sum(len(agent.seen) for agent in self.all)
 
     @property
     def refusals(self) -> set[tuple[int, str]]:
-        """Statuses and codes of all errors."""
         return set().union(*(agent.refusals for agent in self.all))
 
     def _run(self) -> None:
@@ -157,7 +141,6 @@ class Agents:
 
 
 def wait_for(agents: Agents, count: int) -> None:
-    """Wait until the agents have received this many more replies."""
     before, deadline = agents.num_seen, time.monotonic() + PROGRESS_SECONDS
     while agents.num_seen < before + count:
         assert time.monotonic() < deadline, f"the agents get no further replies: {agents.refusals}"

@@ -25,28 +25,24 @@ def ask(text):
 
 
 def write_agent(directory: Path, body: str) -> Path:
-    """Write an agent whose program is this body."""
     path = directory / "agent.py"
     path.write_text(AGENT + body)
     return path
 
 
 def write_tasks(directory: Path, *tasks: Mapping[str, object]) -> Path:
-    """Write a tasks file."""
     path = directory / "tasks.jsonl"
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return path
 
 
 def write_program(path: Path, text: str) -> Path:
-    """Write an executable script."""
     path.write_text(text)
     path.chmod(0o755)
     return path
 
 
 def start_run(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `turnwise run` in a directory."""
     return subprocess.Popen(
         command("run", *arguments),
         cwd=directory,
@@ -58,5 +54,4 @@ def start_run(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finished_run(directory: Path, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `turnwise run` to its end."""
     return run_turnwise("run", *arguments, cwd=directory, seconds=timeout)

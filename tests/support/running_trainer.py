@@ -26,7 +26,6 @@ UPDATE_SECONDS = 120.0
 def running_trainer(
     proxy: RunningProxy, model_dir: Path, directory: Path, *more: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a trainer that publishes a version for every two groups."""
     flags = ["--database", proxy.database_url, "--model", str(model_dir), "--policies-dir", str(directory / "policies")]
     flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--no-progress"]
     # The small model is hardly warmed up; what is tested is the loop, so a step must change something.
@@ -59,7 +58,6 @@ def play_group(client: Client, number: int, **fields: Unpack[SessionFields]) -> 
 
 
 def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
-    """Return the policy once it is active."""
     deadline = time.monotonic() + UPDATE_SECONDS
     while time.monotonic() < deadline:
         for policy in client.policies():

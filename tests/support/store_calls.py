@@ -84,7 +84,6 @@ def _rewards(conn: sa.Connection) -> None:
 
 
 def _release_deleted(conn: sa.Connection) -> None:
-    """Release groups that were deleted while they were claimed."""
     held = claim(conn)
     deleted = [dataclasses.replace(group, group_id="deleted") for group in held.groups]
     claims.release(opened(conn), dataclasses.replace(held, groups=tuple(deleted)))
@@ -97,7 +96,6 @@ def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archive.Row]]:
 
 
 def _archive(conn: sa.Connection) -> None:
-    """Move sessions that are over out of the tables and back."""
     rows_of = _rows_to_archive(conn)
     retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
     while retention.sweep(conn):
@@ -178,7 +176,6 @@ def _versions(conn: sa.Connection) -> None:
 
 
 def _holdout(conn: sa.Connection) -> None:
-    """Serve a version, then a newer one beside the first as its hold-out, then the first one again."""
     versions.publish_version(conn, PolicyVersion(version=9, path="newer"))
     for version in (1, 9, 1):
         serving.activate_version(conn, version, None, 0.5)
@@ -220,7 +217,6 @@ def _feedback(conn: sa.Connection, text: str) -> None:
 
 
 def changed(conn: sa.Connection, change: groups.Change) -> list[str]:
-    """Make a change of groups if it is due."""
     return change.make(conn) if change.is_due(conn) else []
 
 

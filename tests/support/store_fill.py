@@ -30,14 +30,11 @@ FIRST_PKS = (1_000_000, 2_000_000)
 
 
 class OneTransaction:
-    """A store whose transactions are all the same open one."""
-
     def __init__(self, conn: sa.Connection) -> None:
         self._conn = conn
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """Return the open transaction."""
         yield self._conn
 
     read = write
@@ -47,14 +44,12 @@ class OneTransaction:
 
 
 def claim(conn: sa.Connection, **fields: Any) -> claims.Claim:
-    """Claim the groups that are ready."""
     held = claims.claim(opened(conn), "trainer", max_groups=4, lease_seconds=60, **fields)
     assert held is not None
     return held
 
 
 def opened(conn: sa.Connection) -> Database:
-    """Return the transaction as a store."""
     return cast("Database", OneTransaction(conn))
 
 
@@ -68,7 +63,6 @@ def acknowledge(conn: sa.Connection, update_id: int, session_id: str) -> None:
 
 
 def fill(database: Database) -> None:
-    """Store what the calls of the small tenant `t` read and change."""
     add_session(database, "s", tenant="t", turns=2)
     add_session(database, "done", tenant="t")
     finish(database, "done", tenant="t")
@@ -102,7 +96,6 @@ def inferred_turn(turn_id: str) -> Turn:
 
 
 def fill_more(database: Database, num_groups: int, tenants: Sequence[str] = OTHERS) -> None:
-    """Store groups of these tenants, with one session each, in all states."""
     packed: dict[sa.Table, list[dict[str, Any]]] = {
         table: []
         for table in (

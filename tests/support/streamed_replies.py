@@ -11,8 +11,6 @@ import orjson
 
 @dataclasses.dataclass(slots=True)
 class StreamedReply:
-    """What was received of a stream."""
-
     turn_id: str = ""
     text: str = ""
     is_complete: bool = False
@@ -23,7 +21,6 @@ class StreamedReply:
     """Code of the error that ended it."""
 
     async def read(self, response: aiohttp.ClientResponse) -> None:
-        """Read a stream to its end, its error or the end of its connection."""
         with contextlib.suppress(aiohttp.ClientError, ConnectionResetError):
             async for line in response.content:
                 if not line.startswith(b"data: {"):

@@ -46,8 +46,6 @@ def measured_slowness() -> float:
 
 
 class Tiers:
-    """Marks the tests and holds those of `unit` to their limits."""
-
     def __init__(self) -> None:
         self._is_unit = False
         self._broken: str | None = None
@@ -60,7 +58,6 @@ class Tiers:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Mark each test with its tier before `-m` selects tests."""
         for item in items:
             if (tier := tier_of(item.path)) is not None:
                 item.add_marker(tier)
@@ -70,7 +67,6 @@ class Tiers:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Watch a test of `unit` and measure its CPU time."""
         self._is_unit = tier_of(item.path) == "unit" and item.get_closest_marker("postgres") is None
         self._broken, self._started = None, time.process_time()
         try:
@@ -82,7 +78,6 @@ class Tiers:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Fail a test of `unit` that exceeded its tier."""
         report = yield
         if self._is_unit and call.when == "teardown" and report.passed:
             seconds = time.process_time() - self._started
@@ -97,18 +92,15 @@ class Tiers:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add up the CPU time of `unit`, in the process that has the reports of all workers."""
         if report.when == "teardown":
             self._total += sum(seconds for name, seconds in report.user_properties if name == BUDGET)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail the run if `unit` took too long."""
         if self._total > UNIT_CPU_SECONDS * self._slowness and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the CPU time of `unit`."""
         if self._total:
             limit = UNIT_CPU_SECONDS * self._slowness
             terminalreporter.write_line(
@@ -138,5 +130,4 @@ def tier_of(path: Path) -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin."""
     config.pluginmanager.register(Tiers())

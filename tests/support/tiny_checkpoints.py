@@ -19,7 +19,6 @@ Tensors = Mapping[str, np.ndarray]
 
 
 def write_weights(place: Path, tensors: Tensors = WEIGHTS, **config: object) -> Path:
-    """Write whole weights."""
     place.mkdir()
     (place / "config.json").write_text(json.dumps(config))
     save_file(dict(tensors), place / "model.safetensors")
@@ -35,7 +34,6 @@ def write_probe(place: Path, shift: float = 0.0) -> Path:
 
 
 def write_adapter(place: Path, factors: Tensors = FACTORS, **config: object) -> Path:
-    """Write a LoRA adapter."""
     place.mkdir()
     (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1} | config))
     save_file(dict(factors), place / "adapter_model.safetensors")

@@ -51,12 +51,10 @@ def make_model(directory: Path, family: str = "Qwen3", *, seed: int = 0, **chang
 
 
 def load_model(directory: Path) -> transformers.PreTrainedModel:
-    """Read a model, for its logprobs."""
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def logprobs_of(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
-    """Return the logprob of each token after the first one."""
     tokens = torch.tensor([list(token_ids)])
     with torch.no_grad():
         log_p = model(tokens).logits[0, :-1].log_softmax(-1)

@@ -25,7 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Database]:
-    """The ledger of `settings_for`, without rows."""
     database = new_database(tmp_path / "ledger.db")
     yield database
     database.close()

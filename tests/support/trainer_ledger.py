@@ -29,8 +29,6 @@ GOOD = 24
 
 @dataclasses.dataclass
 class Rollouts:
-    """Plays sessions with a policy and stores them, turn by turn."""
-
     db: Database
     model: PreTrainedModel
     version: int = 0
@@ -108,7 +106,6 @@ class Rollouts:
 
 
 def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict[float, list[int]]) -> None:
-    """Store a group of imported sessions of one turn each, by reward."""
     with db.write() as conn:
         for number, (reward, reply) in enumerate(replies.items()):
             session_id = f"{group_id}-{number}"

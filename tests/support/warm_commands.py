@@ -90,11 +90,9 @@ class WarmProcess:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -160,7 +158,6 @@ class WarmCommands:
                     return
 
     def close(self) -> None:
-        """End the program."""
         _pipe(self._process.stdin).close()
         self._process.wait()
         _pipe(self._process.stdout).close()
@@ -184,7 +181,6 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 def become(order: dict[str, Any], descriptor: int | None) -> None:
-    """Run a command in this process, a fork, and end."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -260,7 +256,6 @@ class Starter:
 
 
 def main() -> None:
-    """Import what commands need, then start commands until stdin ends."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # as `proxy.main` does
     gc.disable()
     for name in IMPORTED:

@@ -43,7 +43,6 @@ def share_template() -> None:
 
 
 def _holds(directory: Path, files: dict[str, bytes]) -> bool:
-    """Return whether a directory holds exactly these files."""
     if not directory.is_dir() or {path.name for path in directory.iterdir()} != files.keys():
         return False
     return all((directory / name).read_bytes() == content for name, content in files.items())
@@ -66,15 +65,11 @@ def _fork_writing_process() -> None:
 
 
 class _Forked(NamedTuple):
-    """A process that waits for its descriptor and its variables."""
-
     pid: int
     link: socket.socket
 
 
 class Namespace:
-    """A module with other values for some of its names."""
-
     def __init__(self, module: Any, **values: Any) -> None:
         self.__dict__.update(vars(module) | values)
 
@@ -93,8 +88,6 @@ def _with_forked(forked: list[_Forked]) -> Any:
     """Return `subprocess` with a `Popen` that hands over the forked processes before it starts others."""
 
     class ForkedFirst(subprocess.Popen[bytes]):
-        """A process that was forked, as long as there is one."""
-
         def _execute_child(self, *given: Any) -> None:
             if not forked:
                 return super()._execute_child(*given)  # type: ignore[misc]
@@ -110,7 +103,6 @@ def _with_forked(forked: list[_Forked]) -> Any:
 
 
 def _become(link: socket.socket, run: Callable[[socket.socket], None]) -> None:
-    """Run in this process, a fork, and end."""
     status: Any = 1
     try:
         run(link)
@@ -142,7 +134,6 @@ def _is_started(link: socket.socket, name: str) -> bool:
 
 
 def _write(link: socket.socket) -> None:
-    """Run as `proxy.writer.process`."""
     from proxy.writer.process import main
 
     if _is_started(link, WRITER_NAME):
@@ -150,7 +141,6 @@ def _write(link: socket.socket) -> None:
 
 
 def _serve(link: socket.socket) -> None:
-    """Run as a worker, whose metrics are in files."""
     from prometheus_client import values
 
     from proxy.main import run_worker

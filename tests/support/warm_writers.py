@@ -18,7 +18,6 @@ from proxy.writer import client
 
 
 def fork_writers() -> None:
-    """Let `Writer` start its process so in this test process from now on."""
     client.subprocess = Namespace(subprocess, Popen=_started)  # type: ignore[attr-defined]
 
 

@@ -18,18 +18,14 @@ from turnwise.store.database import Database
 
 @dataclasses.dataclass
 class WeightsInMemory:
-    """The weights that a trainer would hold."""
-
     server: WeightServer
 
     def hold(self, version: int, directory: Path) -> None:
-        """Hold a directory's weights as a version."""
         assert self.server.held.hold(version, load_file(directory / "model.safetensors"), {"token_ids": [1]})
 
 
 @contextlib.contextmanager
 def weights_in_memory(database_url: str) -> Iterator[WeightsInMemory]:
-    """Hand out weights until the block ends."""
     server = WeightServer(TrainerSettings())
     database = Database(database_url)
     try:

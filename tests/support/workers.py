@@ -56,12 +56,10 @@ LONGEST_FIRST = (
 
 @functools.cache
 def uses_shared_engine(path: Path) -> bool:
-    """Return whether a test in the file uses the shared vLLM."""
     return SHARED_ENGINE in path.read_text()
 
 
 def group_of(node_id: str) -> str:
-    """Return the group of a test, by its id relative to the root of the checkout."""
     file = node_id.partition("::")[0]
     if uses_shared_engine(ROOT / file):
         return "shared vLLM"
@@ -87,7 +85,6 @@ class GroupScheduling(LoadScopeScheduling):
         return running
 
     def mark_test_pending(self, item: str) -> None:
-        """Run the test that a worker died in once more."""
         self.workqueue.setdefault(self._split_scope(item), {})[item] = False
 
     def _reschedule(self, node: WorkerController) -> None:
@@ -99,13 +96,11 @@ class GroupScheduling(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> GroupScheduling:
-    """Replace the scheduler of `--dist`."""
     config.option.loadscopereorder = False  # xdist would start the groups with the most tests first
     return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the group of the shared vLLM first, then the longest files."""
     items.sort(key=lambda item: rank(item.path))
 
 

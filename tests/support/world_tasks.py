@@ -98,7 +98,6 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
 
 
 def batch_of(found: list[Any]) -> Batch:
-    """Return a batch of sessions whose advantages differ."""
     return build(found, [np.array([float(index % 3 - 1)]) for index in range(len(found))], policy_version=0)
 
 

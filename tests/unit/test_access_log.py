@@ -17,7 +17,6 @@ LINE = {"path": "/" + "x" * 1_000}
 
 @pytest.fixture
 def lost() -> list[int]:
-    """The lines that are lost, one item each."""
     return []
 
 

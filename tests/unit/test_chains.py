@@ -47,7 +47,6 @@ def in_base64(array: np.ndarray) -> str:
 
 
 def routing(experts: list[int]) -> str:
-    """Return the routing of a call as vLLM does: one expert a token in one layer."""
     return in_base64(np.array(experts, np.uint8)[:, None, None])
 
 

@@ -16,7 +16,6 @@ def line(value: float, name: str = "reward", *, turn: str | None = None, step: i
 
 
 def steps(*of_turn: int) -> list[Turn]:
-    """Turns t1, t2, … in these steps."""
     return [make_turn(f"t{number}", step=step, seq=number - 1) for number, step in enumerate(of_turn, 1)]
 
 

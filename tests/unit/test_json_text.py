@@ -23,7 +23,6 @@ VALUES = st.recursive(
 
 
 def count_strings(value: Any) -> int:
-    """Return the number of strings in a value, keys included."""
     if isinstance(value, dict):
         return len(value) + sum(map(count_strings, value.values()))
     return sum(map(count_strings, value)) if isinstance(value, list) else int(isinstance(value, str))
@@ -39,7 +38,6 @@ def longest_string(value: Any) -> int:
 
 
 def measure(value: Any) -> tuple[int, int]:
-    """Return depth and number of the arrays and objects in a value."""
     if not isinstance(value, list | dict):
         return 0, 0
     inner = [measure(child) for child in (value.values() if isinstance(value, dict) else value)]

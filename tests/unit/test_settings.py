@@ -11,8 +11,6 @@ from turnwise.settings import Settings, describe, load_settings
 
 
 class Shop(Settings):
-    """Settings of an example process."""
-
     port: int = 8000
     host: str = "127.0.0.1"
     engines: list[str] = Field(default_factory=list)
@@ -21,7 +19,6 @@ class Shop(Settings):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Run in an empty directory without any Turnwise variables."""
     monkeypatch.chdir(tmp_path)
     for name in ("PORT", "HOST", "ENGINES", "TOKEN", "PROT"):
         monkeypatch.delenv(f"TURNWISE_PROXY_{name}", raising=False)

@@ -29,7 +29,6 @@ def text() -> str:
 
 
 def _with_all_defaults_set(text: str) -> str:
-    """Remove the comment sign of every setting that has a default."""
     lines = [re.sub(r"^#(?=[a-z_]+ = )", "", line) for line in text.splitlines() if not line.endswith('= "..."')]
     return "\n".join(lines)
 

@@ -13,8 +13,6 @@ from turnwise.telemetry.span_export import BATCH_SPANS, MAX_WAITING, CountingSpa
 
 
 class HeldExporter(SpanExporter):
-    """An exporter whose collector takes spans once it is released."""
-
     def __init__(self, result: SpanExportResult = SpanExportResult.SUCCESS) -> None:
         self.released = threading.Event()
         self.num_begun = 0

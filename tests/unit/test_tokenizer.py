@@ -15,7 +15,6 @@ from turnwise.tokenizer import KeptTokenizer, load_tokenizer, shape_conversation
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without kept tokenizers."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

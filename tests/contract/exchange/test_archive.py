@@ -49,7 +49,6 @@ def fill(database: Database) -> None:
 
 
 def stored(database: Database) -> dict[str, list[Any]]:
-    """Return all rows without their numbers."""
     found: dict[str, list[Any]] = {}
     with database.read() as conn:
         for table in (sessions, groups, turns, rewards, trained_sessions):

@@ -31,13 +31,10 @@ LONG = b"x" * 900_000
 
 
 def owned_by(index: int, num_workers: int = 2) -> str:
-    """Return the name of a session that hashes to a worker."""
     return next(name for name in map(str, range(100)) if zlib.crc32(name.encode()) % num_workers == index)
 
 
 class Worker:
-    """A worker whose answers name it."""
-
     def __init__(self, directory: Path, index: int, num_workers: int) -> None:
         self.index = index
         self.num_handed_over = 0
@@ -57,7 +54,6 @@ class Worker:
         self.has_handed_over.set()
 
     async def _answer(self, _scope: Any, receive: Any, send: Any) -> None:
-        """Answer with this worker's number and the digest of the body."""
         await self.may_read.wait()
         body = b""
         while (message := await receive())["type"] == "http.request":

@@ -141,8 +141,6 @@ def chat_body() -> bytes:
 
 
 class SilentServer:
-    """Accepts connections on a free port and answers nothing."""
-
     async def __aenter__(self) -> str:
         self._writers = []
         self._server = await asyncio.start_server(lambda _, writer: self._writers.append(writer), "127.0.0.1", 0)

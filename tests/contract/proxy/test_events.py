@@ -32,8 +32,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def listening(hub: Events, tenant: str) -> AsyncIterator[AsyncIterator[Event]]:
-    """The events of a tenant from now on."""
-
     async def events_of(changes: AsyncIterator[list[Event]]) -> AsyncIterator[Event]:
         async for found in changes:
             for event in found:
@@ -114,8 +112,6 @@ def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_oth
 
 
 class Stream:
-    """The lines that one client receives."""
-
     def __init__(self, proxy: RunningProxy, key: str = "") -> None:
         self.lines: list[str] = []
         self.is_over = threading.Event()

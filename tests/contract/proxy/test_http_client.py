@@ -35,7 +35,6 @@ class Server:
         writer.close()
 
     async def request(self, reader) -> bytes:
-        """Read one request."""
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
         self.requests.append(head + await reader.readexactly(length))
@@ -65,8 +64,6 @@ async def post(client) -> tuple[int, bytes]:
 
 
 def answering(*pieces: bytes, times=1):
-    """Return a script that answers with these pieces."""
-
     async def script(server, reader, writer):
         for _ in range(times):
             await server.request(reader)
@@ -118,7 +115,6 @@ async def test_a_kept_connection_that_the_server_closes_is_replaced():
 
 
 async def closing(server, reader, _):
-    """Close a new connection without an answer."""
     await server.request(reader)
 
 
@@ -242,7 +238,6 @@ async def test_a_connection_that_is_not_accepted_in_time_is_an_error():
 
 
 async def rounds(number: int = 200) -> None:
-    """Let the event loop run."""
     for _ in range(number):
         await asyncio.sleep(0)
 

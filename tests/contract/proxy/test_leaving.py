@@ -46,7 +46,6 @@ def http(tmp_path: Path) -> Iterator[Any]:
 
 
 def turns_counted(http: httpx2.Client) -> dict[tuple[str, str], float]:
-    """Return the counted outcomes, by outcome and reason."""
     return {
         (sample.labels["outcome"], sample.labels["reason"]): sample.value
         for family in text_string_to_metric_families(http.get("/metrics").text)

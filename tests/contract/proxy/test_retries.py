@@ -25,8 +25,6 @@ AGENT = Principal(tenant="a", role="agent", key_id="key")
 
 
 class StoredTurns:
-    """A store that has every turn."""
-
     async def fetch(self, _: Any, __: str, turn_ids: list[str]) -> list[str]:
         return turn_ids
 
@@ -61,12 +59,10 @@ def begun(retries: Retries, request: tuple[Call, Principal], *, has_left: bool =
 def answered(
     retries: Retries, request: tuple[Call, Principal], answer: bytes | None, *, delivered: bool = True
 ) -> None:
-    """Finish a call."""
     retries.settle(begun(retries, request, has_left=not delivered), answer)
 
 
 async def answer_of(retries: Retries, request: tuple[Call, Principal]) -> bytes | None:
-    """Return what a retry gets without sampling."""
     earlier = await retries.find(attempt(request), request[0])
     return None if earlier is None else earlier.answer
 

@@ -13,7 +13,6 @@ USER = {"role": "user", "content": "Hello."}
 
 
 def second_turn(directory: Path, **settings: Any) -> dict[str, Any]:
-    """Return the second turn of a conversation."""
     with in_process_proxy(directory, **settings) as (http, _):
         url = "/sessions/s/v1/chat/completions"
         reply = http.post(url, json={"messages": [USER]}).json()["choices"][0]["message"]

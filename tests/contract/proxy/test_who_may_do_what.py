@@ -48,7 +48,6 @@ class World:
         return self.http.request(method, path, json=body, headers={"authorization": f"Bearer {key}"})
 
     def call_route(self, route: str, key: str, session_id: str) -> Any:
-        """Use a route on a session, or on its turn."""
         method, path = route.split(" ")
         path = path.replace("{session_id}", session_id).replace("{version}", "0").replace("{key_id}", "nobody")
         path = path.replace("{label}", "golden")

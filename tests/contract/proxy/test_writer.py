@@ -50,7 +50,6 @@ def turn(turn_id: str, session_id: str = "s", **known) -> NewTurn:
 
 
 def stopping(connection: Connection) -> None:
-    """Raise an error that no function of the store raises."""
     del connection
     raise ZeroDivisionError
 
@@ -105,7 +104,6 @@ def test_an_id_of_a_prompt_that_is_no_token_id_is_not_stored(database, database_
 
 @pytest.fixture
 def locked(tmp_path, sqlite_template):
-    """A SQLite database, and the connection that holds its lock."""
     path = tmp_path / "locked.db"
     path.write_bytes(sqlite_template.read_bytes())
     database = Database(f"sqlite:///{path}", lock_timeout_seconds=0.05)
@@ -311,7 +309,6 @@ def test_the_open_transaction_of_a_killed_proxy_is_not_committed(locked):
 
 
 def is_locked(connection: sqlite3.Connection) -> bool:
-    """Return whether another connection writes."""
     try:
         connection.execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError:
@@ -321,7 +318,6 @@ def is_locked(connection: sqlite3.Connection) -> bool:
 
 
 def receive(link: socket.socket) -> BatchReport:
-    """Return the next report of a writing process that has results."""
     frames, found = Frames(), []
     while not found:
         reports = [BatchReport(*fields) for fields in frames.feed(link.recv(1 << 16))]

@@ -280,7 +280,6 @@ def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other
 
 @pytest.fixture
 def silent_server() -> Iterator[socket.socket]:
-    """A server that takes connections and answers nothing, as a stopped PostgreSQL does."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(SILENT_SECONDS)
         yield listening

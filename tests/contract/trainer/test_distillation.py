@@ -68,7 +68,6 @@ def serve() -> Iterator[Callable[[Answer], str]]:
 
 @pytest.fixture
 def teachers() -> Iterator[Callable[..., Teachers]]:
-    """Return a function that makes the client of some teachers."""
     made = []
 
     def make(*those: Teacher, **changes: object) -> Teachers:

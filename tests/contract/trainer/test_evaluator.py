@@ -29,8 +29,6 @@ if os.environ["TURNWISE_POLICY_VERSION"] == "5":
 
 
 class InterruptedDatabase(Database):
-    """Is not available while a file exists."""
-
     outage: Path
 
     @contextlib.contextmanager
@@ -50,7 +48,6 @@ def publish(database: Database, *numbers: int) -> None:
 
 
 def play(database: Database, session_id: str, version: int) -> None:
-    """Store an eval session of one turn that has ended with reward 1."""
     add_session(database, session_id, turns=0, split=Split.EVAL)
     turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
     with database.write() as connection:

@@ -22,7 +22,6 @@ GOOD, BAD = "yes", "no!"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model whose tokens are bytes."""
     torch.set_num_threads(1)
     directory = make_model(tmp_path_factory.mktemp("model"), vocab_size=tokens.VOCABULARY_SIZE)
     config = (directory / "config.json").read_text()

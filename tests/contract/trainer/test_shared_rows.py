@@ -82,13 +82,11 @@ def model(kind, tmp_path_factory):
 
 
 def alone(reference, tokens):
-    """Return the logprob of each token after the first, of a forward pass that knows nothing of rows."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     return reference(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 def chain(reference, session_id, tokens, first_trained):
-    """Return a chain that the reference sampled: its behaviour logprobs are the reference's own."""
     with torch.no_grad():
         behaviour = np.concatenate([[0], alone(reference, tokens).numpy()])
     one = experience(session_id=session_id, tokens=tokens, loss_mask=np.arange(len(tokens)) >= first_trained)

@@ -279,7 +279,6 @@ def statuses(database: Database) -> list[TrainerStatus]:
 
 
 def play_rewarded(ledger, model, name, rewards):
-    """Play a group of one-turn sessions with these rewards."""
     Rollouts(ledger, load_model(model), num_turns=1).play(name, num_groups=1, group_size=len(rewards))
     lines = [Reward(session_id=f"{name}-0-{run}", value=value) for run, value in enumerate(rewards)]
     with ledger.write() as conn:

@@ -24,7 +24,6 @@ from turnwise.types import PolicyVersion
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    """Two sessions of three turns each, and a policy version with its files."""
     database = new_database(tmp_path / "turnwise.db")
     for name in ("s", "other"):
         add_session(database, name, turns=3)

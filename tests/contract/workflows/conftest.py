@@ -7,7 +7,6 @@ from support.tiny_checkpoints import write_weights
 
 @pytest.fixture(scope="module")
 def serves_version_1(shared_proxy, tmp_path_factory):
-    """Replies are of version 1: a record that has version 0 by default is seen."""
     directory = tmp_path_factory.mktemp("policies")
     for version in range(2):
         assert publish(shared_proxy.proxy, write_weights(directory / str(version))) == version

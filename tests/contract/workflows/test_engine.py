@@ -217,8 +217,6 @@ def test_step_rewards_go_to_the_turns_they_belong_to(proxy):
 
 
 class TwoAgents(Chat):
-    """A solver that succeeds and a judge that fails, in one episode."""
-
     async def run(self, task, uid, **kwargs):
         self.reset(task, uid)
         for name, reward in (("solver", 1.0), ("judge", -0.5)):
@@ -367,8 +365,6 @@ def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy):
 
 
 class Memory(RolloutEngine):
-    """Records whether it is awake."""
-
     def __init__(self):
         self.seen = []
 

@@ -37,8 +37,6 @@ class Countdown(BaseEnv):
 
 
 class Counter(BaseAgent):
-    """Repeats the whole conversation at each call."""
-
     def __init__(self, system="count"):
         self.system = system
         self.reset()

@@ -20,8 +20,6 @@ PROMPTS = ["Once upon a time", "In the beginning"]
 
 
 class City(pydantic.BaseModel):
-    """A typed reply."""
-
     name: str
 
 
@@ -42,7 +40,6 @@ def model(proxy):
 
 
 def sampled(fake_engine):
-    """Return the tokens that the engine sampled in chats, in order: prompt and reply of each choice."""
     return [[*call.prompt_token_ids, *ids] for call in fake_engine.calls for ids in call.token_ids]
 
 

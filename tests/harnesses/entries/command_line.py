@@ -15,13 +15,11 @@ def _npm(program: str, *arguments: str) -> Callable[[Path], list[str]]:
 
 
 def _of_platform(package: str) -> str:
-    """Return the name of the platform's variant of a package."""
     machine = "arm64" if platform.machine() in {"aarch64", "arm64"} else "x64"
     return f"{package}-{platform.system().lower()}-{machine}"
 
 
 def platform_binary(package: str, below: str, *arguments: str) -> Callable[[Path], list[str]]:
-    """Return the command of a program in the platform's package: an install script would link it."""
     return lambda directory: [str(directory / "node_modules" / _of_platform(package) / below), *arguments]
 
 
@@ -30,7 +28,6 @@ NODE = _of_platform("node")
 
 
 def _submit(text: str) -> Reply:
-    """Return the command that ends a run of mini-swe-agent."""
     command = f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {text}"
     return Reply(text="Done.", tool_calls=[ToolCall(name="bash", arguments={"command": command})])
 

@@ -18,12 +18,10 @@ LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def _final_answer(text: str) -> Reply:
-    """Return the tool call that ends a run of smolagents."""
     return Reply(text="Done.", tool_calls=[ToolCall(name="final_answer", arguments={"answer": text})])
 
 
 def _code(lines: Sequence[str]) -> Reply:
-    """Return a reply that is code, as smolagents' code agent writes it."""
     return Reply(text="\n".join(["I look.", "<code>", *lines, "</code>"]), finish_reason="stop")
 
 
@@ -37,7 +35,6 @@ def _command(call: ToolCall) -> str:
 
 
 def _dspy(**fields: str) -> Reply:
-    """Return a reply in DSPy's format."""
     return Reply(text="\n\n".join([*(f"[[ ## {k} ## ]]\n{v}" for k, v in fields.items()), "[[ ## completed ## ]]"]))
 
 

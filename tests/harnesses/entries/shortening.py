@@ -26,20 +26,17 @@ def _with_encodings(argv: Callable[[Path], list[str]]) -> Callable[[Path], list[
 
 
 def _gptme_call(calls: Sequence[ToolCall]) -> Reply:
-    """Return a reply that calls gptme's tool as gptme's prompt describes it."""
     assert isinstance(calls[0].arguments, dict)
     return Reply(text=f"I look.\n\n```shell\n{calls[0].arguments['command']}\n```")
 
 
 def _cline_call(calls: Sequence[ToolCall]) -> Reply:
-    """Return a reply that calls Cline's tool, which takes several commands."""
     assert isinstance(calls[0].arguments, dict)
     arguments = {"commands": [calls[0].arguments["command"]]}
     return Reply(text="I look.", tool_calls=[ToolCall(name="run_commands", arguments=arguments)])
 
 
 def _terminus(keystrokes: str, *, is_last: bool) -> Reply:
-    """Return a reply in Terminus 2's format."""
     commands = [{"keystrokes": f"{keystrokes}\n", "duration": 0.1}]
     plan = {"analysis": "I see a terminal.", "plan": "I look.", "commands": commands, "task_complete": is_last}
     return Reply(text=json.dumps(plan))

@@ -48,21 +48,16 @@ LAST_JUMP = -60 * HOUR
 
 @dataclasses.dataclass
 class Trainer:
-    """One process and its predecessors of the same name."""
-
     name: str
     command: list[str]
     output: Path
     process: subprocess.Popen[bytes]
 
     def has_claimed(self) -> bool:
-        """Return whether this process itself, not a predecessor, has ever claimed a batch."""
         return f"{self.process.pid} holds" in self.output.read_text().splitlines()
 
 
 class Crew:
-    """The trainers and their faults."""
-
     def __init__(self, database: Database, url: str, clock: DatabaseClock, directory: Path, size: int) -> None:
         self._database = database
         self._rng = random.Random(size)
@@ -81,11 +76,9 @@ class Crew:
             self.trainers.append(Trainer(name, command, output, _start(command, output)))
 
     def hold(self) -> None:
-        """Prevent acks from now on: trainers keep what they claim."""
         self._hold.touch()
 
     def release(self) -> None:
-        """Permit acks again."""
         self._hold.unlink()
 
     def kill_and_restart(self) -> None:
@@ -130,15 +123,12 @@ class Crew:
         raise AssertionError("no group was taken from a frozen trainer")
 
     def num_refused(self) -> int:
-        """Return the number of refused acks."""
         return sum(map(_refused, self._outputs))
 
     def is_alive(self) -> bool:
-        """Return whether every trainer that should run does."""
         return all(trainer.process.poll() is None for trainer in self.trainers)
 
     def close(self) -> None:
-        """End all trainers."""
         for trainer in self.trainers:
             trainer.process.kill()
             trainer.process.wait()
@@ -228,7 +218,6 @@ def finish(database: Database, numbers: range) -> None:
 
 
 def acked(database: Database) -> Counter[str]:
-    """Return how often each turn was trained, by the records of the updates."""
     counts: Counter[str] = Counter()
     after = None
     has_more = True

@@ -140,7 +140,6 @@ def test_no_writing_process_outlives_its_proxy(start_proxy, slow_engine, number)
 
 
 def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
-    """Let the agents finish on a last proxy, then compare the counts."""
     agents.go()
     wait_for(agents, len(agents.all))
     agents.stop()
@@ -148,7 +147,6 @@ def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> No
 
 
 def report(ready: list[float], agents: Agents) -> None:
-    """Print the measured times."""
     clean, *after_kills = ready
     median, slowest = statistics.median(after_kills), max(after_kills)
     print(

@@ -43,7 +43,6 @@ def engines() -> Iterator[list[BreakableEngine]]:
 
 @pytest.fixture
 def proxy(engines: list[BreakableEngine], start_proxy: StartProxy, tmp_path: Path) -> RunningProxy:
-    """A proxy over both, on version 1."""
     proxy = start_proxy(engines[0].url, "--engine", engines[1].url, "--reload-timeout-seconds", "3")
     wait_until(lambda: len(versions_of_engines(proxy)) == 2, "both engines are ready")
     publish_weights(proxy, tmp_path / "v1", 1)
@@ -74,7 +73,6 @@ def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> tuple[in
 
 
 def call_all(proxy: RunningProxy, name: str) -> list[tuple[int, str]]:
-    """Make concurrent calls, one in each of many sessions."""
     with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
         return list(executor.map(lambda number: call(proxy, f"{name}-{number}"), range(NUM_SESSIONS)))
 

@@ -51,7 +51,6 @@ def train(
 
 
 def state_of(version: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a version's directory, and all tensors of the trainer's own state."""
     (weights,) = version.glob("*model.safetensors")
     return load_file(weights) | tensors_of_state(version)
 
@@ -82,8 +81,6 @@ def model(tmp_path_factory):
 
 
 class Run(NamedTuple):
-    """What is trained."""
-
     settings: dict[str, Any]
     num_policies: int = 1
     trains_once: bool = True
@@ -165,7 +162,6 @@ def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
 
 @pytest.fixture(scope="module")
 def published_ahead(tmp_path_factory, trainers, model):
-    """The result of a trainer that is not killed and writes its state every second version."""
     directory = play(tmp_path_factory.mktemp("ahead") / "run", model, 4)
     assert train(trainers, directory, model, total=4, every=2) == 0
     return directory

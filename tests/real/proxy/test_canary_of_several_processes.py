@@ -20,7 +20,6 @@ from turnwise.types import PolicyKind
 
 @contextlib.asynccontextmanager
 async def two_workers(stage: Stage, kind: PolicyKind) -> AsyncIterator[tuple[Process, Process]]:
-    """Start two workers that serve version 1, with version 2 published."""
     async with stage.process(canary_share=0.5) as driver, stage.process(canary_share=0.5) as other:
         driver.others.append(other)
         stage.publish(1, kind)

@@ -25,7 +25,6 @@ def stage(tmp_path) -> Iterator[Stage]:
 
 @pytest_asyncio.fixture
 async def process(stage: Stage) -> AsyncIterator[Process]:
-    """A process whose engine serves version 1."""
     async with stage.process(engine_sleep=True) as process:
         stage.publish(1)
         await process.follow()
@@ -34,8 +33,6 @@ async def process(stage: Stage) -> AsyncIterator[Process]:
 
 
 class Trainer:
-    """A trainer that computes until it is told to end."""
-
     def __init__(self, stage: Stage, level: int) -> None:
         self.server = WeightServer(TrainerSettings(engine_sleep_level=level))
         with stage.database.write() as connection:

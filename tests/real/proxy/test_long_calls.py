@@ -31,7 +31,6 @@ ALSO_SLOW = ("messages", "responses")
 
 @pytest.fixture(autouse=True)
 def decode_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the number of strings that are decoded on the event loop."""
     monkeypatch.setattr("proxy.http.asgi.DECODED_HERE_STRINGS", 8_192)
 
 

@@ -43,7 +43,6 @@ def test_a_template_that_numbers_its_messages_or_reads_early_calls_is_rendered_w
 
 
 def work(number: int) -> list[dict]:
-    """A call with an id and a function of its own, and its result."""
     function = {"name": f"f.do_{number}", "arguments": "{}"}
     return [
         {"role": "assistant", "content": "", "tool_calls": [{"id": f"c{number}", "function": function}]},

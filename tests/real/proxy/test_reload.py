@@ -157,7 +157,6 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
 
 
 def steal_lease(stage: Stage, token: int | None) -> None:
-    """Let another process take over the lease, as it does when this one is stopped for too long."""
     assert token is not None
     with stage.database.write() as connection:
         processes.renew_lease(connection, LEASE, token, 0)
@@ -310,7 +309,6 @@ async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_ze
 
 
 def versions_sampled(pool: EnginePool) -> set[int]:
-    """Return the versions that calls of many sessions would get now."""
     return {pool.lane(Session(session_id=f"s{number}")).version for number in range(64)}
 
 

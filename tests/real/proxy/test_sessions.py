@@ -34,8 +34,6 @@ REPLY: Json = {"role": "assistant", "content": "Hi."}
 
 
 class CountedReads(Database):
-    """A database that counts its reads."""
-
     num_reads = 0
 
     @contextlib.contextmanager
@@ -77,7 +75,6 @@ async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) ->
 
 
 def replied(sessions: Sessions, place: CallPlace, call: Call) -> None:
-    """Add a reply to the call, as a commit does."""
     live = place.live
     full, messages, dialogue = conversation_of(call).extended(REPLY)
     turn = KnownTurn(
@@ -119,7 +116,6 @@ async def test_a_call_that_names_its_session_belongs_to_it_for_any_conversation(
 
 @pytest.fixture
 def read_turns(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The ids of the turns that each read of the store returns."""
     reads: list[list[str]] = []
     unknown_turns = conversations.unknown_turns
 
@@ -155,7 +151,6 @@ async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
 
 
 def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:
-    """End a session, as a request to another process does."""
     with database.write() as connection:
         end_session(connection, "default", session_id)
     sessions.cache.drop(("default", session_id))

@@ -32,7 +32,6 @@ NO_PROBE = {"token_ids": [1], "logprobs": []}
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    """Two engines that take transfers."""
     script = Script(weight_transfer=True)
     with running_stage(tmp_path, script, script) as stage:
         yield stage
@@ -40,7 +39,6 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.fixture
 def trainer(stage: Stage) -> Iterator[WeightServer]:
-    """A trainer's weights, announced in the ledger."""
     server = WeightServer(TrainerSettings())
     announce(stage, server.url)
     yield server

@@ -30,7 +30,6 @@ def client(proxy: RunningProxy) -> Iterator[Client]:
 
 
 def play(client: Client, session_id: str, *user_texts: str, **fields: object) -> None:
-    """Play a session with these user messages, in order, and end it."""
     session = client.create_session(session_id=session_id, **fields)
     messages: list[dict[str, object]] = []
     for text in user_texts:

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.postgres
 
 @pytest.fixture
 def postgres_url(postgres_server, postgres_template):
-    """A database with this release's tables."""
     name = postgres_server.create_database(postgres_template)
     yield postgres_server.url(name)
     postgres_server.drop_database(name)

@@ -29,7 +29,6 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {"Mixtral": {"num_local_experts": 4},
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a small model of each family, with random weights."""
     root = tmp_path_factory.mktemp("models")
     for family, changes in (FAMILIES | MORE_FAMILIES).items():
         make_model(root / family, family, **HEADS, **changes)

@@ -14,13 +14,11 @@ from torch import Tensor
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A model with as many key heads as query heads, whose output layer is tied."""
     changes = {"num_key_value_heads": 4, "tie_word_embeddings": True}
     return {"model": str(make_model(tmp_path_factory.mktemp("models") / "model", **changes))}
 
 
 def run(size: int, spec: dict[str, object], directory: Path, start: int, stop: int) -> tuple[dict, dict]:
-    """Resume and train in so many processes."""
     if size == 1:
         return resume_and_train(spec, directory, start, stop)
     return run_world(size, resume_and_train, spec, directory, start, stop, is_sharded=True)[0]

@@ -28,7 +28,6 @@ def settings_for(tmp_path, model, **changes):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory, model):
-    """A ledger with 8 finished groups, to be copied."""
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("played") / "ledger.db"
     db = new_database(path)

@@ -31,13 +31,11 @@ def settings_for(directory, model, **changes):
 
 
 def play(db, model, policy_id, *, num_groups=6, **options):
-    """Play sessions that depend on the policy's number alone."""
     rollouts = Rollouts(db, load_model(model), policy_id=policy_id, **options)
     rollouts.play(f"of {policy_id}", num_groups=num_groups, seed=policy_id)
 
 
 def updates(db):
-    """Return policy and version of each update, oldest first."""
     with db.read() as conn:
         return [(each.policy_id, each.policy_version) for each in reversed(list_updates(conn)[0])]
 

@@ -52,7 +52,6 @@ def loss_and_gradient(policy, batch) -> tuple[float, torch.Tensor]:
 
 
 def count_passes(policy) -> list[None]:
-    """Return a list that grows with every forward pass of the policy's first layer."""
     passes: list[None] = []
     layer = next(module for module in policy.model.modules() if hasattr(module, "self_attn"))
     layer.self_attn.register_forward_hook(lambda *_: passes.append(None))

@@ -30,7 +30,6 @@ NONE = np.empty(0)
 
 
 def single(name, reward, *, agent="shop", task="", role="main", **changes):
-    """Return the only chain of a session without a group."""
     found = experience(session_id=name, group_id=name, reward=reward, **changes)
     info = found.info | {"single": True, "agent": agent, "roles": [role] * len(found.turn_ids)}
     return dataclasses.replace(found, eid=dataclasses.replace(found.eid, task=task), info=info)

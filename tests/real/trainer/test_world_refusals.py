@@ -18,7 +18,6 @@ from trainer.model.memory import MemoryLimits, read_limits
 
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
-    """A small mixture of experts with two layers and random weights."""
     return make_model(tmp_path / "experts", "Qwen3Moe", **EXPERTS)
 
 

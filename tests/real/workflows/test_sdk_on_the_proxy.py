@@ -190,7 +190,6 @@ def by_client(proxy, credit):
 
 
 def by_http(proxy, credit):
-    """Plain HTTP, without the SDK."""
     session_id = f"http-{credit}"
     with httpx2.Client(base_url=proxy.url) as http:
 
@@ -210,7 +209,6 @@ def by_http(proxy, credit):
 
 
 def credit_of(ways, client, proxy, credit):
-    """Return the ledger's content for each implementation, as bytes of JSON."""
     left = {}
     for way, leave in ways.items():
         leave(proxy, credit)

@@ -26,7 +26,6 @@ class FollowingClient:
         self.num_calls = 0
 
     async def create(self, *, messages: list[dict], **_given: object) -> SimpleNamespace:
-        """Return the right command."""
         self.num_calls += 1
         name = messages[-1]["content"].split('"')[1]
         command = "answer" if messages[-1]["content"].startswith("city=") else "lookup"

@@ -24,7 +24,6 @@ SIZES = [(name, size) for name in recipes() for size in ("recipe", "small")]
 
 
 def settings_of(name: str, size: str) -> RecipeSettings:
-    """Return the settings of a recipe, once each table fits its process."""
     file = find_recipe(name) / f"{size}.toml"
     load_settings(TrainerSettings, config=file, section="trainer", overrides={"model": "x", "policies_dir": "x"})
     load_settings(EngineSettings, config=file, section="engine", overrides={"model": "x"})
@@ -49,7 +48,6 @@ class Saying:
         self.chat = SimpleNamespace(completions=self)
 
     async def create(self, **_given: object) -> SimpleNamespace:
-        """Return the next reply."""
         reply = next(self._replies)
         message = {"role": "assistant", "content": reply}
         if not isinstance(reply, str):
@@ -59,7 +57,6 @@ class Saying:
 
 
 def reward_of(name: str, task: dict, replies: list) -> float:
-    """Return the reward of a recipe's agent for a task, with these replies of the model."""
     module = module_of(name)
     return module.reward(task, asyncio.run(module.play(Saying(*replies), task, "a model")))
 

@@ -45,7 +45,6 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
 
 
 def place_of(call: Call, reason: str | None = None) -> CallPlace:
-    """Return the place of a call that starts a chain."""
     return CallPlace(LiveSession(SESSION), conversation_of(call), reason=reason)
 
 
@@ -67,7 +66,6 @@ def extending(call: Call) -> CallPlace:
 
 
 def stored(turn: NewTurn) -> NewTurn:
-    """Return a turn as the writing process stores it."""
     row = complete(row_of(turn))
     return dataclasses.replace(
         turn,
@@ -88,12 +86,10 @@ def running(call: Call, place: CallPlace, captured: Captured, **fields: Any) -> 
 
 
 def built(call: Call, place: CallPlace, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
-    """Return the turns as they are stored."""
     return list(map(stored, build_turns(running(call, place, captured), aborted=aborted)))
 
 
 def in_memory(turn: NewTurn, sampled: Running, chain_id: str) -> KnownTurn:
-    """Return a turn as a session keeps it once it is stored in a chain."""
     (known,) = remembered(sampled, [dataclasses.replace(turn, chain_id=chain_id)])
     return known
 

@@ -36,7 +36,6 @@ def stored(
     parent: str | None = None,
     **fields: object,
 ):
-    """Store a turn as the proxy does."""
     reasoning = str(fields.pop("reasoning", ""))
     history = conversation_of(call(messages, **fields))
     message = said(reply) if isinstance(reply, str) else reply
@@ -163,8 +162,6 @@ def test_a_first_call_with_a_foreign_history_has_no_break_reason():
 
 
 class Canned:
-    """A template that puts two tokens after every reply, or refuses."""
-
     def __init__(self, refuses: Unsafe | None = None) -> None:
         self.refuses = refuses
         self.seen: list[Continued] = []
@@ -179,7 +176,6 @@ class Canned:
 async def extended(
     forest: TurnForest, parent: KnownTurn, template: Canned | None, messages: list[Json], **fields: object
 ) -> CallPlace:
-    """Return the place of a call that may extend a turn."""
     wanted = call(messages, **fields)
     place = CallPlace(LiveSession(Session(session_id="s"), forest), conversation_of(wanted))
     await extend(place, wanted, parent, parent.tokens, template, keep_thinking=False)  # type: ignore[arg-type]
@@ -205,8 +201,6 @@ async def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens(
 
 
 class Waiting(Canned):
-    """A template that answers once the event loop has run other callbacks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loop_ran = threading.Event()

@@ -28,7 +28,6 @@ CUT = '{"path": "/var/'
 
 
 def called(index: int, arguments: str | None = None, name: str = "") -> Json:
-    """Return a part of a call as vLLM streams it."""
     opened = {"id": f"call_{index}", "type": "function"} if name else {}
     return {"index": index, **opened, "function": {"name": name or None, "arguments": arguments}}
 
@@ -38,7 +37,6 @@ def call_of(dialect: Dialect, body: Json, *, stream: bool) -> Call:
 
 
 def read_stream(dialect: Dialect, body: Json, deltas: list[Json], finish_reason: str) -> list[Json]:
-    """Return the events that a client gets of a stream with these deltas."""
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks += [
         {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]},

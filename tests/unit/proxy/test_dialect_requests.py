@@ -99,7 +99,6 @@ def test_each_effort_reaches_the_engine_by_its_own_name(effort: str) -> None:
 
 
 def type_names(declared: Any) -> list[str]:
-    """Return the values of `type` that an SDK declares for the members of a union."""
     if (field := getattr(declared, "__annotations__", {}).get("type")) is not None:
         return re.findall(r"[\"'](\w+)[\"']", getattr(field, "__forward_arg__", repr(field)))
     found = [name for each in typing.get_args(declared) for name in type_names(each)]

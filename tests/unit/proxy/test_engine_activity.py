@@ -20,8 +20,6 @@ NO_STORE = Database("sqlite:///never-opened.db")
 
 
 class FailingOnce:
-    """A writer whose first write fails."""
-
     def __init__(self) -> None:
         self.num_writes = 0
         self.stored: dict[tuple[int, str], Activity] = {}

@@ -35,7 +35,6 @@ def read_chat(messages: list[Json], conversations: Conversations, owner: Owner =
 
 
 def kept() -> Conversations:
-    """Return the conversations after the first call."""
     conversations = Conversations(10**6)
     read_chat(FIRST, conversations)
     return conversations
@@ -103,7 +102,6 @@ def test_the_conversations_of_the_owner_that_called_first_are_dropped_above_the_
 
 
 def body_of(dialect: Dialect, num_messages: int) -> Json:
-    """Return a request with the first messages of one long conversation."""
     turns: list[Json] = [{"role": role, "content": text} for role, text in zip(ROLES, TEXTS, strict=True)]
     turns = turns[:num_messages]
     match dialect.name:

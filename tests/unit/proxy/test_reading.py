@@ -54,7 +54,6 @@ def logprobs_of(token_ids: list[int]) -> Json:
 
 @st.composite
 def text_chunks(draw: st.DrawFn) -> Json:
-    """Draw one of the chunks between the first and the finishing one."""
     ids = draw(st.lists(st.integers(0, 200_000), max_size=3))
     field = draw(st.sampled_from(["content", "content", "content", "reasoning"]))
     delta: Json = {field: draw(TEXTS)}
@@ -77,7 +76,6 @@ def text_chunks(draw: st.DrawFn) -> Json:
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[bytes]:
-    """Draw the events of a stream, with their line ends."""
     opening = chunk({"role": "assistant", "content": ""}, rest={"prompt_token_ids": PROMPT_IDS})
     last = chunk({"content": draw(TEXTS)}, logprobs_of([7]), "stop", stop_reason=None, token_ids=[7])
     usage = {**HEAD, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}
@@ -102,7 +100,6 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 
 
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
-    """Return a call that has been sent to an engine, with a planned prompt."""
     call = dialect.parse(body, max_choices=4, max_messages=10)
     place = CallPlace(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
     attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
@@ -113,7 +110,6 @@ def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
 
 
 def captured(state: Running) -> Json:
-    """Return all that is stored of a reply."""
     found = dataclasses.asdict(state.captured)
     for choice in found["choices"].values():
         choice["logprobs"] = read_logprobs(choice["logprobs"])

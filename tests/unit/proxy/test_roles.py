@@ -51,7 +51,6 @@ def stored(
     arguments: frozenset[bytes] = frozenset(),
     reply: Json | None = None,
 ) -> KnownTurn:
-    """Add a turn that takes one second, as a commit does."""
     (role, _), (side_task, system_digest) = (
         role_of(call, forest, parent),
         read_root(call.messages, call.tools, call.body),
@@ -82,7 +81,6 @@ def stored(
 def shown(
     forest: TurnForest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0
 ) -> list[tuple[list[str], tuple[Role, str]]]:
-    """Add a turn, and return what it shows about the turns before it."""
     return corrections(stored(forest, turn_id, call, parent, at=at), forest, conversation_of(call))
 
 

@@ -27,8 +27,6 @@ LOADED = Awaited(WeightsLoaded("http://engine", "7"), "receipt")
 
 
 class Link(asyncio.Transport):
-    """Records the messages that are sent to a worker."""
-
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
@@ -42,8 +40,6 @@ class Link(asyncio.Transport):
 
 
 class Ended:
-    """The process of a worker."""
-
     pid = 1
 
 

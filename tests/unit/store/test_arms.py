@@ -25,7 +25,6 @@ def play(
     opened_by: str | None = None,
     **fields: object,
 ) -> None:
-    """Store a session with one turn of a version, and end it."""
     add_session(database, session_id, turns=0, opened_by=opened_by)
     turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
     with database.write() as connection:

@@ -50,7 +50,6 @@ def group_rows(database: Database) -> dict[str, Any]:
 
 
 def leased_until(database: Database) -> datetime.datetime:
-    """Return when the lease of the group `a` ends."""
     return rows.from_micros(group_rows(database)["a"].leased_until)
 
 

@@ -39,7 +39,6 @@ def test_a_session_has_a_limited_number_of_feedback(database: Database, monkeypa
 
 
 def edited(database: Database, text: str, reply_to: str = "s-t1") -> tuple[Feedback, list[feedback.Member]]:
-    """Return an edited reply and the pair of sessions that it makes."""
     with database.read() as conn:
         original = sessions.read_session(conn, "default", "s")
         _, path = turns.turns_to(conn, reply_to, "default")

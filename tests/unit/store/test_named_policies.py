@@ -43,7 +43,6 @@ from turnwise.types import (
 
 @pytest.fixture
 def two(database: Database) -> tuple[int, int]:
-    """Return two policies, of two tenants, of a ledger with version 0."""
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="base"))
         created = [policies.create_policy(conn, tenant, "support") for tenant in ("a", "b")]
@@ -207,7 +206,6 @@ def test_a_group_has_one_policy(database: Database, two: tuple[int, int]) -> Non
 
 
 def finished(database: Database, session_id: str, policy_id: int, version: int, **fields: Any) -> None:
-    """Store a session of one turn that this version sampled, with a reward."""
     with database.write() as conn:
         sessions.create_session(conn, Session(session_id=session_id, policy_id=policy_id, **fields))
         sampled = {"policy_version_first": version, "policy_version_last": version}

@@ -52,14 +52,11 @@ Place = tuple[str, int]
 
 
 class Sent(NamedTuple):
-    """A statement and its parameters."""
-
     text: str
     params: Any = None
 
     @property
     def is_planned(self) -> bool:
-        """Whether the databases explain it."""
         return re.match(r"(?i)\s*(select|with|insert|update|delete)\b", self.text) is not None
 
 
@@ -71,7 +68,6 @@ class Recording:
         self.places: set[Place] = set()
 
     def add(self, sent: Sent) -> None:
-        """Record a statement that is being sent."""
         self.sent.append(sent)
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -82,7 +78,6 @@ class Recording:
 
     @contextlib.contextmanager
     def on(self, conn: sa.Connection) -> Iterator[None]:
-        """Record what a block sends."""
         record = self._sqlite if conn.dialect.name == "sqlite" else self._postgresql
         with record(conn.connection.driver_connection):
             yield
@@ -120,8 +115,6 @@ class Recording:
 
 
 class Node(NamedTuple):
-    """A step of a statement's plan."""
-
     text: str
     statement: str
     scanned: str | None
@@ -129,14 +122,12 @@ class Node(NamedTuple):
 
 
 def sqlite_nodes(conn: sa.Connection, sent: Sent) -> Iterator[Node]:
-    """Yield the steps of a plan of SQLite."""
     for *_, text in conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {sent.text}"):
         found = A_SCAN.match(text)
         yield Node(text, sent.text, found and found[1])
 
 
 def postgresql_nodes(conn: sa.Connection, sent: Sent) -> Iterator[Node]:
-    """Yield the steps of a plan of PostgreSQL."""
     driver: Any = conn.connection.driver_connection
     with psycopg.Cursor(driver) as cursor:
         (found,) = cursor.execute(f"EXPLAIN (FORMAT JSON) {sent.text}", sent.params).fetchone() or ()
@@ -171,8 +162,6 @@ def recorded(
 
 @contextlib.contextmanager
 def undone(database: Database) -> Iterator[sa.Connection]:
-    """Open a transaction that is rolled back."""
-
     class UndoneError(Exception):
         """Ends the transaction."""
 
@@ -183,7 +172,6 @@ def undone(database: Database) -> Iterator[sa.Connection]:
 
 @pytest.fixture(scope="module")
 def sqlite_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
-    """A store with the small tenant and others."""
     database = new_database(tmp_path_factory.mktemp("plans") / "store.db")
     fill(database)
     fill_more(database, OTHER_GROUPS)
@@ -193,7 +181,6 @@ def sqlite_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]
 
 @pytest.fixture(scope="module")
 def postgres_store(postgres_server: PrivatePostgres, postgres_template: str) -> Iterator[Database]:
-    """The same on PostgreSQL."""
     name = postgres_server.create_database(postgres_template)
     database = Database(postgres_server.url(name))
     fill(database)
@@ -253,8 +240,6 @@ def test_no_statement_scans_a_table_of_a_store_of_a_million_turns_on_postgresql(
 
 
 class Site(NamedTuple):
-    """A call in the store that is given a connection."""
-
     file: str
     first: int
     last: int
@@ -313,7 +298,6 @@ def test_every_call_site_of_the_store_sends_a_statement_in_these_tests(sqlite_st
 
 
 def num_instructions(database: Database, ask: Ask) -> int:
-    """Return the instructions of SQLite's virtual machine that a call takes."""
     count = itertools.count()
     with undone(database) as conn:
         driver: Any = conn.connection.driver_connection
@@ -337,7 +321,6 @@ def filled(path: Path, num_others: int, num_own: int) -> Iterator[Database]:
 
 
 def growing(names: Collection[str], few: Database, many: Database) -> dict[str, tuple[int, int]]:
-    """Return the calls that take more instructions in the larger store."""
     counts = {name: tuple(num_instructions(database, CALLS[name]) for database in (few, many)) for name in names}
     return {name: pair for name, pair in counts.items() if pair[1] > MOST_GROWTH * pair[0] + MOST_MORE}
 

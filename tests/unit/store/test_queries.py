@@ -22,7 +22,6 @@ from turnwise.types import Credit, Outcome, Reward, Role, Session, SessionStatus
 
 @pytest.fixture
 def forest(database: Database) -> Database:
-    """Session `s`: t1 → t2 → t4 and the branch t1 → t3."""
     with database.write() as connection:
         create_session(connection, Session(session_id="s", task_id="task"))
         t1 = make_turn("t1")

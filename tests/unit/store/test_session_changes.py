@@ -15,7 +15,6 @@ from turnwise.types import Credit, Session, Split
 
 
 def change(database: Database, **fields: Any) -> Session:
-    """Create the session `s` a second time with these fields."""
     with database.write() as connection:
         return sessions.change_session(connection, Session(session_id="s", **fields), set(fields))
 

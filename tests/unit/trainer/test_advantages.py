@@ -15,7 +15,6 @@ REWARDS = np.array([1.0, 2.0, 3.0, 6.0])
 
 
 def estimate(values, groups, name):
-    """Return the advantages of sessions with these rewards, in these groups."""
     batch = [
         experience(session_id=str(number), group_id=str(group), reward=float(value))
         for number, (value, group) in enumerate(zip(values, groups, strict=True))

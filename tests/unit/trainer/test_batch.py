@@ -145,7 +145,6 @@ def policy(tmp_path_factory):
 
 
 def branching_session():
-    """Return turns t0 → t1 → t2 and a branch t0 → b1, with random tokens."""
     rng = np.random.default_rng(0)
 
     def turn(name, parent, prompt_length, fresh, sampled):

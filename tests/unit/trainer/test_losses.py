@@ -73,7 +73,6 @@ def test_dppo_masks_by_the_change_of_probability_by_hand():
 
 
 def of_chains(**columns):
-    """Return tokens of two chains, of two tokens and of one."""
     given = {
         "logprobs": tensor([-1.0, -1.0, -1.0]),
         "entropy": torch.zeros(3),

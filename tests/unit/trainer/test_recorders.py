@@ -35,8 +35,6 @@ def test_a_recorder_that_fails_stops_neither_the_training_nor_the_other_recorder
 
 
 class FailsToClose(JsonLines):
-    """As TensorBoard on a full disk."""
-
     def close(self) -> None:
         raise OSError("no space left on device")
 

@@ -45,7 +45,6 @@ def versions(request, tmp_path: Path) -> dict[int, PolicyVersion]:
 
 
 def named(versions: dict[int, PolicyVersion], engine: torch.nn.Module) -> str:
-    """Return what is said of version 1, if this model answered its probe."""
     versions[1].metrics["engine_answer"] = {"positions": POSITIONS, "logprobs": logprobs_of(engine, TEXT).tolist()}
     report = Verification()
     name_stale_parts(versions, report)

@@ -75,8 +75,6 @@ def step(reward=0.0, content="x"):
 
 
 class Scripted(Workflow):
-    """Resets, makes its agent take steps, then calls the given function."""
-
     def __init__(self, *args, ending=None, rewards=(1.0,), **kwargs):
         super().__init__(*args, **kwargs)
         self.ending = ending
