@@ -45,10 +45,8 @@ class Algorithm(abc.ABC):
     """A learning algorithm."""
 
     name: ClassVar[str] = ""
-    """The name in the settings, for those that come with Turnwise."""
 
-    class Settings(BaseSettings):
-        """The algorithm's settings, of the table `[trainer.algorithm]`."""
+    class Settings(BaseSettings): ...
 
     settings: BaseSettings
 
@@ -84,7 +82,6 @@ class Algorithm(abc.ABC):
         return str(vars(kind).get("name") or f"{kind.__module__}:{kind.__qualname__}")
 
     def table(self) -> Json:
-        """Return the table in the settings: the name, and the settings that have a value."""
         return {"name": str(self), **self.settings.model_dump(mode="json", exclude_none=True)}
 
     def reward(self, rewards: Mapping[str, float], metadata: Json) -> float | None:  # noqa: ARG002  for subclasses
@@ -124,19 +121,16 @@ class Imitation:
     """Imported sessions that are trained beside sampled ones."""
 
     algorithm: Algorithm
-    """Their own loss."""
     num_groups: int
     """Imported groups of a batch, drawn again for each batch."""
     share: Callable[[int], float]
-    """Returns the weight of their loss after so many batches; that of the sampled sessions is the rest."""
+    """Returns the weight of their loss after a number of batches; that of the sampled sessions is the rest."""
 
 
 class Weighed(Algorithm):
     """An algorithm with a setting for how tokens are weighed against each other."""
 
     class Settings(BaseSettings):
-        """How tokens are weighed."""
-
         aggregation: Aggregation = "token_mean"
         """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
 
@@ -146,7 +140,6 @@ class Weighed(Algorithm):
     """The constant that `session_sum` divides by."""
 
     def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
-        """Weigh tokens by `aggregation`."""
         return batch.weights(members, self.settings.aggregation, self.session_tokens)
 
 
@@ -157,22 +150,13 @@ def select(
     rule: SelectionRule,
     window: Sequence[Row] = (),
 ) -> Selection:
-    """Return what is trained of the experiences of the claimed groups with these keys.
-
-    Args:
-        experiences: Everything that the claimed groups hold.
-        keys: The claimed groups.
-        algorithm: Decides.
-        rule: How rewards are shaped, and what is left out.
-        window: Values of earlier single sessions.
-    """
+    """Return what is trained of the experiences of the claimed groups with these keys."""
     needs = algorithm.needs_behaviour
     offered = selection.offer(experiences, keys, rule, window, algorithm.reward, needs_behaviour=needs)
     return algorithm.choose(offered)
 
 
 def loss_of(tokens: TrainedTokens, algorithm: Algorithm) -> Tensor:
-    """Return the share of a row's tokens in the optimizer step's loss, a scalar; 0 of no tokens."""
     if not len(tokens.logprobs):
         return tokens.logprobs.sum()
     return (tokens.weights * algorithm.loss(tokens)).sum()
@@ -196,7 +180,6 @@ def parts(tokens: TrainedTokens) -> tuple[TrainedTokens, TrainedTokens | None]:
 
 
 def needed(tensor: Tensor | None) -> Tensor:
-    """Return the tensor, which the batch must have for this loss."""
     assert tensor is not None, "the batch was built without what this loss needs"
     return tensor
 
@@ -211,27 +194,23 @@ class Turn:
 
     @property
     def turn_id(self) -> str:
-        """Its id in the store."""
         return self.experience.turn_ids[self.index]
 
     @property
     def step(self) -> int:
-        """The step that it belongs to."""
         return self.experience.turn_steps[self.index]
 
     @property
     def reward(self) -> float:
-        """Its reward under the session's credit policy."""
         return float(self.experience.turn_rewards[self.index])
 
     @property
     def total(self) -> float:
-        """Its return: its reward after bonus and discount."""
+        """Its return: the reward after bonus and discount."""
         return float(self.experience.turn_returns[self.index])
 
     @property
     def messages(self) -> Sequence[Json]:
-        """What its prompt adds to the reply before it: all messages at the root."""
         found = self.experience.turn_messages
         return found[self.index] if found else ()
 
@@ -248,7 +227,6 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Its sampled tokens."""
         return len(self.places)
 
 
@@ -265,7 +243,6 @@ class Chain:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and replies."""
         return len(self.experience.tokens)
 
 
@@ -277,32 +254,26 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        """Its id."""
         return self.chains[0].experience.session_id
 
     @property
     def task(self) -> str:
-        """The id of its task; empty where it has none."""
         return self.chains[0].experience.eid.task
 
     @property
     def reward(self) -> float:
-        """Its reward, shaped by the trainer's settings."""
         return self.chains[0].experience.reward
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Its rewards by name, as they were posted."""
         return rewards_by_name(self.chains[0].experience)
 
     @property
     def metadata(self) -> Json:
-        """What the client stored with it."""
         return self.chains[0].experience.info.get("metadata") or {}
 
     @property
     def num_sampled(self) -> int:
-        """Sampled tokens that are trained."""
         return sum(int(chain.experience.loss_mask.sum()) for chain in self.chains)
 
 
@@ -311,11 +282,9 @@ class Group:
     """The sessions whose rewards are compared."""
 
     chains: Sequence[Chain]
-    """All chains of all sessions."""
 
     @functools.cached_property
     def sessions(self) -> list[Session]:
-        """The sessions, in the order of their first chains."""
         found: dict[str, list[Chain]] = {}
         for chain in self.chains:
             found.setdefault(chain.experience.session_id, []).append(chain)
@@ -323,5 +292,4 @@ class Group:
 
     @property
     def experiences(self) -> list[Experience]:
-        """What is stored of the chains."""
         return [chain.experience for chain in self.chains]

@@ -31,8 +31,6 @@ class Chord(GRPO):
     name = "chord"
 
     class Settings(GRPO.Settings):
-        """The loss of imported sessions and its weight."""
-
         imitation: Literal["sft", "phi", "dpo"] = "sft"
         """Loss of imported sessions: `sft` imitates those with a reward of at least 1; `phi` also weighs each token by
         φ = p (1 − p), p its probability: certain and unlikely tokens count less; `dpo` trains pairs of a better and a
@@ -54,12 +52,11 @@ class Chord(GRPO):
 
 
 class PhiSFT(SFT):
-    """CHORD-φ: imitation, each token weighed by p (1 − p)."""
+    """CHORD-φ: imitation with each token weighed by p (1 − p)."""
 
     name = ""
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
-        """Return −φ log π."""
         return phi(tokens.logprobs) * -tokens.logprobs
 
 

@@ -15,8 +15,6 @@ class CISPO(PolicyGradient):
     name = "cispo"
 
     class Settings(PolicyGradient.Settings):
-        """The bounds of the weight."""
-
         clip_low: float = Field(default=1.0, ge=0)
         """Lower bound of the weight: 1 − clip_low."""
         clip_high: float = Field(default=0.5, ge=0)
@@ -29,7 +27,6 @@ class CISPO(PolicyGradient):
         return cispo(tokens.logprobs, ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
-        """Return where the weight is bounded."""
         return {"clip_fraction": out_of_bounds(ratio(tokens), self.settings.clip_low, self.settings.clip_high)}
 
 

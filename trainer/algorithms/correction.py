@@ -37,8 +37,6 @@ class Correction(Weighed):
     needs_behaviour = False
 
     class Settings(Weighed.Settings):
-        """The teacher."""
-
         teacher: Annotated[Teacher, FromJson]
         """Table with `url`, `model` and optionally `key`: the engine's base model beside a LoRA policy, or any other
         engine with the policy's first version."""
@@ -88,7 +86,6 @@ class Correction(Weighed):
         return -tokens.logprobs
 
     def close(self) -> None:
-        """Close the connection to the teacher."""
         if self._asked is not None:
             self._asked.close()
 
@@ -106,7 +103,6 @@ def corrected_turn(experience: Experience) -> int | None:
 
 
 def hinted_prompt(experience: Experience) -> TokenIds:
-    """Return the prompt of the corrected turn with the correction in it."""
     turn = corrected_turn(experience)
     assert turn is not None, "only corrected chains are trained"
     hint = experience.info[HINTS][experience.turn_ids[turn]]

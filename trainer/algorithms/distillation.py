@@ -37,8 +37,6 @@ class Distillation(GRPO):
     credits_tokens = True
 
     class Settings(GRPO.Settings):
-        """The teachers."""
-
         teachers: Annotated[tuple[Teacher, ...], FromJson] = Field(min_length=1)
         """Tables with `url`, `model`, and optionally `key`, `tasks` (a pattern of task ids) and `weight`."""
         coef: float = Field(default=1.0, gt=0)
@@ -54,7 +52,6 @@ class Distillation(GRPO):
         self._asked: Teachers | None = None
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
-        """Return the advantages of rewards, or zeros."""
         if self.settings.with_rewards:
             return super().assign(offer, past)
         return [np.zeros(len(experience.turn_ids)) for experience in offer.experiences]
@@ -71,7 +68,6 @@ class Distillation(GRPO):
         return with_teachers(batch, found, self.settings.coef)
 
     def close(self) -> None:
-        """Close the connections to the teachers."""
         if self._asked is not None:
             self._asked.close()
 
@@ -82,13 +78,7 @@ class Distillation(GRPO):
 
 
 def with_teachers(batch: Batch, scores: TeacherScores, coefficient: float) -> tuple[Batch, Json]:
-    """Return the batch with coefficient · (log π_teacher − log μ) added to the advantages of scored tokens; gauges.
-
-    Args:
-        batch: The batch.
-        scores: Of its tokens.
-        coefficient: Weight of the teachers.
-    """
+    """Return the batch with coefficient · (log π_teacher − log μ) added to scored tokens' advantages, and gauges."""
     gap = np.clip(scores.logprobs - batch.table.behaviour, -MAX_LOG_GAP, MAX_LOG_GAP)
     added = np.where(scores.is_scored, coefficient * gap, 0.0)
     table = dataclasses.replace(batch.table, advantages=(batch.table.advantages + added).astype(np.float32))

@@ -31,8 +31,6 @@ class DPO(Algorithm):
     trains_pairs = True
 
     class Settings(BaseSettings):
-        """Pairs and reference."""
-
         beta: float = Field(default=0.1, gt=0)
         """DPO's β."""
         reference: Literal["base", "behaviour"] = "base"
@@ -69,7 +67,6 @@ class DPO(Algorithm):
         return Selection(experiences=kept, advantages=ones, pairs=pairs, chosen=chosen, refused=refused)
 
     def _session_pairs(self, rewards: dict[SessionKey, float]) -> list[tuple[SessionKey, SessionKey]]:
-        """Return the pairs of a better and a worse session."""
         if self.settings.pairs == "all":
             return [(a, b) for a, b in itertools.permutations(rewards, 2) if rewards[a] > rewards[b]]
         if not rewards or max(rewards.values()) == min(rewards.values()):
@@ -77,7 +74,6 @@ class DPO(Algorithm):
         return [(max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__))]
 
     def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
-        """Weigh each session of each pair the same."""
         return batch.weights(members, "session_mean", 1)
 
     def loss(self, tokens: TrainedTokens) -> Tensor:

@@ -22,8 +22,6 @@ class DPPO(PolicyGradient):
     name = "dppo"
 
     class Settings(PolicyGradient.Settings):
-        """How far a token's probability may move."""
-
         clip_low: float = Field(default=0.2, ge=0)
         """How far it may fall."""
         clip_high: float = Field(default=0.28, ge=0)
@@ -36,7 +34,6 @@ class DPPO(PolicyGradient):
         return dppo(tokens.logprobs, anchor(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
-        """Return which tokens are masked."""
         settings = self.settings
         masked = blocked(tokens.logprobs, anchor(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
         return {"clip_fraction": masked}
@@ -54,6 +51,5 @@ def dppo(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: fl
 
 
 def blocked(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return where the mask is 0."""
     moved = logprobs.detach().exp() - old.exp()
     return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))

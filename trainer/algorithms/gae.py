@@ -40,8 +40,6 @@ class GAE(GRPO):
     compares_singles = False
 
     class Settings(GRPO.Settings):
-        """The critic and its loss."""
-
         gae_lambda: float = Field(default=1.0, ge=0, le=1)
         """λ a token: 1 compares the whole return with the value, smaller ones trust the critic more."""
         value_coef: float = Field(default=0.5, gt=0)
@@ -56,15 +54,12 @@ class GAE(GRPO):
         self.critic_rate = settings.critic_learning_rate
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:  # noqa: ARG002
-        """Return zeros: `credit` computes the advantages."""
         return [np.zeros(len(experience.turn_ids)) for experience in offer.experiences]
 
     def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:
-        """Compare rewards with the critic's values."""
         return with_values(batch, members, scorer.values_of(batch, members), self.settings)
 
     def critic_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Return the weighted value loss."""
         values, old, returns = needed(tokens.values), needed(tokens.old_values), needed(tokens.returns)
         return self.settings.value_coef * value_loss(values, old, returns)
 
@@ -85,15 +80,12 @@ def gae(rewards: Floats, values: Floats, lam: float) -> Floats:
 
 
 def token_rewards(experience: Experience, places: Indices) -> Floats:
-    """Return the reward after each trained token of a chain. [T].
+    """Return the reward after each of a chain's trained tokens, which lie at these places. [T].
 
     With step-wise credit a turn's own reward follows its last token, and the reward of a step follows the step's last
-    turn. Otherwise the session's reward follows the chain. The reward of a turn that is not trained follows the trained
+    turn. Otherwise the session's reward follows the chain. The reward of a turn that is not trained follows the
+    trained
     token before it.
-
-    Args:
-        experience: The chain.
-        places: Positions of its trained tokens. [T]
     """
     rewards = np.zeros(len(places))
     if not len(places):
@@ -115,11 +107,7 @@ def token_rewards(experience: Experience, places: Indices) -> Floats:
 def with_values(batch: Batch, members: Sequence[int], values: Reals, rule: GAE.Settings) -> tuple[Batch, Json]:
     """Return the batch with GAE's advantages, normalised over the members' tokens, returns and values; and gauges.
 
-    Args:
-        batch: The batch.
-        members: The experiences that are trained.
-        values: Of each trained token; those of other experiences are not read. [M]
-        rule: λ.
+    `values` are those of each trained token; those of other experiences are not read. [M]
     """
     raw, advantages = np.zeros(len(values)), np.zeros(len(values))
     for member in members:

@@ -54,8 +54,6 @@ class PolicyGradient(Weighed):
     """A loss of advantages and importance ratios."""
 
     class Settings(Weighed.Settings, CorrectionRule):
-        """The settings that all policy gradients have."""
-
         entropy_coef: float = 0.0
         """Weight of the entropy bonus."""
         kl_coef: float = Field(default=0.0, ge=0)
@@ -97,12 +95,7 @@ class PolicyGradient(Weighed):
         )
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
-        """Return the advantages of every experience, of each turn [K] or of each token [L].
-
-        Args:
-            offer: What may be trained.
-            past: Values of earlier single sessions.
-        """
+        """Return the advantages of every experience, of each turn [K] or of each token [L]."""
         found: list[Floats] = [np.empty(0)] * len(offer.experiences)
         singles = [n for n, one in enumerate(offer.experiences) if self.compares_singles and is_single(one)]
         for members in groups_of(offer.experiences, set(singles)):
@@ -126,7 +119,6 @@ class PolicyGradient(Weighed):
         return normalised(values)
 
     def single_rows(self, offer: Offer) -> list[Row]:
-        """Return the values of the single sessions, which later ones of their kind are compared with."""
         if not self.compares_singles:
             return []
         return single_rows(offer.experiences, offer.kind_pattern)
@@ -136,7 +128,6 @@ class PolicyGradient(Weighed):
         """Return the loss of each token without corrections and penalties. [M]."""
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
-        """Return the policy loss with its corrections, the entropy bonus and the KL."""
         settings = self.settings
         if settings.kl_coef and settings.kl_in == "reward":
             tokens.advantages = kl_in_advantages(tokens, settings.kl_coef)
@@ -163,8 +154,6 @@ class GRPO(PolicyGradient):
     name = "grpo"
 
     class Settings(PolicyGradient.Settings):
-        """The bounds of the ratio."""
-
         clip_low: float = Field(default=0.2, ge=0)
         """Lower bound of the ratio: 1 − clip_low."""
         clip_high: float = Field(default=0.28, ge=0)
@@ -177,7 +166,6 @@ class GRPO(PolicyGradient):
         return ppo_clip(ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high, DUAL_CLIP)
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
-        """Return where the clip cuts the gradient off."""
         settings = self.settings
         cut = cut_off(ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
         return {"clip_fraction": cut}
@@ -190,7 +178,6 @@ class RLOO(GRPO):
     scales_singles = False
 
     def centre(self, values: Floats) -> Floats:
-        """Compare each value with the mean of the others."""
         return rloo(values)
 
 
@@ -201,8 +188,6 @@ class DrGRPO(GRPO):
     scales_singles = False
 
     class Settings(GRPO.Settings):
-        """GRPO's, with sums over sessions."""
-
         aggregation: Aggregation = "session_sum"
         """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
         session_tokens: int = Field(default=1024, ge=1)
@@ -215,7 +200,6 @@ class DrGRPO(GRPO):
         self.session_tokens = settings.session_tokens
 
     def centre(self, values: Floats) -> Floats:
-        """Subtract the mean."""
         return dr_grpo(values)
 
 
@@ -226,7 +210,6 @@ class ReinforcePlusPlus(GRPO):
     compares_singles = False
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:  # noqa: ARG002  it has no single sessions
-        """Normalise all values together."""
         those = compared(offer.experiences)
         return those.of_turns(whiten(those.values))
 
@@ -238,7 +221,6 @@ class ReinforcePlusPlusBaseline(GRPO):
     scales_singles = False
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
-        """Normalise what is left after the baseline."""
         those = compared(offer.experiences)
         centred = np.zeros(len(those.values))
         for place, advantages in zip(those.places, super().assign(offer, past), strict=True):
@@ -246,7 +228,6 @@ class ReinforcePlusPlusBaseline(GRPO):
         return those.of_turns(whiten(centred))
 
     def centre(self, values: Floats) -> Floats:
-        """Subtract the mean."""
         return dr_grpo(values)
 
 
@@ -260,15 +241,12 @@ class GDPO(GRPO):
     name = "gdpo"
 
     class Settings(GRPO.Settings):
-        """GRPO's, with weights."""
-
         reward_weights: Annotated[dict[str, float], FromJson] = Field(default_factory=dict)
         """Weight of each reward name; names that are not listed weigh 1."""
 
     settings: Settings
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
-        """Compare each named reward apart."""
         sessions: dict[tuple[SessionKey, Hashable], int] = {}
         members = [(one.session_key, bucket_for(one, None, offer.kind_pattern)) for one in offer.experiences]
         for member in members:
@@ -288,7 +266,6 @@ class GDPO(GRPO):
         ]
 
     def single_rows(self, offer: Offer) -> list[Row]:
-        """Return the values of each named reward."""
         return named_rows(offer.experiences, offer.kind_pattern)
 
 

@@ -17,8 +17,6 @@ class GSPO(PolicyGradient):
     name = "gspo"
 
     class Settings(PolicyGradient.Settings):
-        """The bounds of the ratio of a chain."""
-
         aggregation: Aggregation = "session_mean"
         """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
         clip_low: float = Field(default=3e-4, ge=0)
@@ -32,7 +30,6 @@ class GSPO(PolicyGradient):
         return ppo_clip(_ratio(tokens), tokens.advantages, self.settings.clip_low, self.settings.clip_high)
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
-        """Return where the clip cuts the gradient off."""
         settings = self.settings
         return {"clip_fraction": cut_off(_ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high)}
 

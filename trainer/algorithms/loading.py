@@ -17,7 +17,6 @@ from turnwise.errors import SettingsError
 from turnwise.settings import explain, load_object, parsed_json
 
 DEFAULT = "grpo"
-"""The algorithm where the settings name none."""
 
 
 def load(given: Any) -> Algorithm:
@@ -76,4 +75,3 @@ def provided() -> dict[str, type[Algorithm]]:
 ByName = Annotated[
     pydantic.InstanceOf[Algorithm], pydantic.BeforeValidator(load), pydantic.PlainSerializer(Algorithm.table)
 ]
-"""The type of the setting `algorithm`."""

@@ -20,8 +20,6 @@ class MaskedIS(PolicyGradient):
     name = "masked_is"
 
     class Settings(PolicyGradient.Settings):
-        """The bounds of the ratio."""
-
         clip_low: float = Field(default=0.5, ge=0)
         """Lower bound of the ratio: 1 − clip_low."""
         clip_high: float = Field(default=4.0, ge=0)
@@ -30,13 +28,11 @@ class MaskedIS(PolicyGradient):
     settings: Settings
 
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Mask the policy gradient."""
         settings = self.settings
         low, high = settings.clip_low, settings.clip_high
         return masked_importance(tokens.logprobs, ratio(tokens), tokens.advantages, low, high)
 
     def gauges(self, tokens: TrainedTokens) -> dict[str, Tensor]:
-        """Return which tokens are left out."""
         return {"clip_fraction": out_of_bounds(ratio(tokens), self.settings.clip_low, self.settings.clip_high)}
 
 

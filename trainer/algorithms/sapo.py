@@ -15,8 +15,6 @@ class SAPO(PolicyGradient):
     name = "sapo"
 
     class Settings(PolicyGradient.Settings):
-        """The gate."""
-
         temperatures: tuple[float, float] = (1.0, 1.05)
         """Temperature of the gate for positive and for negative advantages."""
 

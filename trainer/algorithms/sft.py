@@ -17,15 +17,12 @@ class SFT(Weighed):
     needs_behaviour = False
 
     class Settings(Weighed.Settings):
-        """Which sessions are good."""
-
         min_reward: float = 1.0
         """Train sessions with at least this reward."""
 
     settings: Settings
 
     def choose(self, offer: Offer) -> Selection:
-        """Choose the good sessions."""
         good = [experience for experience in offer.fit if experience.reward >= self.settings.min_reward]
         kept = {experience.group_key for experience in good}
         low = {group: "reward_too_low" for group in offer.keys if group not in kept}
@@ -36,5 +33,4 @@ class SFT(Weighed):
         )
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
-        """Return −log π."""
         return -tokens.logprobs

@@ -27,11 +27,9 @@ from turnwise.types import Json, TokenIds
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 8
-"""Requests at once."""
 TIMEOUT_SECONDS = 60.0
-"""Time limit of a request."""
 RETRY_SECONDS = 600.0
-"""How long a chain is sent again to a teacher that is not reachable or overloaded, before it counts as unscored. All
+"""How long a chain is sent again to a teacher that is not reachable or overloaded, before it counts as unscored. The
 chains of a batch together wait no longer for a teacher that answers none of them."""
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 10.0
@@ -95,7 +93,6 @@ class Teachers:
         """When each teacher first gave no answer in the current batch; teachers that answer are absent."""
 
     def score(self, batch: Batch, members: Sequence[int]) -> TeacherScores:
-        """Return the teachers' logprobs of the members' trained tokens."""
         self._failing_since.clear()
         asked = [(member, teacher) for member in members for teacher in self._teachers_of(batch, member)]
         unscored = Counter(
@@ -135,7 +132,6 @@ class Teachers:
         return replies, dict(unscored)
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     @staticmethod
@@ -143,14 +139,12 @@ class Teachers:
         return len(batch.tokens_of[member]) > 0
 
     def _teachers_of(self, batch: Batch, member: int) -> list[Teacher]:
-        """Return the teachers of a chain's task; none where the chain has no trained token."""
         if not self._has_tokens(batch, member):
             return []
         task = batch.experiences[member].eid.task
         return [teacher for teacher in self._teachers if fnmatch.fnmatchcase(task, teacher.tasks)]
 
     def _score_chain(self, batch: Batch, member: int, teacher: Teacher) -> np.ndarray | Unscored:
-        """Return a teacher's logprobs of a chain's trained tokens, or why there are none."""
         places = batch.table.place[batch.tokens_of[member]]
         tokens = batch.experiences[member].tokens[: places[-1] + 1]
         body = {"prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
@@ -160,7 +154,6 @@ class Teachers:
             return error
 
     def _reply(self, prompt: TokenIds, max_tokens: int) -> TokenIds | Unscored:
-        """Return a teacher's reply to a prompt, or why there is none."""
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body = {"prompt": prompt.tolist(), "max_tokens": max_tokens, "return_token_ids": True, **sampling}
         try:

@@ -19,8 +19,6 @@ class TOPR(PolicyGradient):
     name = "topr"
 
     class Settings(PolicyGradient.Settings):
-        """Those of all policy gradients."""
-
         aggregation: Aggregation = "session_mean"
         """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
 

@@ -20,7 +20,6 @@ from turnwise.errors import SettingsError
 from turnwise.types import Role
 
 REWARDS = (0.0, 0.5, 1.0)
-"""Of the three sessions of each group."""
 LOGPROB = -1.5
 """Of each token, under every policy but the trained one."""
 
@@ -41,7 +40,6 @@ def try_algorithm(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def _place(algorithm: Algorithm, error: Exception) -> str:
-    """Return the last line of the class's own file that the error passed."""
     own = inspect.getfile(type(algorithm))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
     return f" in line {lines[-1]} of {Path(own).name}" if lines else ""
@@ -87,7 +85,6 @@ def _check_shape(what: str, values: Tensor, size: int) -> None:
 
 
 def _tokens(algorithm: Algorithm, batch: Batch) -> TrainedTokens:
-    """Return the batch's tokens as the trainer would, with what the algorithm says it needs."""
     size = len(batch.table)
 
     def column(value: float, *, is_needed: bool = True) -> Tensor | None:

@@ -40,14 +40,11 @@ SCALE_FLOOR = 0.25
 """Smallest scale, as a share of the range of the values: no advantage is larger than 1 / SCALE_FLOOR = 4."""
 
 WHOLE = "session"
-"""The part of a value that is the reward of a whole session."""
+"""A part of a value: the reward of the whole session."""
 
 FIRST = "first_of_its_kind"
-"""Reason: no other single session of this kind is known yet."""
 UNIFORM = "uniform_rewards"
-"""Reason: all rewards that are compared are equal."""
 AT_BASELINE = "equals_baseline"
-"""Reason: the session's reward is exactly the mean of the others."""
 
 
 class RewardRule(Settings):
@@ -69,10 +66,7 @@ def shape_rewards(
 ) -> list[Experience]:
     """Return the experiences with the rewards and returns that are trained.
 
-    Args:
-        experiences: As stored.
-        rule: Weights and penalties.
-        combine: Returns a session's reward from its rewards by name and its metadata; None: by the rule.
+    `combine` returns a session's reward from its rewards by name and its metadata; None: by the rule.
     """
     lengths: dict[SessionKey, int] = defaultdict(int)
     for experience in experiences:
@@ -106,7 +100,6 @@ def overlong_penalty(num_tokens: int, rule: RewardRule) -> float:
 
 
 def is_truncated(experience: Experience) -> bool:
-    """Whether a turn of the chain ended at the token limit."""
     return "length" in (experience.info.get("finish_reasons") or ())
 
 
@@ -146,21 +139,17 @@ class Row(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        """What the value is compared with."""
         return Bucket(self.kind, self.part)
 
 
 PastValues = Mapping[Bucket, Floats]
-"""The values of earlier single sessions."""
 
 
 def is_single(experience: Experience) -> bool:
-    """Return whether the session has no group, or a group of one."""
     return bool(experience.info.get("single"))
 
 
 def bucket_of(experience: Experience, part: str, kind_pattern: str | None) -> Bucket:
-    """Return the bucket of a chain of a single session."""
     roles = experience.info.get("roles") or [Role.MAIN]
     names = (experience.tenant, _agent_of(experience, kind_pattern), str(roles[0]))
     return Bucket(hashlib.sha256("\0".join(names).encode()).hexdigest()[:16], part)
@@ -215,7 +204,6 @@ def moved_on(rows: Sequence[Row], batch: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def why_without_advantage(rows: Sequence[Row], batch: Sequence[Row], past: PastValues) -> str:
-    """Return why a single session with these rows has no advantage in this batch."""
     pools = []
     for row in rows:
         others = past.get(row.bucket, np.empty(0))
@@ -226,7 +214,6 @@ def why_without_advantage(rows: Sequence[Row], batch: Sequence[Row], past: PastV
 
 
 def _agent_of(experience: Experience, kind_pattern: str | None) -> str:
-    """Return the matched part of the task's id, else the digest of the system prompt."""
     found = None if kind_pattern is None else re.search(kind_pattern, experience.eid.task)
     if found is None:
         return f"agent {experience.info.get('agent', '')}"
@@ -238,14 +225,12 @@ class Compared:
     """The values of some experiences."""
 
     values: Floats
-    """[N]"""
     buckets: Sequence[Hashable]
     """What each is compared with; a `Bucket` for those of single sessions. [N]"""
     places: Sequence[Sequence[int]]
     """The value of each turn of each experience, as an index. [K] each"""
 
     def of_turns(self, advantages: Floats) -> list[Floats]:
-        """Return the advantages of the turns of each experience from those of the values. [K] each."""
         return [advantages[place] for place in self.places]
 
 
@@ -279,14 +264,11 @@ def by_bucket(
     *,
     is_scaled: bool = False,
 ) -> Floats:
-    """Return the advantages by bucket; a group with one value has none.
+    """Return the advantages by bucket; a group with one value has none. [N].
 
-    Args:
-        values: What is compared. [N]
-        buckets: Which values are compared with each other. [N]
-        centre: Returns the advantages of the values of a group.
-        past: Values of earlier single sessions.
-        is_scaled: Divide those of single sessions by their spread.
+    `centre` compares the values of a group. Those of single sessions are compared with `past` too, and divided by
+    their
+    spread where `is_scaled`.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for index, bucket in enumerate(buckets):
@@ -318,7 +300,6 @@ def whiten(values: Floats, *, ddof: int = 1) -> Floats:
 
 
 def groups_of(experiences: Sequence[Experience], without: Collection[int]) -> list[list[int]]:
-    """Return the experiences of each group, as indices, without some of them."""
     members: dict[GroupKey, list[int]] = defaultdict(list)
     for index, experience in enumerate(experiences):
         if index not in without:
@@ -327,7 +308,6 @@ def groups_of(experiences: Sequence[Experience], without: Collection[int]) -> li
 
 
 def single_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> list[Row]:
-    """Return the values of the single sessions, which later ones of their kind are compared with."""
     rows: dict[Row, None] = {}  # a session with several chains of a kind has one value
     by_turn: list[Row] = []
     for experience in filter(is_single, experiences):
@@ -340,7 +320,6 @@ def single_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> 
 
 
 def named_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> list[Row]:
-    """Return the values of each named reward of the single sessions."""
     rows: dict[Row, None] = {}
     for experience in filter(is_single, experiences):
         named = rewards_by_name(experience).items()
@@ -349,7 +328,6 @@ def named_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> l
 
 
 def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Floats]) -> set[GroupKey]:
-    """Return the groups in which no turn has an advantage. They teach nothing and would dilute the mean."""
     telling = {experience.group_key for experience, turns in zip(experiences, advantages, strict=True) if np.any(turns)}
     return {experience.group_key for experience in experiences} - telling
 

@@ -35,7 +35,6 @@ class TokenTable:
     place: Indices
     """Position in the experience's tokens, at least 1. [M]"""
     target: TokenIds
-    """The sampled token. [M]"""
     behaviour: Reals
     """Captured logprob. [M]"""
     advantages: Reals
@@ -55,11 +54,10 @@ class TokenTable:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One packed forward pass."""
+    """One packed forward pass of N tokens, of which m are trained."""
 
     layout: Layout
     predictor: Indices
-    """Row token whose output predicts the trained token. [m]"""
     token: Indices
     """Index of the trained token in the table. [m]"""
     routing: Indices | None = None
@@ -81,15 +79,12 @@ class Batch:
     num_sampled: int
     """The experiences from this index on are imported ones that are mixed in."""
     mu: float = 0.0
-    """Weight of the imported experiences' loss."""
 
     @property
     def has_imported(self) -> bool:
-        """Whether imported experiences are mixed in."""
         return self.num_sampled < len(self.experiences)
 
     def is_imported(self, member: int) -> bool:
-        """Return whether the experience was imported and is mixed into reinforcement learning."""
         return member >= self.num_sampled
 
     def weights(self, members: Sequence[int], aggregation: Aggregation, session_tokens: int) -> Reals:
@@ -133,7 +128,7 @@ def build(
         policy_version: The version that is trained now.
         pairs: For pairs, the pair of each experience.
         chosen: For DPO, whether it is of its pair's better session.
-        num_imported: So many experiences at the end are imported ones that are mixed in.
+        num_imported: Number of imported experiences, which come last.
         mu: Weight of their loss.
         needs_behaviour: Whether an importance ratio is formed for each token of the others.
     """
@@ -175,7 +170,6 @@ def with_ratio(batch: Batch) -> npt.NDArray[np.bool_]:
 
 
 def trained_turns(batch: Batch) -> set[str]:
-    """Return the ids of the turns that carry loss."""
     found: set[str] = set()
     for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
         turns = np.unique(experience.turn_index[batch.table.place[tokens]])
@@ -210,7 +204,6 @@ def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> Iterator[
 
 
 def _parts(batch: Batch, members: Sequence[int], count: int, rng: np.random.Generator) -> Iterator[list[int]]:
-    """Yield members in parts of like size, groups shuffled."""
     groups = sorted({batch.experiences[member].group_key for member in members})
     rank = {groups[index]: order for order, index in enumerate(rng.permutation(len(groups)))}
     blocks: dict[tuple[int, int | SessionKey], list[int]] = {}
@@ -283,7 +276,6 @@ def _forest_row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
 
 
 def _row(batch: Batch, members: Sequence[int], layout: Layout, places: Sequence[Indices]) -> Row:
-    """Return the row of a layout in which each member's tokens have these places."""
     trained = [batch.tokens_of[member] for member in members]
     return Row(
         layout=layout,

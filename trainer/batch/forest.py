@@ -33,15 +33,10 @@ BLOCK = 128
 
 @dataclasses.dataclass(slots=True)
 class _Segment:
-    """A run of tokens without a branch."""
-
     tokens: TokenIds
     depth: int
-    """Position of its first token."""
     children: dict[int, _Segment] = dataclasses.field(default_factory=dict)
-    """By their first token."""
     start: int = -1
-    """Place of its first token in the row, once laid out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,6 @@ class Layout:
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether plain causal attention is all that is needed."""
         return bool((self.subtree_end == len(self.tokens)).all())
 
 
@@ -67,7 +61,6 @@ class Forest:
     def __init__(self) -> None:
         self._top = _Segment(np.empty(0, np.int32), 0)
         self.num_tokens = 0
-        """Tokens in all segments: what a row of it costs."""
 
     def insert(self, tokens: TokenIds) -> None:
         """Add a sequence; tokens that it has in common with the beginning of another cost nothing."""
@@ -84,7 +77,6 @@ class Forest:
             segment, done = child, done + shared
 
     def num_new_tokens(self, tokens: TokenIds) -> int:
-        """Return how many tokens `insert` would add."""
         segment, done = self._top, 0
         while done < len(tokens):
             child = segment.children.get(int(tokens[done]))
@@ -123,7 +115,6 @@ class Forest:
         )
 
     def places(self, tokens: TokenIds) -> Indices:
-        """Return where in the row each token of an inserted sequence lies. [L]."""
         return np.concatenate(list(self._walk(tokens)))
 
     def _walk(self, tokens: TokenIds) -> Iterator[Indices]:
@@ -136,7 +127,6 @@ class Forest:
 
 
 def side_by_side(sequences: Sequence[TokenIds]) -> tuple[Layout, list[Indices]]:
-    """Return sequences one behind the other with nothing shared, and the places of each."""
     lengths = [len(tokens) for tokens in sequences]
     ends = np.cumsum(lengths)
     layout = Layout(
@@ -154,7 +144,6 @@ def _common_prefix(left: TokenIds, right: TokenIds) -> int:
 
 
 def _split(segment: _Segment, length: int) -> None:
-    """Cut a segment in two; the second half takes over the children."""
     tail = _Segment(segment.tokens[length:], segment.depth + length, segment.children)
     segment.tokens = segment.tokens[:length]
     segment.children = {int(tail.tokens[0]): tail}
@@ -199,7 +188,7 @@ def mask_of_blocks(
     lengths: tuple[int, int],
     device: torch.device,
 ) -> BlockMask:
-    """Return the mask of a rule, from what `blocks_of` returned, for so many queries and keys."""
+    """Return the mask of what `blocks_of` returned, for these numbers of queries and keys."""
     partial_count, partial_index = _as_lists(some & ~whole, device)
     whole_count, whole_index = _as_lists(whole, device)
     return BlockMask.from_kv_blocks(
@@ -210,10 +199,7 @@ def mask_of_blocks(
 def blocks_of(query: Indices, key: Indices, end: Indices) -> tuple[Marks, Marks]:
     """Return which key blocks each query block may see some token of, and which it sees whole; both [B, B'].
 
-    Args:
-        query: Place in the row of each query.
-        key: Place in the row of each key; -1 for padding.
-        end: End of each key's subtree; -1 for padding.
+    A query or key is a place in the row; a key of -1 is padding, whose subtree ends at -1.
     """
     first_query, last_query = _extremes(query)
     first_key, last_key = _extremes(key)

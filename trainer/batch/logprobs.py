@@ -36,11 +36,9 @@ class OutputLayer:
     def of(cls, model: Any, compute: Callable[[], Tensor]) -> OutputLayer | None:
         """Return the model's output layer; None unless it is a plain matrix, and the last to change the logits.
 
-        The latter is measured: in one forward pass the layer gives known logits, and the model must return them.
-
-        Args:
-            model: A causal LM.
-            compute: Returns the model's logits of any text.
+        The latter is measured: in one forward pass, which `compute` runs, the layer gives known logits, and the model
+        must
+        return them.
         """
         module = model.get_output_embeddings()
         if type(module) is not nn.Linear or module.bias is not None:
@@ -57,7 +55,6 @@ class OutputLayer:
 
     @property
     def weight(self) -> Tensor:
-        """[V, H]."""
         return self._module.weight
 
     @contextlib.contextmanager
@@ -85,7 +82,6 @@ def selected_logprobs(logits_UV: Tensor, which: Tensor, target: Tensor, temperat
 def linear_logprobs(
     hidden_UH: Tensor, weight_VH: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from hidden states and the output layer's weight."""
     found = _FromHidden.apply(hidden_UH, weight_VH, which, target, temperature_U)  # type: ignore[no-untyped-call]
     logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
     return logprobs, entropy_U[which]
@@ -174,7 +170,6 @@ class _FromHidden(torch.autograd.Function):
 
 
 def _gradient_or_zeros(gradient: Tensor | None, which: Tensor) -> Tensor:
-    """Return the gradient of the logprobs; zeros where a loss reads the entropy alone. [m]."""
     return torch.zeros(len(which), device=which.device) if gradient is None else gradient
 
 
@@ -188,7 +183,6 @@ def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_softmax(logits_CV: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the float32 log-probabilities of scaled logits, and their normaliser."""
     scaled_CV = logits_CV.float() / temperature_C[:, None]
     normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
     return scaled_CV.sub_(normaliser_C[:, None]), normaliser_C
@@ -201,7 +195,6 @@ def _entropy(log_p_CV: Tensor) -> Tensor:
 def _softmax_gradient(
     log_p_CV: Tensor, pulled_C: Tensor, entropy_C: Tensor, pulled_entropy_U: Tensor | None, chunk: slice
 ) -> Tensor:
-    """Return what the normaliser and the entropy give to the gradient of scaled logits."""
     p_CV = log_p_CV.exp()
     gradient_CV = p_CV * -pulled_C[:, None]
     if pulled_entropy_U is not None:

@@ -39,11 +39,10 @@ class TrainedTokens:
     """The trained tokens of a micro-batch, whatever rows they lie in."""
 
     logprobs: Tensor
-    """Under the weights that are trained now; carries the gradient. [M]"""
+    """Under the weights that are trained now, with the gradient. [M]"""
     entropy: Tensor
     """Of the next-token distribution, nats. [M]"""
     behaviour: Tensor
-    """Captured when the token was sampled. [M]"""
     advantages: Tensor
     """[M]"""
     weights: Tensor
@@ -57,9 +56,7 @@ class TrainedTokens:
     values: Tensor | None = None
     """The critic's values under its present weights; carry the gradient. None without a critic. [M]"""
     old_values: Tensor | None = None
-    """The values at the start of the batch. [M]"""
     returns: Tensor | None = None
-    """What the critic learns. [M]"""
     is_imported: Tensor | None = None
     """The channel: True for tokens of imported sessions beside sampled ones; None where the batch has none. [M]"""
     pair: Tensor | None = None
@@ -75,17 +72,15 @@ class TrainedTokens:
 
 
 def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Return π / π_old a token."""
     return torch.exp((logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def anchor(tokens: TrainedTokens) -> Tensor:
-    """Return the logprobs that ratios are taken to: the proximal ones where there are any, else the behaviour's."""
     return tokens.behaviour if tokens.proximal is None else tokens.proximal
 
 
 def sequence_log_ratio(logprobs: Tensor, old: Tensor, sequence: Tensor) -> Tensor:
-    """Return log π / π_old of the whole chain that each token belongs to. [M]."""
+    """Return log π / π_old of each token's whole chain. [M]."""
     return _sums(logprobs - old, sequence)[sequence].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -150,7 +145,6 @@ def off_policy_sequences(
 
 
 def importance_gate(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
-    """Return which tokens the off-policy sequence mask keeps."""
     if rule.off_policy_mask is None:
         return 1.0
     return off_policy_sequences(
@@ -159,7 +153,6 @@ def importance_gate(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | flo
 
 
 def correction(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
-    """Return the truncated or masked ratio of the proximal policy to the behaviour policy."""
     if rule.correction is None:
         return 1.0
     proximal = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
@@ -180,7 +173,6 @@ class Gauges:
     """Sums over the trained tokens of an optimizer step, or of several."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """`names`: the algorithm's own gauges, the same in all processes."""
         self._sums = dict.fromkeys((*_SUMS, *names), 0.0)
         self._maxima = dict.fromkeys(_MAXIMA, 0.0)
         self._observed: list[Tensor] = []
@@ -216,7 +208,6 @@ class Gauges:
         self._observed.append(torch.stack([added[name].double() for name in (*self._sums, *_MAXIMA)]))
 
     def reduce(self, world: World) -> None:
-        """Add all rows, and the other processes' tokens."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         rows = (
             torch.stack(self._observed) if self._observed else torch.zeros(1, len(self._sums) + len(_MAXIMA)).double()
@@ -229,7 +220,6 @@ class Gauges:
         self._maxima = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
 
     def add(self, other: Gauges) -> None:
-        """Add another optimizer step's sums."""
         for name, value in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         for name in _MAXIMA:

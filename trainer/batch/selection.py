@@ -59,17 +59,11 @@ TOO_LONG = "chain_too_long"
 
 
 def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
-    """Return the temperature of each turn, 1 where the call set none or 0. [K]."""
     return np.array([_temperature(sampling) or 1.0 for sampling in _per_turn(experience)], np.float32)
 
 
 def why_untrainable(experience: Experience, *, needs_behaviour: bool = True) -> list[str | None]:
-    """Return for each turn why it cannot be trained, None where it can. [K].
-
-    Args:
-        experience: A chain.
-        needs_behaviour: Whether an importance ratio is formed for each token.
-    """
+    """Return for each turn why it cannot be trained, None where it can. [K]."""
     reasons = [_reason(sampling) if needs_behaviour else None for sampling in _per_turn(experience)]
     broken = experience.loss_mask & ~np.isfinite(experience.logprobs)
     for turn in np.unique(experience.turn_index[broken]):
@@ -98,22 +92,19 @@ def _reason(sampling: Json) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is trained."""
+    """What is trained of a batch, and with what credit."""
 
     experiences: Sequence[Experience]
     advantages: Sequence[Floats]
     """Of each experience those of its K turns, or of its L tokens: [K] or [L] each."""
     pairs: Sequence[int] | None = None
-    """The pair of each experience, where pairs are trained."""
     chosen: Sequence[bool] | None = None
     """Whether the experience is of its pair's better session, where pairs are trained."""
     refused: dict[GroupKey, str]
-    """Groups of which nothing is trained, with the reason."""
     single_rows: Sequence[Row] = ()
     """The values of the batch's single sessions, for the window of later batches."""
 
     def advantages_by_session(self, trained: Collection[str]) -> dict[SessionKey, dict[str, float]]:
-        """Return the advantages of the turns with these ids, by session and turn id."""
         by_session: dict[SessionKey, dict[str, float]] = {}
         for experience, turns in zip(self.experiences, self.advantages, strict=True):
             for turn_id, value in zip(experience.turn_ids, of_turns(experience, turns), strict=True):
@@ -127,21 +118,15 @@ class Offer:
     """What an algorithm can train of a batch."""
 
     experiences: Sequence[Experience]
-    """All chains of the groups, with the rewards that are trained."""
     keys: Sequence[GroupKey]
-    """The groups."""
     reasons: Sequence[str | None]
     """Why each experience is not trained whatever the algorithm says; None where it may be."""
     refused: dict[GroupKey, str]
-    """Groups of which nothing can be trained, with the reason."""
     window: Sequence[Row]
-    """Values of earlier single sessions."""
     kind_pattern: str | None
-    """Which single sessions are compared; see the setting."""
 
     @property
     def fit(self) -> list[Experience]:
-        """The experiences that may be trained."""
         return [one for one, reason in zip(self.experiences, self.reasons, strict=True) if reason is None]
 
 
@@ -208,12 +193,7 @@ def num_turns_left_out(
 ) -> dict[str, int]:
     """Count by reason the turns of groups that are not refused which nevertheless carry no loss.
 
-    Args:
-        experiences: Everything that the claimed groups hold.
-        refused: Groups of which nothing is trained; their reasons are stored with them.
-        trained: Ids of the turns that carry loss.
-        rule: What is left out.
-        needs_behaviour: Whether an importance ratio is formed for each token.
+    `trained` are the ids of the turns that carry loss.
     """
     counts: Counter[str] = Counter()
     kept = [experience for experience in experiences if experience.group_key not in refused]
@@ -227,7 +207,6 @@ def num_turns_left_out(
 
 
 def joined(first: Selection, second: Selection) -> Selection:
-    """Return the experiences of both, with the refused groups of the first; pairs are numbered on."""
     num_first = len(first.experiences)
     pairs = first.pairs
     if second.pairs is not None:
@@ -260,7 +239,7 @@ def check_advantages(experience: Experience, advantages: Floats) -> None:
     """Check that a chain has one advantage a turn, or one a token.
 
     Raises:
-        ValueError: It has not.
+        ValueError: It has neither.
     """
     turns, tokens = len(experience.turn_ids), len(experience.tokens)
     if np.shape(advantages) not in ((turns,), (tokens,)):
@@ -286,7 +265,6 @@ def _chosen(selection: Selection) -> Sequence[bool]:
 
 
 def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
-    """Return the groups with a reward or a return that is not finite or too large, with the reason."""
     refused: dict[GroupKey, str] = {}
     for experience in experiences:
         named = rewards_by_name(experience).values()
@@ -301,7 +279,6 @@ def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
 def without_advantage(
     offer: Offer, groups: Collection[GroupKey], rows: Sequence[Row], past: PastValues
 ) -> dict[GroupKey, str]:
-    """Return the groups without an advantage, with the reason."""
     of_session: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         of_session[row.session].append(row)
@@ -315,7 +292,6 @@ def without_advantage(
 
 
 def _left_out(experiences: Sequence[Experience], rule: SelectionRule, *, needs_behaviour: bool) -> list[str | None]:
-    """Return for each experience why it is not trained, None where it is."""
     overlong = {one.session_key for one in experiences if is_truncated(one)} if rule.overlong_mask else set()
 
     def reason(experience: Experience) -> str | None:
@@ -333,7 +309,6 @@ def _left_out(experiences: Sequence[Experience], rule: SelectionRule, *, needs_b
 def _groups_left_out(
     experiences: Sequence[Experience], reasons: Sequence[str | None], keys: Sequence[GroupKey]
 ) -> dict[GroupKey, str]:
-    """Return the groups of which nothing is trained, with the reason of their first experience."""
     refused = dict.fromkeys(keys, NO_TRAINABLE_TURN)
     for experience, reason in reversed(list(zip(experiences, reasons, strict=True))):
         if reason is not None:

@@ -50,7 +50,6 @@ class PolicyAgent:
         self.policy = policy
         self.rule = rule
         self.critic = critic
-        """Values states; None where the algorithm needs no values."""
         self.algorithm: Algorithm = rule.algorithm
         self._reference = reference
         self.world = World()
@@ -66,11 +65,9 @@ class PolicyAgent:
         return wanted if bound is None else min(wanted, bound)
 
     def rows(self, batch: Batch, members: Sequence[int]) -> list[Row]:
-        """Return the rows of these members, of one chain or pair each where the model can share nothing."""
         return pack(batch, members, self.row_tokens if self.policy.shares_rows else None)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return what the optimizers of policy and critic update."""
         return self.policy.parameters() + ([] if self.critic is None else self.critic.parameters())
 
     def save_memory(self, limits: MemoryLimits) -> None:
@@ -108,7 +105,6 @@ class PolicyAgent:
         return self.policy.device.type == "cuda" and self.world.size == 1
 
     def _fits(self, num_tokens: int, reserved_bytes: int) -> bool:
-        """Return whether a row of tokens of one chain can be computed forward and backward."""
         forest = Forest()
         forest.insert(np.arange(num_tokens, dtype=np.int32) % self.policy.config.vocab_size)
         places = np.arange(num_tokens)
@@ -129,7 +125,7 @@ class PolicyAgent:
         return True
 
     def shard(self, axis: str) -> None:
-        """Shard the policy and the reference over a device mesh whose dimension has this name; before `load`.
+        """Shard policy and reference over the mesh's dimension of this name; before `load`.
 
         Raises:
             SettingsError: There is a critic, which one process trains.
@@ -261,10 +257,7 @@ class PolicyAgent:
     ) -> tuple[Gauges, Reals]:
         """Add the gradient of these experiences' loss to the parameters, row by row; return gauges and logprobs. [M].
 
-        Args:
-            batch: What was claimed.
-            members: The experiences of one optimizer step, as indices into the batch.
-            proximal: Of `proximal_logprobs`. [M]
+        `proximal` is of `proximal_logprobs`.
 
         Raises:
             BatchRefused: Turns were routed in another model; in all processes.
@@ -324,7 +317,6 @@ class PolicyAgent:
         )
 
     def _outputs_of(self, inputs: RowInputs, *, with_values: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logprobs and entropy of the row's trained tokens, and their values where a critic learns. [m] each."""
         if self.critic is None or not with_values:
             return *self.policy.logprobs(inputs), None
         logprobs, entropy, hidden = self.policy.logprobs_and_hidden(inputs)
@@ -339,7 +331,6 @@ class PolicyAgent:
             return self._reference.logprobs(inputs)[0]
 
     def _without_gradient(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
-        """Return what is computed for each trained token of the members, in rows that fit into memory. [M]."""
         while True:
             try:
                 return self._computed(compute, batch, members)
@@ -392,12 +383,7 @@ def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
 def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> RowData:
     """Return a row's data; may be called in a thread while another row is computed.
 
-    Args:
-        policy: The model that will run.
-        batch: What was claimed.
-        row: The packed row.
-        weights: Of each token of the table. [M]
-        proximal: Logprobs of each token of the table, if the loss needs them. [M]
+    `weights` and `proximal` are of each token of the table. [M]
     """
     table = batch.table
     members, sequence = np.unique(table.experience[row.token], return_inverse=True)

@@ -31,9 +31,7 @@ class Critic:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.module: nn.Module
-        """The critic's own weights."""
         self.optimizer: torch.optim.Optimizer
-        """Of the critic's own weights."""
 
     def load(self) -> None:
         """Build the critic after the policy was loaded; a new one values each state 0."""
@@ -45,11 +43,9 @@ class Critic:
         self.module = nn.ModuleDict({"head": self._head})
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the critic's optimizer updates."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def bind(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-        """Take an optimizer of `parameters`."""
         self.optimizer = optimizer
         self.set_learning_rate(learning_rate)
 
@@ -58,7 +54,6 @@ class Critic:
             group["lr"] = learning_rate
 
     def values(self, inputs: RowInputs) -> Tensor:
-        """Return the value of the state before each trained token of a row. [m]."""
         return self.values_of(self._policy.hidden(inputs))
 
     def values_of(self, hidden: Tensor) -> Tensor:
@@ -67,7 +62,6 @@ class Critic:
         return values
 
     def tensors(self) -> dict[str, Any]:
-        """Return the tensors that a resume needs; not copied."""
         return {
             "critic": get_model_state_dict(self.module, options=_TRAINED_ONLY),
             "critic_optimizer": get_optimizer_state_dict(self.module, self.optimizer),

@@ -31,7 +31,6 @@ from trainer.parallel import context_group
 from turnwise.errors import SettingsError
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
-"""An attention of transformers."""
 ATTENTION = "turnwise_context"
 """Name under which transformers finds the attention; `_flex` is added for FlexAttention."""
 
@@ -42,7 +41,6 @@ class ContextGroup:
 
     group: Any
     rank: int
-    """Of this process in the group."""
     size: int
 
 
@@ -58,27 +56,22 @@ class RowPart:
 
     @property
     def start(self) -> int:
-        """First place of this process."""
         return int(self.bounds[self.group.rank])
 
     @property
     def stop(self) -> int:
-        """Place behind its last one."""
         return int(self.bounds[self.group.rank + 1])
 
     @property
     def length(self) -> int:
-        """Tokens of the longest part, L."""
         return int(np.diff(self.bounds).max())
 
     def padded(self, values: Indices) -> Indices:
-        """Return this process's part of a row's values, with zeros behind it. [N] to [L]."""
         padded = np.zeros(self.length, np.int64)
         padded[: self.stop - self.start] = values[self.start : self.stop]
         return padded
 
     def padded_routing(self, routing: Indices) -> Indices:
-        """Return this process's part of a row's routing, unknown behind it. [N, …] to [L, …]."""
         padded = np.full((self.length, *routing.shape[1:]), -1, np.int64)
         padded[: self.stop - self.start] = routing[self.start : self.stop]
         return padded
@@ -95,7 +88,6 @@ class RowPart:
         return gathered
 
     def mask(self, attention: str, device: torch.device) -> Tensor | BlockMask:
-        """Return which gathered keys each of this process's queries sees."""
         query, key = self.own_places(), self.gathered_places()
         end = np.where(key >= 0, self.subtree_end[key], -1)
         if attention.endswith("_flex"):
@@ -107,10 +99,7 @@ class RowPart:
 def part_of(layout: Layout, group: ContextGroup, cost_of_depth: float) -> RowPart:
     """Return this process's part of a row.
 
-    Args:
-        layout: The row.
-        group: The processes.
-        cost_of_depth: What a token's attention to one ancestor costs, where all else of a token costs 1.
+    `cost_of_depth` is what a token's attention to one ancestor costs, where the rest of a token costs 1.
     """
     cost = np.cumsum(1.0 + cost_of_depth * layout.positions)
     shares = cost[-1] * np.arange(1, group.size) / group.size
@@ -119,7 +108,6 @@ def part_of(layout: Layout, group: ContextGroup, cost_of_depth: float) -> RowPar
 
 
 def register_attention(group: ContextGroup, implementation: str) -> str:
-    """Let transformers gather keys and values before its attention; return the name of that attention."""
     from transformers import AttentionInterface
 
     name = ATTENTION + ("_flex" if implementation == "flex_attention" else "")
@@ -233,14 +221,13 @@ class Division:
 
     @property
     def row_group(self) -> int:
-        """Processes that compute one row together."""
         return self.tensor * self.context
 
     def check(self, size: int) -> None:
-        """Check that so many processes can be divided in this way.
+        """Check that this number of processes can be divided in this way.
 
         Raises:
-            SettingsError: They cannot.
+            SettingsError: It cannot.
         """
         if size % (self.replicas * self.row_group):
             raise SettingsError(

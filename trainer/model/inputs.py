@@ -41,7 +41,6 @@ class RowInputs:
     which: Tensor
     """The kept place that predicts each trained token. [m]"""
     target: Tensor
-    """The trained tokens. [m]"""
     temperature: Tensor
     """Of each kept place. [U]"""
     routing: Tensor | None = None
@@ -59,13 +58,11 @@ class Share:
     index: Tensor
     """[m]"""
     count: int
-    """Trained tokens of the row."""
 
 
 def part_inputs(
     row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device, part: RowPart
 ) -> RowInputs:
-    """Return what one process computes of a row that several compute together."""
     own = np.flatnonzero((row.predictor >= part.start) & (row.predictor < part.stop))
     pairs = torch.stack([torch.from_numpy(row.predictor[own] - part.start).double(), temperature[own].double()])
     distinct, which = torch.unique(pairs, dim=1, return_inverse=True)

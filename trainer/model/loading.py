@@ -54,18 +54,15 @@ LIBRARY_ERRORS = (
 """What libraries raise where they cannot read or write files of weights or states."""
 WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one model, or a model's id"
 MAX_REASON = 500
-"""Characters of their reason in an error message: a sentence may list tensors."""
 STATE_BYTES = 16
 """Of a trained parameter: weight, gradient and two moments in float32."""
 FROZEN_BYTES = 4
 ROW_TOKENS = 8192
-"""Tokens of the row that activations are estimated for."""
 ACTIVATIONS_OF_LAYER = 80
 """Bytes that a transformer layer keeps for the backward pass, per token and unit of its hidden size: as measured with
 bfloat16 autocast of float32 weights at 0.6B, and more than the 65 at 1.7B."""
 GRADIENT_BYTES = 4
-"""Of a trained parameter in each of several processes: FSDP keeps the whole gradient from row to row, and reduces it
-with the last row of a step."""
+"""Of a trained parameter in each of several processes: FSDP keeps the whole gradient until the last row of a step."""
 
 
 def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
@@ -85,11 +82,6 @@ def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
 
 
 def read_config(model: str) -> Any:
-    """Return a model's configuration.
-
-    Raises:
-        BadCheckpoint: There is no such model.
-    """
     from transformers import AutoConfig
 
     with bad_checkpoint(f"cannot load the model {model!r}", WHOLE_MODEL):
@@ -159,7 +151,6 @@ def base_of(model: nn.Module) -> Any:
 
 
 def tied_names(model: Any) -> set[str]:
-    """Return the names under which tied weights are stored a second time."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return set()
     first: dict[int, str] = {}
@@ -229,7 +220,6 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def bad_checkpoint(problem: str, advice: str = "") -> Iterator[None]:
-    """Raise `BadCheckpoint` where a library cannot load files in the block."""
     try:
         yield
     except LIBRARY_ERRORS as error:
@@ -279,7 +269,6 @@ class Adapter:
 
     @classmethod
     def in_place(cls, model: nn.Module) -> Adapter:
-        """Return the adapter that a model computes with."""
         modules = model.modules()
         found = [(module, *named) for module in modules for named in module.named_parameters(recurse=False)]
         return cls([place for place in found if place[2].requires_grad])
@@ -289,7 +278,6 @@ class Adapter:
         return Adapter([(module, name, _copied(parameter)) for module, name, parameter in self._places])
 
     def put(self) -> None:
-        """Let the model compute with this adapter."""
         for module, name, parameter in self._places:
             setattr(module, name, parameter)
 

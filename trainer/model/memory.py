@@ -51,7 +51,8 @@ class MemoryLimits:
     def after(self, error: OutOfMemory, *, is_pairs: bool) -> MemoryLimits:
         """Return the limits after a row failed: the first step that was not taken yet.
 
-        The last two: of several chains or pairs a shorter row, of one nothing as long.
+        The last two steps: several chains or pairs get a shorter row, and one that is too long is left out from now
+        on.
         """
         if error.can_checkpoint:
             return dataclasses.replace(self, checkpoints_layers=True)
@@ -65,7 +66,6 @@ class MemoryLimits:
 
 
 def read_limits(directory: Path) -> MemoryLimits:
-    """Return the limits of earlier starts."""
     path = directory / FILE
     if not path.is_file():
         return MemoryLimits()

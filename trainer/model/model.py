@@ -69,7 +69,6 @@ class Policy:
         self.compiled = False
         """Whether `load` compiles each layer. Rows differ in length, hence dynamic shapes."""
         self.division = Division(spec.replicas, spec.tensor_parallel, spec.context_parallel)
-        """How several processes divide the model and its rows."""
         self.is_checkpointed = False
         """Whether activations are recomputed in the backward pass. `load` decides, and keeps it once it is so."""
         self._context: ContextGroup | None = None
@@ -159,7 +158,6 @@ class Policy:
 
     @property
     def config(self) -> Any:
-        """The model's own configuration."""
         config = self._base.config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -168,12 +166,10 @@ class Policy:
         return not self.is_checkpointed and bool(self._base.supports_gradient_checkpointing)
 
     def checkpoint(self) -> None:
-        """Recompute activations from now on."""
         self.is_checkpointed = True
         checkpoint_layers(self.model)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the optimizer updates."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
@@ -278,7 +274,6 @@ class Policy:
         return *self._from_hidden(self._head, hidden_UH, inputs), hidden_UH[inputs.which]
 
     def hidden(self, inputs: RowInputs) -> Tensor:
-        """Return the hidden state before each trained token of the row. [m, H]."""
         assert self._head is not None, "checked by check_gives_hidden_states"
         return self._hidden_states(self._head, inputs)[inputs.which]
 
@@ -315,7 +310,6 @@ class Policy:
         return linear_logprobs(hidden_UH.to(self.compute_dtype), head.weight.to(self.compute_dtype), *places)
 
     def _output(self, inputs: RowInputs) -> Tensor:
-        """Return what the model gives at the kept places: logits, or hidden states while the head is left out."""
         arguments: dict[str, Any] = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "use_cache": False}
         if inputs.mask is not None:
             arguments["attention_mask"] = inputs.mask
@@ -387,11 +381,6 @@ class Policy:
         return get_model_state_dict(self.model, options=options)
 
     def load_shards(self, shards: dict[str, Any]) -> None:
-        """Load what `shards` returned.
-
-        Raises:
-            BadCheckpoint: They are of another model or adapter.
-        """
         if strange := sorted(shards.keys() ^ self.shards().keys()):
             raise BadCheckpoint(f"the trainer's state does not fit {self.spec.model!r}: {strange[0]!r} is of one alone")
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

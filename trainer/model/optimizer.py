@@ -21,9 +21,8 @@ from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 
 WEIGHT_DECAY = 0.0
-"""Of AdamW: a policy that is trained on from a good model is not pulled towards zero."""
+"""AdamW's: a policy that is trained on from a good model is not pulled towards zero."""
 MASTER, FIRST, SECOND = "master", "exp_avg", "exp_avg_sq"
-"""Names of a weight's float32 tensors in the optimizer's state."""
 
 
 def make_optimizer(parameters: list[Parameter], rule: TrainerSettings) -> torch.optim.Optimizer:
@@ -88,7 +87,6 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every weight that has a gradient."""
         assert closure is None, "the gradient is computed before the step"
         for group in self.param_groups:
             self._step_group(group)

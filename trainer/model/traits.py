@@ -70,7 +70,6 @@ def measured_alone(logprobs: Callable[[Row, Tensor], Tensor], vocabulary: int, d
 def _computed(
     logprobs: Callable[[Row, Tensor], Tensor], layout: Layout, places: Sequence[Indices], chains: Sequence[TokenIds]
 ) -> Tensor:
-    """Return the logprob of each token but the first of each chain."""
     predictor = np.concatenate([each[:-1] for each in places])
     targets = np.concatenate([chain[1:] for chain in chains]).astype(np.int64)
     return logprobs(Row(layout=layout, predictor=predictor, token=np.arange(len(targets))), torch.from_numpy(targets))
