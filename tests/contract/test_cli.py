@@ -172,7 +172,6 @@ def test_the_address_of_another_server_than_an_engine_is_named(database: str, co
 
 @pytest.mark.parametrize("output", ["directory", "file/below"])
 def test_a_file_that_cannot_be_written_is_one_sentence(database: str, output: str):
-    """A traceback would hide what the operator has to do."""
     Path("file").touch()
     Path("directory").mkdir()
     result = invoke("export", "--database", database, "--output", output)

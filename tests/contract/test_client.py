@@ -46,7 +46,6 @@ def test_a_key_that_was_not_copied_whole_is_refused_before_it_is_sent(proxy):
 
 
 def test_creating_a_session_again_after_a_lost_answer_returns_the_existing_one(proxy, client, gateway):
-    """A retried creation must not create a second, empty session."""
     gateway.num_lost = 1
     session = client.create_session(task_id="t")
     assert [stored.session_id for stored in proxy.sessions()] == [session.session_id]

@@ -28,7 +28,6 @@ def lines_of(result: Result) -> list[dict]:
 def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What HTTP gives is what the database gives."""
     openai = pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path}/turnwise.db"

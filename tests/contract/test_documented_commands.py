@@ -92,7 +92,6 @@ def test_every_setting_of_a_toml_block_exists(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_inline_command_exists(page: Path) -> None:
-    """Tests and benches by their path, targets of make, subcommands of turnwise."""
     for command in re.findall(r"`((?:pytest|python|make|turnwise) [^`]+)`", page.read_text()):
         program, first, *_ = command.split()
         if program == "pytest" or (program == "python" and first.endswith(".py") and "/" in first):

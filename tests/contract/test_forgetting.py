@@ -17,7 +17,6 @@ TINY = [
 
 
 def test_a_model_has_forgotten_nothing_of_itself_and_another_model_differs(tmp_path):
-    """The divergence of a model from itself is 0; a model of another seed gives other logprobs."""
     base, other = (build_small_model(tmp_path / str(spec.seed), spec) for spec in TINY)
     lines = tmp_path / "conversations.jsonl"
     messages = [{"role": "user", "content": "Which city?"}, {"role": "assistant", "content": "Oslo it is"}]

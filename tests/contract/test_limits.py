@@ -73,7 +73,6 @@ def code_of(reply: httpx2.Response) -> tuple[int, str]:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions"])
 def test_a_body_that_is_too_large_is_refused(limited, path):
-    """On both planes, with and without a declared length."""
     body = b'{"metadata": {"a": "' + b"x" * 100_000 + b'"}}'
     headers = {"content-type": "application/json"}
     with httpx2.Client(base_url=limited.proxy.url) as http:
@@ -113,7 +112,6 @@ def test_too_many_messages_and_choices_are_refused(limited):
 
 
 def test_headers_that_are_too_long_are_refused(limited):
-    """Complete in one piece, complete in several, and never complete."""
     with httpx2.Client(base_url=limited.proxy.url) as http:
         assert code_of(http.get("/healthz", headers={"x-long": "y" * 5000})) == (431, "headers_too_large")
         assert http.get("/healthz", headers={"x-long": "y" * 3000}).status_code == 200
@@ -180,7 +178,6 @@ def test_a_request_that_offers_another_protocol_is_served_with_its_body(limited,
 
 
 def test_a_length_with_a_space_after_it_is_read(limited):
-    """As HTTP allows."""
     body = b'{"session_id": "spaced"}'
     head = b"POST /v1/sessions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
     answer = talk(limited.proxy, [head + b"content-length: %d \r\n\r\n" % len(body) + body])
@@ -295,7 +292,6 @@ def test_data_that_is_not_http_gets_a_400(limited):
 
 
 def test_a_reply_may_take_longer_than_a_request(impatient):
-    """The time limit is for what the client sends."""
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 20}
     with httpx2.Client(base_url=impatient.proxy.url) as http:
         reply = http.post("/v1/chat/completions", json=asked)
@@ -305,7 +301,6 @@ def test_a_reply_may_take_longer_than_a_request(impatient):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_aborts_the_engines_call(limited, stream):
-    """The engine's call is aborted, and the turn is stored as aborted."""
     session_id = f"left-{stream}"
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": stream}
 

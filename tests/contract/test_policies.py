@@ -193,7 +193,6 @@ def test_a_session_is_created_with_a_policy_and_shows_and_is_found_by_its_name(w
 
 
 def test_policies_are_listed_with_what_they_hold(world: World) -> None:
-    """Also those without a version. Each tenant sees its own ones, with the number of its sessions."""
     world.add_policy("a", "support")
     world.add_policy("a", "empty")
     version = world.publish("a", "support")
@@ -235,7 +234,6 @@ def test_a_turns_logprobs_are_recomputed_with_its_own_policy(world: World) -> No
 
 
 def test_another_tenants_policy_does_not_exist(world: World) -> None:
-    """It cannot be named, read, pinned, published to, cloned, or bound to a key."""
     world.add_policy("a", "support")
     version = world.publish("a", "support")
     listed = world.get("admin-b", "/v1/policies")

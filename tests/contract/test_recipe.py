@@ -22,7 +22,6 @@ QUESTION = "Natalia sold 48 clips in April and half as many in May. How many alt
 
 
 def test_the_agent_of_a_recipe_plays_a_group_with_its_tool_and_the_recipe_trains_on_it(tmp_path):
-    """A right answer and a wrong one: rewards 1 and 0, one batch, one version."""
     recipe, task = load_module(str(RECIPE / "recipe.py")), {"question": QUESTION, "answer": "72", "by_text": False}
     url = f"sqlite:///{tmp_path}/turnwise.db"
 

@@ -82,7 +82,6 @@ def routes_of_ids(http):
 
 
 def test_a_second_tenant_cannot_read_anything_of_the_first(keyed):
-    """For the second tenant each id of the first is unknown, on each route that takes one."""
     _, tenants = keyed
     first, other = tenants["admin"].http, tenants["other"].http
     first.post("/v1/sessions", json={"session_id": "mine", "task_id": "t", "group_id": "g"}).raise_for_status()

@@ -40,7 +40,6 @@ def run_documented(program: str, server: PrivatePostgres, directory: Path, names
 def test_a_documented_backup_that_is_made_under_load_restores_every_turn_from_before(
     postgres_server: PrivatePostgres, tmp_path: Path
 ):
-    """`turnwise verify` finds no mismatch in the copy, and a conversation continues in it on the same tokens."""
     name = postgres_server.create_database()
     copy = f"{name}_restored"
     with (

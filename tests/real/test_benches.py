@@ -63,7 +63,6 @@ def test_bad_versions_are_rolled_back_under_calls_and_fail_none_of_them():
 
 @pytest.mark.slow
 def test_in_a_month_of_traffic_both_hacks_are_named_and_no_call_fails():
-    """The bench itself fails otherwise."""
     assert run("traffic.py").count("ok ") == 4
 
 

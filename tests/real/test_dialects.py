@@ -80,7 +80,6 @@ def one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int) -> boo
 def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
 ) -> None:
-    """The blocks of a reply, sent again, are the reply that was sampled."""
     shared_engine.answer(Rule(reply=THINKING, contains="first", count=1))
     client, tools = messages_client(proxy, session_id), [MESSAGES_TOOL]
     asked: list[Any] = [{"role": "user", "content": "first"}]
@@ -104,7 +103,6 @@ def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
 def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
 ) -> None:
-    """The items of a reply, sent again, are the reply that was sampled."""
     shared_engine.answer(Rule(reply=THINKING, contains="first", count=1))
     client = responses_client(proxy, session_id)
     asked: list[Any] = [{"role": "user", "content": "first"}]
@@ -124,7 +122,6 @@ def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
 def test_a_previous_response_is_found_in_the_store_and_in_its_session(
     proxy: RunningProxy, shared_engine: RunningFakeEngine
 ) -> None:
-    """The second call names neither session nor history, only the response that it continues from."""
     assert shared_engine.url
     client = openai.OpenAI(base_url=proxy.v1, api_key=uuid.uuid4().hex, max_retries=0)
     first = client.responses.create(model="fake", input="one", instructions="Be kind.")
@@ -157,7 +154,6 @@ def test_new_instructions_replace_those_of_the_previous_response(
 def test_each_dialect_reports_its_own_finish_reason(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
-    """Length, a stop sequence, and a plain end."""
     shared_engine.answer(Rule(reply=Reply(text="one two three"), contains="count"))
     claude, client = messages_client(proxy, session_id), responses_client(proxy, session_id)
     count: Any = [{"role": "user", "content": "count"}]
@@ -282,7 +278,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 def test_errors_have_the_dialects_own_shape_and_name_the_field(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, case: str
 ) -> None:
-    """Anthropic's errors carry a type at two levels; OpenAI's have four fields."""
     assert shared_engine.url
     route, body, status, named = REFUSED[case]
     refused = httpx2.post(f"{proxy.v1}/{route}", json=body)
@@ -330,7 +325,6 @@ ASKED_TWICE: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in_each_dialect(
     start_proxy: StartProxy, fake_engine: RunningFakeEngine
 ) -> None:
-    """The same key returns the same turn with the same text, from one engine call."""
     proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
     fake_engine.calls.clear()
     for route, (body, answer) in ASKED_TWICE.items():

@@ -155,7 +155,6 @@ NUM_SESSIONS = [pytest.param(16), pytest.param(200, marks=pytest.mark.slow)]
 def test_an_append_only_history_is_one_chain_of_exactly_the_engines_tokens(
     engine: RunningEngine, start_proxy: StartProxy, small_model_dir, num_sessions
 ):
-    """Stored ids equal the engine's echo on all turns, each agent is one chain, and logprobs match the weights."""
     proxy = start_proxy(engine.url)
     played = asyncio.run(play_all(proxy.url, num_sessions))
     counts = check(proxy, played)

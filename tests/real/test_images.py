@@ -92,7 +92,6 @@ def test_an_image_reaches_the_engine_and_its_turn_is_untrainable(
 def test_a_model_without_images_refuses_each_with_a_sentence(
     engine: RunningEngine, start_proxy: StartProxy, session_id: str
 ) -> None:
-    """The engine refuses the image, and its message has the shape of the client's format."""
     proxy = start_proxy(engine.url)
     # The engine would fetch a picture by its URL, so one of those is enough.
     asked = {case: served for case, served in SERVED.items() if served[1] != LINK or case == "chat, url"}

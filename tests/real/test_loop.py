@@ -83,7 +83,6 @@ def test_thumbs_that_a_person_gives_in_a_browser_become_a_served_version(
 def test_the_same_agent_runs_against_vllm_itself_and_through_the_proxy(
     engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path
 ):
-    """Only two environment variables differ."""
     proxy = start_proxy(engine.url)
     task = tmp_path / "task.json"
     task.write_text(json.dumps(make_task("eval", 0, seed=0).for_agent()))

@@ -57,7 +57,6 @@ def test_the_original_and_turnwise_give_the_same_experiences(pairs, kind, plan):
 
 @pytest.mark.parametrize("kind", SYNC)
 def test_streams_are_recorded_by_both(pairs, kind):
-    """The original's recording stream and the ledger hold the same tokens."""
     made = pairs[kind, json.dumps(STREAMING)]
     assert made["original"] == made["ours"]
     assert len(made["ours"]["experiences"]) == 3

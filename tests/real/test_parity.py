@@ -308,7 +308,6 @@ def keys_by_kind(chunks: list[dict[str, Any]]) -> dict[str, set[str]]:
 def test_a_reply_through_the_proxy_is_vllms_own(
     both: tuple[httpx2.Client, httpx2.Client], path: str, shape: dict[str, Any]
 ) -> None:
-    """JSON-equal, key by key."""
     theirs, ours = ask(both, path, {"model": "small", "temperature": 0, "max_tokens": 6, **shape})
     assert theirs.status_code == 200, theirs.text
     assert ours.status_code == 200, ours.text
@@ -327,7 +326,6 @@ def test_a_reply_through_the_proxy_is_vllms_own(
 def test_a_stream_through_the_proxy_is_vllms_own(
     both: tuple[httpx2.Client, httpx2.Client], path: str, shape: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Equal when joined, and with the same keys in the same kinds of chunk."""
     body = {"model": "small", "temperature": 0, "max_tokens": 6, **shape, "stream": True, **options}
     theirs, ours = ask(both, path, body)
     if theirs.status_code != 200:
@@ -343,7 +341,6 @@ def test_a_stream_through_the_proxy_is_vllms_own(
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_that_vllm_refuses_gets_vllms_own_error(both: tuple[httpx2.Client, httpx2.Client], name: str) -> None:
-    """The same status and the same body."""
     path, body = REFUSED[name]
     theirs, ours = ask(both, path, {"model": "small", **body})
     assert theirs.status_code >= 400, theirs.text
@@ -371,7 +368,6 @@ def test_a_request_that_would_crash_an_engine_with_adapters_does_not_reach_it(
 
 
 def test_every_call_of_this_module_was_captured(proxy_over_real: RunningProxy) -> None:
-    """Every served reply is stored with its tokens."""
     turns = [view.turn for view in proxy_over_real.turns()]
     assert turns
     assert {turn.outcome for turn in turns} <= {Outcome.EXACT, Outcome.ERROR}

@@ -134,7 +134,6 @@ def stalls(watched: Observed, reloads: list[tuple[float, float]]) -> list[float]
 def test_no_stream_fails_during_reloads_and_every_token_has_the_version_that_its_turn_names(
     served: RunningProxy, engine: RunningEngine, tmp_path: Path, num_reloads: int, num_streams: int, source: str
 ):
-    """0 failed, 0 cut; the published weights are served; first and last version match the tokens."""
     watched, reloads, gaps = Observed(), [], []
     paths = {0: engine.model_dir}
 
@@ -260,7 +259,6 @@ def num_loads(engine: RunningEngine) -> int:
 def test_a_bad_version_is_refused_before_the_engine_loads_it_and_serving_continues(
     served: RunningProxy, engine: RunningEngine, tmp_path: Path
 ):
-    """Each bad version is marked failed, the last good one serves calls, and the next good one is served in turn."""
     good = write_perturbed(engine.model_dir, tmp_path / "good", 1)
     version = publish(served, good)
     wait_for_status(served, version)

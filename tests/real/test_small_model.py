@@ -48,7 +48,6 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, messages: list[dict], *, prompt: 
 
 
 def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer: PreTrainedTokenizerFast):
-    """The exact text, because the engine's tool parser reads it."""
     text = tokenizer.apply_chat_template(CONVERSATION, tools=trail.TOOLS, tokenize=False, add_generation_prompt=True)
     call = '<tool_call>\n{"name": "lookup", "arguments": {"name": "Kim"}}\n</tool_call>'
     assert text == (
@@ -68,7 +67,6 @@ def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer: PreTrained
 
 @pytest.mark.parametrize("end", [2, 4, 6])
 def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: PreTrainedTokenizerFast, end: int):
-    """Token for token: a turn's prompt and its reply are unchanged in the next turn's prompt."""
     prompt = ids_of(tokenizer, CONVERSATION[:end], prompt=True)
     reply = ids_of(tokenizer, CONVERSATION[: end + 1], prompt=False)
     whole = ids_of(tokenizer, CONVERSATION, prompt=True)
@@ -113,7 +111,6 @@ def test_a_model_of_the_same_spec_is_reused_and_one_of_another_spec_is_replaced(
 
 
 def test_a_directory_with_other_files_is_not_changed(tmp_path: Path):
-    """The build must not replace a user's files."""
     (tmp_path / "thesis.txt").write_text("42")
     with pytest.raises(FileExistsError, match="name an empty or a new directory"):
         build_small_model(tmp_path, TINY)

@@ -23,7 +23,6 @@ def _parsed_by_vllm(*argvs: list[str]) -> list[dict[str, object]]:
 
 
 def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file() -> None:
-    """The arguments after `vllm serve`."""
     settings = EngineSettings(
         model="owner/name",
         gpus=[0, 1],

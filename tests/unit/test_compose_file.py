@@ -42,7 +42,6 @@ def networks_of(service: Service) -> set[str]:
     ],
 )
 def test_each_profile_starts_its_services_one_after_the_other(profile: str, order: list[str]) -> None:
-    """Each service waits for exactly the one before it, so the start has one order."""
     services = compose_file.services(profile, FILLED_IN)
     assert list(services) == order
     assert [list(service["depends_on"]) for service in services.values()] == [[], *([name] for name in order[:-1])]
@@ -70,7 +69,6 @@ def test_only_the_proxy_is_published_and_on_loopback_alone(profile: str) -> None
 
 @each_service
 def test_only_the_proxy_is_on_a_network_with_external_access(profile: str, name: str) -> None:
-    """A container without external access cannot leak data."""
     open_networks = {name for name, network in DOCUMENT["networks"].items() if not network.get("internal")}
     assert open_networks == {"edge"}
     assert ("edge" in networks_of(service_of(profile, name))) == (name == "proxy")
@@ -79,7 +77,6 @@ def test_only_the_proxy_is_on_a_network_with_external_access(profile: str, name:
 
 @each_service
 def test_every_container_is_locked_down(profile: str, name: str) -> None:
-    """No root, no capabilities, no new privileges, and nothing to write but tmpfs and volumes."""
     service = service_of(profile, name)
     user = re.fullmatch(r"(\d+):(\d+)", service["user"])
     assert user is not None

@@ -45,7 +45,6 @@ def test_names_on_one_target_add_up() -> None:
 
 
 def test_a_session_without_a_line_has_no_reward() -> None:
-    """The reward is None and not 0, because none was given yet."""
     assert session_reward([], Credit.PROPAGATE) is None
 
 

@@ -57,7 +57,6 @@ each_workload = pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 @pytest.mark.parametrize("document", RENDERED, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
 def test_each_resource_fits_the_schema_of_the_api(document: dict[str, Any], version: str) -> None:
-    """With `strict`, an unknown field is an error too."""
     kubernetes_validate = importlib.import_module("kubernetes_validate")
     kubernetes_validate.validate(document, version, strict=True)
 
@@ -122,7 +121,6 @@ def test_the_engines_flags_are_those_of_turnwise_engine() -> None:
 
 @pytest.mark.parametrize("name", ["turnwise-proxy", "turnwise-trainer"])
 def test_the_commands_are_commands_of_this_release(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every flag is known and every setting fits: the command resolves its settings as it would when it starts."""
     for container in containers_of(WORKLOADS[name]):
         for variable in container["env"]:
             assert variable["valueFrom"]["secretKeyRef"]["name"] == "turnwise-database"

@@ -167,7 +167,6 @@ def test_hosted_tools_are_dropped_and_named_in_a_header(proxy: RunningProxy) -> 
 
 
 def test_a_stream_without_alt_is_one_json_array(proxy: RunningProxy) -> None:
-    """Google's REST default; the elements together are the reply."""
     asked = {"contents": [{"role": "user", "parts": [{"text": "One two three"}]}]}
     made = httpx2.post(f"{proxy.url}/v1beta/models/fake:streamGenerateContent", json=asked)
     assert made.headers["content-type"].startswith("application/json")

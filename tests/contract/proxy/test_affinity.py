@@ -100,8 +100,6 @@ async def ask(http: aiohttp.ClientSession, url: str, session_id: str, body: byte
 @LOOPS
 @pytest.mark.parametrize("body", [b"{}", LONG], ids=["short", "long"])
 def test_every_call_of_a_session_is_answered_by_its_worker(tmp_path: Path, run: Run, body: bytes) -> None:
-    """Over new connections to both workers, and over one connection that calls of two sessions share."""
-
     async def scenario() -> None:
         async with serving(tmp_path) as (workers, urls):
             for url in urls:

@@ -65,8 +65,6 @@ def stored(database: Database) -> list[str]:
 
 
 def test_a_refused_job_does_not_fail_the_others_of_its_commit(database, database_url):
-    """All arrive at once; only the turn of an unknown session and the job that raises fail."""
-
     async def run() -> list[object]:
         async with writing(database_url) as writer:
             await writer.do(sessions.create_session, SESSION)
@@ -219,7 +217,6 @@ def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missi
 
 
 def test_a_killed_writing_process_is_replaced_and_its_jobs_fail(database, database_url):
-    """Later jobs do not wait and are not lost."""
     metrics = Metrics()
 
     async def run() -> object:

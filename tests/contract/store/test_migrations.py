@@ -34,7 +34,6 @@ def test_every_revision_goes_up_and_down_twice(empty_database_url: str) -> None:
 
 
 def test_the_migrated_tables_are_those_that_the_code_declares(database: Database) -> None:
-    """Types, nullability, indexes and constraints; an empty difference."""
     with database.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
 

@@ -140,7 +140,6 @@ def test_an_error_is_retried_up_to_the_limit_under_the_same_id(proxy):
 
 @pytest.mark.parametrize("reason", [reason for reason in TerminationReason if reason is not TerminationReason.ERROR])
 def test_any_other_reason_is_final(proxy, reason):
-    """Only an error is retried."""
     (episode,) = execute(proxy, [{"q": 1, "reason": reason}], ["a"])
     assert episode.termination_reason is reason
     assert Chat.attempts == {"a:0": 1}
@@ -153,7 +152,6 @@ def test_a_run_that_fails_on_every_attempt_ends_the_batch(proxy):
 
 
 def test_without_raise_on_error_the_last_error_is_returned_and_other_episodes_are_intact(proxy):
-    """Without `raise_on_error` the failed episode stands among the good ones."""
     tasks = [{"q": 1}, {"q": 2, "crashes": 9}, {"q": 3}]
     episodes = execute(proxy, tasks, ["a", "b", "c"], engine_args={"raise_on_error": False})
     reasons = [episode.termination_reason for episode in episodes]
@@ -178,7 +176,6 @@ def test_each_run_is_a_session_and_equal_ids_are_a_group(proxy):
 
 
 def test_the_ledger_holds_exactly_the_turns_of_the_episodes(proxy):
-    """An episode's steps hold the captured tokens and the version that sampled them."""
     episodes = execute(proxy, [{"q": k, "rewards": [0.0, 1.0]} for k in range(6)])
     outputs = [step.model_output for episode in episodes for t in episode.trajectories for step in t.steps]
     captured = {view.turn.turn_id: view for view in proxy.turns()}
@@ -291,7 +288,6 @@ def test_a_reply_without_logprobs_is_completed_from_the_ledger(proxy, gateway):
 
 
 def test_validation_runs_are_never_trained_on(proxy):
-    """`validate` makes the sessions evaluations."""
     execute(proxy, [{"q": 1}], validate=True)
     assert [session.split for session in proxy.sessions()] == ["eval"]
 

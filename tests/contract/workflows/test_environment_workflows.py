@@ -140,7 +140,6 @@ def test_a_cumulative_workflow_without_a_limit_is_refused():
 
 
 def test_classes_may_be_import_paths():
-    """`module:Class`; a path without a class is one sentence."""
     path = f"{__name__}:Counter"
     workflow = SingleTurnWorkflow(
         rollout_engine=None, executor=None, agent_cls=path, env_cls=Countdown, agent_args={"system": "two"}

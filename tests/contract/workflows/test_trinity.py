@@ -151,7 +151,6 @@ def test_every_experience_of_a_step_gets_its_reward_and_number_and_the_ledger_a_
 
 @pytest.mark.parametrize("kind", [*STEPPED, *PROPAGATED])
 def test_a_step_that_returns_false_is_the_last(proxy, model, kind):
-    """The step itself still counts."""
     made = run(make(kind, model, stop_after=1))
     assert [exp.eid.step for exp in made] == [0, 1, 1]
     assert kind in STEPPED or [exp.metrics for exp in made] == [{"actual_env_steps": 2}] * 3
@@ -160,7 +159,6 @@ def test_a_step_that_returns_false_is_the_last(proxy, model, kind):
 
 @pytest.mark.parametrize("kind", STEPPED)
 def test_a_step_without_calls_is_judged_and_gives_no_experience(proxy, model, kind):
-    """`reward` is called with an empty list; there is no experience for its result."""
     workflow = make(kind, model, calls=(1, 0, 1))
     assert [exp.eid.step for exp in run(workflow)] == [0, 2]
     assert workflow.seen == [1, 0, 1]
@@ -206,7 +204,6 @@ def test_a_run_without_any_call_is_judged_too(proxy, model, kind):
 
 @pytest.mark.parametrize("kind", PROPAGATED)
 def test_after_an_exception_a_run_may_still_be_rewarded(proxy, model, kind):
-    """Without a reward it is never trained; all turns are stored."""
     with pytest.raises(RuntimeError):
         run(make(kind, model, break_in_step=1))
     assert (len(proxy.turns()), proxy.rewards(), last_session(proxy).termination_reason) == (3, [], "error")
@@ -214,7 +211,6 @@ def test_after_an_exception_a_run_may_still_be_rewarded(proxy, model, kind):
 
 @pytest.mark.parametrize("kind", [Stepped, Propagated])
 def test_history_is_required(proxy, kind):
-    """A model without history cannot be judged step by step."""
     model = ModelWrapper(proxy.url, enable_history=False)
     with pytest.raises(InvalidRequest, match="enable_history=True"):
         make(kind, model)
@@ -275,7 +271,6 @@ def test_the_type_of_an_experience_follows_from_its_fields():
 
 
 def test_a_task_makes_its_workflow_and_reads_its_sample(model):
-    """Prompt and answer come from the raw sample by the names in `format_args`."""
     task = Task(workflow=Stepped, raw_task={"prompt": "q", "response": "a"}, workflow_args={"plan": Plan()})
     workflow = task.to_workflow(model, auxiliary_models=[model])
     assert (type(workflow), workflow.task) == (Stepped, task)
@@ -298,7 +293,6 @@ FIELDS = {
 
 @pytest.mark.parametrize("record", FIELDS)
 def test_records_have_the_fields_of_the_original(record):
-    """The names are the same, so a workflow's code works unchanged."""
     assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(record)}
 
 
@@ -374,14 +368,12 @@ def test_a_failed_run_is_excluded_and_the_others_are_kept(proxy, model):
 
 
 def test_without_partial_runs_the_first_failure_is_the_last_run(proxy, model):
-    """Later runs are not started."""
     task = task_of(Stepped, plan=Plan(break_in_step=0))
     status, _ = run_task(model, task, repeat_times=3, collect_partial_runs=False)
     assert (status.completed_runs, len(proxy.sessions())) == (0, 1)
 
 
 def test_experiences_of_an_evaluation_are_not_returned(proxy, model):
-    """The status has the result; the sessions are evaluations."""
     status, made = run_task(model, task_of(Stepped, is_eval=True))
     assert (status.ok, made) == (True, [])
     assert last_session(proxy).split == "eval"

@@ -94,7 +94,6 @@ def test_chat_and_generate_use_the_wrappers_generate_kwargs(proxy, fake_engine):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_chat_returns_one_experience_for_each_choice_and_history_has_them(model, fake_engine, is_async):
-    """The tokens are those that the engine sampled."""
     if is_async:
 
         async def go():
@@ -194,7 +193,6 @@ def wait_for_turn(proxy, session_id):
 
 
 def test_extracting_returns_and_clears(model, fake_engine):
-    """It keeps the history with `clear_history=False`."""
     client = model.get_openai_client()
     ask(client)
     ask(client)

@@ -130,7 +130,6 @@ def test_an_example_runs_and_is_one_exact_chain_or_its_turns_have_the_reason(
 def test_the_node_example_runs_and_is_one_exact_chain(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, node_project: Path, way: str
 ) -> None:
-    """The same holds in JavaScript."""
     played = Played(proxy, fake_engine)
     answer_as_scripted(fake_engine, "openai_node")
     program = node_project / f"agent-{os.getpid()}.mjs"
@@ -146,7 +145,6 @@ AGENTS = sorted(path for path in EXAMPLES.glob("*/*.py") if path.parent.name not
 
 @pytest.mark.parametrize("program", AGENTS, ids=lambda path: path.parent.name)
 def test_an_example_does_not_import_turnwise(program: Path) -> None:
-    """An agent imports its framework and the standard library."""
     nodes = list(ast.walk(ast.parse(program.read_text())))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]

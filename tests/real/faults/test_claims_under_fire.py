@@ -254,7 +254,6 @@ def num_trained(database: Database) -> int:
 def test_every_experience_is_acked_exactly_once_under_kills_stops_and_clock_jumps(
     database: Database, database_url: str, tmp_path: Path, num_trainers: int, num_experiences: int, num_rounds: int
 ) -> None:
-    """No experience is lost or counted twice, and an ack with a stale fencing token is refused."""
     turn_ids = fill(database, num_experiences)
     with under_fire(database, database_url, tmp_path, num_trainers) as (crew, clock):
         jumps = itertools.cycle(JUMPS)

@@ -91,7 +91,6 @@ def test_a_kill_at_any_point_of_a_call_loses_and_duplicates_no_turn(
 def test_a_kill_at_a_random_moment_under_32_streams_loses_and_duplicates_no_turn(
     slow_engine, database_url, tmp_path, moments
 ):
-    """The agents call continuously, also while the proxy starts."""
     port, ready, rng = free_port(), [], random.Random(1)
     with playing(f"http://127.0.0.1:{port}", 32) as agents:
         agents.go()

@@ -85,7 +85,6 @@ def sampled_versions(proxy: RunningProxy, name: str) -> set[int]:
 def test_a_version_that_breaks_the_first_engine_is_loaded_by_no_other(
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path, fault: str
 ):
-    """It is marked failed, version 1 is served throughout, and the broken engine loads version 1 when it returns."""
     publish_weights(proxy, tmp_path / fault, 2)
     failed = wait_for_status(proxy, 2, "failed")
     assert "version 2 was not loaded" in failed["error"]
@@ -142,7 +141,6 @@ def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_br
 def test_calls_in_flight_to_an_engine_that_dies_fail_with_an_error_and_later_calls_go_to_another(
     proxy: RunningProxy, engines: list[BreakableEngine]
 ):
-    """Calls whose reply has not started get a 503; an interrupted reply is an aborted turn; none hangs."""
     text = "a long story " * 40
     with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
         running = [executor.submit(call, proxy, f"doomed-{number}", text) for number in range(NUM_SESSIONS)]

@@ -91,7 +91,6 @@ def replied(sessions: Sessions, place: CallPlace, call: Call) -> None:
 
 
 async def test_a_conversation_in_memory_needs_no_database_read(sessions: Sessions, database: CountedReads):
-    """A new conversation needs no read either."""
     first = call_of(HELLO)
     place = await found(sessions, first)
     replied(sessions, place, first)

@@ -150,7 +150,6 @@ async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage
 
 
 async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(stage: Stage, trainer: WeightServer):
-    """As in a roll-back to an older version."""
     async with stage.process() as process:
         stage.publish(1)
         for version in (2, 3):

@@ -122,7 +122,6 @@ def flat(tensors):
 
 @pytest.mark.parametrize("critic", CRITICS)
 def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path, model, critic):
-    """Three batches at once, or two and then one after a restart: weights, critic and moments are the same."""
     whole = train(play(tmp_path / "whole", model, groups_per_batch=1, total_batches=3, **critic))
     settings = play(tmp_path / "parts", model, groups_per_batch=1, total_batches=2, **critic)
     train(settings)

@@ -89,7 +89,6 @@ LEARNERS = [
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: "-".join(map(str, learner.values())))
 def test_one_batch_moves_probability_to_the_better_sessions(tmp_path, model, played, learner):
-    """The sign is right for every algorithm."""
     state = train(tmp_path, model, played, algorithm=learner)
     assert state.progress.num_optimizer_steps == 2
     assert preference(tmp_path, load_model(model), load_model(tmp_path / "policies" / "v000001")) > 0.5

@@ -54,7 +54,6 @@ def weights(tmp_path, version):
 
 
 def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledger):
-    """The whole loop over a real store: claim, credit, updates, checkpoint, ack, publish."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=6)
     state = train(settings_for(tmp_path, model))
     assert (state.progress.num_batches, state.progress.num_optimizer_steps, state.progress.policy_version) == (2, 4, 2)

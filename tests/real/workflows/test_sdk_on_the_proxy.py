@@ -38,7 +38,6 @@ def ask(openai_client, text="hi", **kwargs):
 
 
 def test_a_session_gives_experiences_with_the_sampled_tokens_and_the_credit(client):
-    """Open, sample in two steps, reward, end: the experiences carry the sampled tokens and the credit."""
     session = client.create_session(task_id="t", credit="step_wise", metadata={"by": "test"})
     assert ask(session.openai(step=0)).choices[0].message.content
     ask(session.openai(step=1), "again", n=2)
@@ -119,7 +118,6 @@ def check_ledger(client, episodes, ids):
 
 @pytest.mark.parametrize("num_tasks", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_tasks_by_four_rollouts_are_all_in_the_ledger(client, proxy, fake_engine, num_tasks):
-    """One run in 16 crashes once: episodes in order, the ledger exact, every served token stored."""
     ids = [f"task-{index // 4}" for index in range(4 * num_tasks)]
     episodes = look(proxy.url, ids)
     check_ledger(client, episodes, ids)
@@ -135,7 +133,6 @@ def test_tasks_by_four_rollouts_are_all_in_the_ledger(client, proxy, fake_engine
 @pytest.mark.engine
 @pytest.mark.slow
 def test_256_parallel_runs_on_a_real_engine_are_captured_exactly(engine: RunningEngine, start_proxy):
-    """256 runs on vLLM with the small model."""
     proxy = start_proxy(engine.url)
     ids = [f"task-{index // 4}" for index in range(256)]
     with Client(proxy.url) as client:
@@ -220,7 +217,6 @@ def credit_of(ways, client, proxy, credit):
 
 @pytest.mark.parametrize("credit", ["step_wise", "propagate"])
 def test_three_python_implementations_of_one_agent_give_the_same_credit(client, proxy, credit):
-    """Subclass, Turnwise's client and plain HTTP: tokens, steps, rewards and returns are equal byte for byte."""
     left = credit_of({"subclass": by_subclass, "client": by_client, "http": by_http}, client, proxy, credit)
     assert len(set(map(tuple, left.values()))) == 1
     rewards = [json.loads(line)["turn_rewards"] for line in left["http"]]

@@ -50,7 +50,6 @@ def _names_on_the_trail(task: trail.TrailTask) -> list[str]:
 
 
 def test_a_task_depends_only_on_its_split_its_index_and_its_seed():
-    """The arguments select the random stream: equal ones give the same task, any other one another task."""
     task = trail.make_task("train", 7, seed=1)
     random.seed(0)
     assert trail.make_task("train", 7, seed=1) == task

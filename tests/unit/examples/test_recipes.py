@@ -65,7 +65,6 @@ def reward_of(name: str, task: dict, replies: list) -> float:
 def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
     name: str, size: str, tmp_path, monkeypatch
 ):
-    """The answer stays with the grader."""
     if size == "recipe" and name in ("gsm8k", "coding"):
         (tmp_path / settings_of(name, size).options["directory"]).mkdir()
         for file in ("train", "test"):

@@ -100,7 +100,6 @@ def only(turns: list[NewTurn]) -> NewTurn:
 
 
 def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
-    """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
     captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, {"served"})
     captured.choices[0].fields |= {"unheard_of": 1, "refusal": None}
@@ -200,7 +199,6 @@ def test_each_choice_of_several_prompts_keeps_its_own_prompt():
 
 
 def test_only_a_complete_reply_is_found_by_its_key():
-    """A retry of a reply that was cut off samples again."""
     call = call_of(USER, key="k")
     captured = Captured(PROMPT_TEXT, {0: choice(7)})
     assert only(built(call, place_of(call), captured)).request_key == "key\nk#0"

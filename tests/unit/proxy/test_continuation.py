@@ -62,7 +62,6 @@ def said(text: str) -> Json:
 
 
 def test_a_request_extends_the_deepest_turn_that_it_repeats():
-    """Of two repeated turns, the later one."""
     forest = TurnForest()
     stored(forest, "t1", [USER], "A")
     deep = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
@@ -74,7 +73,6 @@ def test_a_request_extends_the_deepest_turn_that_it_repeats():
 
 
 def test_a_branch_extends_the_turn_it_leaves_from():
-    """Another question after the first reply goes back to the first turn."""
     forest = TurnForest()
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
@@ -111,7 +109,6 @@ def test_of_equal_turns_a_request_extends_that_of_its_calls_then_a_whole_reply_t
     ],
 )
 def test_a_history_that_extends_no_turn_has_a_reason(messages, fields, reason):
-    """No reply, an edited reply, another system message, other tools."""
     forest = TurnForest()
     stored(forest, "t1", [SYSTEM, USER], "A")
     conversation = conversation_of(call(messages, **fields))
@@ -246,13 +243,11 @@ async def test_many_long_messages_leave_the_threads_that_read_the_store_free():
     ],
 )
 async def test_a_call_that_the_engine_must_render_starts_a_chain(fields, reason):
-    """Prefill and truncation need the messages."""
     plan = await planned(Canned(), [USER, said("A"), NEXT], **fields)
     assert (plan.parent, plan.prompt, plan.reason) == (None, None, reason)
 
 
 async def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_reason():
-    """Each has its own reason."""
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     assert (await planned(Canned(), [USER, said("A"), picture])).reason == "media"
     assert (await planned(None, [USER, said("A"), NEXT])).reason == "template_unknown"

@@ -51,7 +51,6 @@ def assistant(**fields: object) -> dict:
     ],
 )
 def test_fields_that_no_template_reads_are_ignored(one, other):
-    """Ids, spacing, key order, null, parts, dropped thinking, whitespace beside a tool call, cache control."""
     assert message_digest(one) == message_digest(other)
 
 
@@ -86,12 +85,10 @@ def test_names_and_ids_count_where_the_template_prints_them(field, one, other):
     ],
 )
 def test_fields_that_templates_read_change_the_digest(one, other):
-    """Text, role, arguments and the number of calls."""
     assert message_digest(one) != message_digest(other)
 
 
 def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
-    """The digest of a turn equals the next request's digest at the same position."""
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     reply = assistant(content="A")
     before = digest_history(messages, b"")
@@ -101,7 +98,6 @@ def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
 
 
 def test_tools_change_only_the_full_digest_and_system_messages_do_not_change_the_dialogue_digest():
-    """Three digests distinguish three kinds of change."""
     tools = context_digest([{"type": "function", "function": {"name": "f"}}], {})
     user = {"role": "user", "content": "U"}
     bare = digest_history([user], b"")
@@ -116,7 +112,6 @@ def test_tools_change_only_the_full_digest_and_system_messages_do_not_change_the
 
 
 def test_media_is_anything_that_is_not_text():
-    """Images, audio and unknown parts are rendered by the engine."""
     assert has_media([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     assert has_media([{"role": "user", "content": [{"type": "hologram"}]}])
     assert has_media([{"role": "user", "content": [{"type": ["text"]}]}])

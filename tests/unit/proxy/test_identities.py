@@ -94,7 +94,6 @@ def test_a_native_id_names_the_session_unless_it_is_turned_off(entry, headers, b
     ],
 )
 def test_an_id_that_is_not_unique_to_a_session_names_no_session(body):
-    """A constant cache key, a user."""
     assert named({}, body).session_id is None
 
 

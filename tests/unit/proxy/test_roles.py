@@ -108,7 +108,6 @@ def shown(
 def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(
     call: Call, reason: str | None, found: tuple[Role, str]
 ):
-    """In a session whose agent has a system message and tools."""
     forest = TurnForest()
     stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
     assert role_of(call, forest, reason=reason) == found

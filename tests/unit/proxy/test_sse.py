@@ -14,7 +14,6 @@ EVENTS = [b'{"a": 1}', '{"text": "ž\\n"}'.encode(), b"[DONE]"]
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 @given(cuts=st.lists(st.integers(min_value=1, max_value=60), max_size=8))
 def test_any_cut_gives_the_same_events(line_end: bytes, cuts: list[int]):
-    """The events do not depend on the network's chunks, which may end inside of a line end."""
     stream = b"".join(map(sse.event, EVENTS)).replace(b"\n", line_end)
     buffer, found, at = sse.EventBuffer(), [], 0
     for size in [*cuts, len(stream)]:
@@ -25,7 +24,6 @@ def test_any_cut_gives_the_same_events(line_end: bytes, cuts: list[int]):
 
 
 def test_comments_and_windows_line_ends_are_parsed_and_incomplete_data_is_kept():
-    """Other fields are dropped; incomplete data can be read."""
     buffer = sse.EventBuffer()
     events = buffer.feed(b": ping\r\n\r\ndata: x\r\n\r\ndata: y")
     assert events == [b"x"]
@@ -34,7 +32,6 @@ def test_comments_and_windows_line_ends_are_parsed_and_incomplete_data_is_kept()
 
 
 def test_a_stream_is_written_as_it_is_read():
-    """The written frames parse back to the same events; a named event has its name in both places."""
     verbatim = sse.Verbatim()
     written = verbatim.chunks(EVENTS[:2]) + verbatim.done() + verbatim.error(b'{"error": {}}')
     assert sse.EventBuffer().feed(written) == [*EVENTS, b'{"error": {}}']

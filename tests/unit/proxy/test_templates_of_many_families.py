@@ -172,7 +172,6 @@ def verdict(family: str, case: str, *, keep_thinking: bool) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keep_thinking", [False, True], ids=["template", "keep"])
 def test_next_turn_is_exact_or_starts_a_chain_with_a_reason(family, keep_thinking):
-    """Never silently different, for any conversation."""
     for case in CASES:
         assert verdict(family, case, keep_thinking=keep_thinking) in {
             "exact",
@@ -185,7 +184,6 @@ def test_next_turn_is_exact_or_starts_a_chain_with_a_reason(family, keep_thinkin
 
 
 def test_most_of_at_least_14_template_families_are_continued_exactly():
-    """Every family continues plain conversations exactly or with a reason; most are exact."""
     counts: collections.Counter[str] = collections.Counter()
     print("\n" + "family".ljust(22) + " ".join(name.ljust(10) for name in CASES))
     for family in FAMILIES:

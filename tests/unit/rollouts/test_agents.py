@@ -25,7 +25,6 @@ def test_an_agent_is_identified_by_its_program():
 
 @pytest.mark.parametrize("name", sorted(AGENTS))
 def test_every_known_agent_gets_the_address_of_its_session(name, address):
-    """Its variables, its files or its flags hold the session's address; its files parse."""
     agent = AGENTS[name]
     write_files(agent, address)
     for path in address.home.rglob("*.json"):

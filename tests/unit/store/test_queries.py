@@ -100,7 +100,6 @@ def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection:
 
 
 def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database: Database) -> None:
-    """Of this tenant, and of this id alone."""
     names = ["s", *(f"s~{number}" for number in (*range(2, 13), 14)), "t~2"]
     with database.write() as connection:
         for name in names:
@@ -231,7 +230,6 @@ def test_the_dry_run_computes_experiences_with_another_credit_policy(forest: Dat
 
 
 def test_experiences_of_many_sessions_stream_in_order(database: Database) -> None:
-    """More sessions than one read returns; none twice, none left out."""
     names = [f"s{n:02}" for n in range(40)]
     for name in names:
         add_session(database, name)

@@ -73,7 +73,6 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monk
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(tmp_path, name):
-    """Over real architectures with random weights."""
     make_model(tmp_path, name, vocab_size=VOCABULARY, **FAMILIES[name])
     policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
     policy.load(0)

@@ -30,7 +30,6 @@ def test_one_row_for_a_trajectory_joins_the_steps_that_extend_one_another():
 
 
 def test_one_row_for_each_step_has_its_own_reward_and_number():
-    """Each step is a row of its own prompt; only the last is the last."""
     rows = rows_of(episode(*GROWING, rewards=[0.5, 2.0]), "t", stepwise=True)
     assert [(row.step_id, row.step_reward, row.is_last_step) for row in rows] == [
         ("t_solver_step0", 0.5, False),

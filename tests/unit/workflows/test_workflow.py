@@ -103,7 +103,6 @@ def ending_in(error):
 
 
 def test_the_constructor_keeps_whole_seconds_and_ignores_unknown_keywords():
-    """`timeout` becomes an int; other keywords are no error; neither uid nor task exists before `reset`."""
     made = Scripted(RolloutEngine(), None, timeout=2.9, unheard_of=1)
     assert made.timeout == 2
     assert (made.gamma, made.reward_bonus_coeff) == (0.0, 0.0)
@@ -128,8 +127,6 @@ def test_keywords_are_passed_to_run_and_the_time_limit_is_the_objects():
 
 @pytest.mark.parametrize("returned", [None, 3, "done", {"reward": 1.0}])
 def test_a_return_value_that_is_not_an_episode_is_ignored(returned):
-    """For a dictionary, a number or None the episode is made of the agents' trajectories."""
-
     async def end():
         return returned
 
@@ -139,7 +136,6 @@ def test_a_return_value_that_is_not_an_episode_is_ignored(returned):
 
 
 def test_termination_reasons_have_their_wire_names():
-    """Seven reasons; an event without one means unknown."""
     prompt, response = "max_prompt_length_exceeded", "max_response_length_exceeded"
     others = ["env_done", "max_turns_exceeded", "timeout", "unknown", "error"]
     assert [reason.value for reason in TerminationReason] == [prompt, response, *others]
@@ -147,7 +143,6 @@ def test_termination_reasons_have_their_wire_names():
 
 
 def test_an_episode_that_run_returns_is_not_touched():
-    """No id, reward, metric or reason is added to the workflow's own episode."""
     own = Episode(id="mine", trajectories=[Trajectory(steps=[step(5.0)])])
 
     async def end():
@@ -161,7 +156,6 @@ def test_an_episode_that_run_returns_is_not_touched():
 
 @pytest.mark.parametrize("reason", list(TerminationReason))
 def test_an_event_ends_the_episode_for_its_reason(reason):
-    """A `TerminationEvent` is the normal end; the steps until then are kept."""
     episode = run(workflow(ending=ending_in(TerminationEvent(reason)), rewards=(1.0, 2.0)))
     assert episode.termination_reason is reason
     assert len(episode.trajectories[0].steps) == 2
@@ -169,8 +163,6 @@ def test_an_event_ends_the_episode_for_its_reason(reason):
 
 
 def test_a_timeout_keeps_the_steps():
-    """`self.timeout` seconds are the limit of one run."""
-
     async def end():
         await asyncio.sleep(60)
 
@@ -187,7 +179,6 @@ def test_a_timeout_error_of_the_users_own_code_counts_as_timeout():
 
 
 def test_any_other_exception_is_an_outcome_with_its_traceback():
-    """Message, type and traceback are kept, and so are the steps; nothing is raised."""
     episode = run(workflow(ending=ending_in(ValueError("broken tool"))))
     assert episode.termination_reason is TerminationReason.ERROR
     error = episode.info["error"]
@@ -197,8 +188,6 @@ def test_any_other_exception_is_an_outcome_with_its_traceback():
 
 
 def test_a_cancellation_is_raised():
-    """`CancelledError` does not become an outcome of the run."""
-
     async def go():
         task = asyncio.ensure_future(
             workflow(ending=lambda: asyncio.sleep(60)).run_with_termination_handling({}, "t:0")
@@ -212,7 +201,6 @@ def test_a_cancellation_is_raised():
 
 
 def test_commit_copies_names_and_resets():
-    """The name is set on the original, a deep copy is kept, and the agent is reset only on request."""
     made = workflow()
     made.reset({}, "t:0")
     made.agent.take(1.0)
@@ -226,7 +214,6 @@ def test_commit_copies_names_and_resets():
 
 
 def test_commit_without_steps_adds_nothing_and_two_commits_add_two():
-    """Empty trajectories are dropped; repeated commits are not detected."""
     made = workflow()
     made.reset({}, "t:0")
     made.commit(trajectory=Trajectory())
@@ -237,7 +224,6 @@ def test_commit_without_steps_adds_nothing_and_two_commits_add_two():
 
 
 def test_commit_takes_exactly_one_of_agent_and_trajectory():
-    """Both or neither is an error."""
     made = workflow()
     for arguments in [{}, {"agent": made.agent, "trajectory": Trajectory()}]:
         with pytest.raises(InvalidRequest, match="exactly one"):
@@ -245,7 +231,6 @@ def test_commit_takes_exactly_one_of_agent_and_trajectory():
 
 
 def test_commit_resets_an_agent_and_names_a_trajectory():
-    """`reset` is for agents; a trajectory that is given alone gets its name, on the original."""
     made = workflow()
     made.reset({}, "t:0")
     given = Trajectory(steps=[step(1.0)])
@@ -297,7 +282,6 @@ def test_an_empty_episode_has_reward_zero_and_is_not_correct():
 
 
 def test_a_last_step_without_a_reply_is_dropped_before_rewards_are_summed():
-    """A crash between the environment's answer and the model's reply leaves an unfinished step."""
     made = workflow()
     made.reset({}, "t:0")
     trajectory = Trajectory(steps=[step(1.0), step(5.0, content="")])
@@ -306,14 +290,12 @@ def test_a_last_step_without_a_reply_is_dropped_before_rewards_are_summed():
 
 
 def test_an_earlier_reward_of_a_trajectory_is_overwritten():
-    """The sum of steps is the only reward of a trajectory."""
     trajectory = Trajectory(steps=[step(1.0), step(2.0)], reward=99.0)
     workflow().compute_trajectory_reward(trajectory)
     assert trajectory.reward == 3.0
 
 
 def test_an_episode_is_correct_when_its_rewards_add_up_to_more_than_zero():
-    """The sum over all trajectories counts; one without a reward counts as 0."""
     made = workflow()
     for rewards, correct in [((1.0, -0.5), True), ((1.0, -1.0), False), ((None, 0.5), True)]:
         episode = Episode(trajectories=[Trajectory(reward=reward) for reward in rewards])
@@ -335,7 +317,6 @@ def test_metrics_are_mean_rewards_by_name():
 
 
 def test_reset_clears_commits_resets_agents_and_passes_the_task_to_environments():
-    """Committed trajectories are removed; public agents and public environments are reset with the task."""
     made = workflow()
     made.env, made._env = Env(), Env()
     made.reset({"q": 1}, "t:0")
@@ -350,7 +331,6 @@ def test_reset_clears_commits_resets_agents_and_passes_the_task_to_environments(
 
 
 def test_one_unsafe_environment_makes_the_workflow_unsafe():
-    """Private attributes count too."""
     made = workflow()
     assert made.is_multithread_safe()
     made._env = UnsafeEnv()
@@ -358,7 +338,6 @@ def test_one_unsafe_environment_makes_the_workflow_unsafe():
 
 
 def test_blocking_calls_run_in_the_executor():
-    """The function gets its arguments, in another thread."""
     with ThreadPoolExecutor(1, thread_name_prefix="pool") as executor:
         made = Scripted(RolloutEngine(), executor)
         call = made.run_in_executor(lambda a, b: (a, b, threading.current_thread().name), 1, b=2)
@@ -366,7 +345,6 @@ def test_blocking_calls_run_in_the_executor():
 
 
 def test_a_trajectory_is_cumulative_when_each_conversation_begins_with_the_one_before():
-    """Compared message by message."""
     content = [{"role": "user", "content": str(k)} for k in range(3)]
     grows = Trajectory(steps=[Step(chat_completions=content[:1]), Step(chat_completions=content)])
     jumps = Trajectory(steps=[Step(chat_completions=content[:1]), Step(chat_completions=content[1:])])
@@ -374,12 +352,10 @@ def test_a_trajectory_is_cumulative_when_each_conversation_begins_with_the_one_b
 
 
 def test_an_episode_id_splits_into_task_and_rollout():
-    """The last colon separates; a task id may hold others."""
     assert (Episode(id="a:b:3").task_id, Episode(id="a:b:3").rollout_idx) == ("a:b", "3")
 
 
 def test_records_have_the_defaults_of_the_original():
-    """A trajectory has the name agent and reward 0; a step has reward 0 and is not done."""
     assert (Trajectory().name, Trajectory().reward, Step().reward, Step().done, Step().mc_return) == (
         "agent",
         0.0,
@@ -402,6 +378,5 @@ FIELDS = {
 
 @pytest.mark.parametrize("record", FIELDS)
 def test_records_have_the_fields_of_the_original(record):
-    """The names are the same; all fields are optional."""
     made = record()
     assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(made)}
