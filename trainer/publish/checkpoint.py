@@ -48,7 +48,6 @@ from turnwise.version_directory import LATEST, STATE_FILE
 log = logging.getLogger(__name__)
 
 TENSORS = "tensors"
-"""In a version's state directory: the checkpoint of its tensors."""
 NONCE = ".shared"
 """File with a random word of the first process, which the other processes look for."""
 SHARED_SECONDS = 60.0
@@ -56,7 +55,6 @@ SHARED_SECONDS = 60.0
 MOST_HELD = 2
 """Versions that stay in memory; engines get older ones from their directories."""
 LOCK = ".lock"
-"""File in the directory that the trainer which writes into it has locked."""
 WRITING = ".writing-"
 """Prefix of a directory that is not complete."""
 REPLACED = ".replaced-"
@@ -64,9 +62,8 @@ REPLACED = ".replaced-"
 UNPUBLISHED = "unpublished-"
 """Prefix of a directory that was set aside, because the database does not know its version."""
 UNPUBLISHED_DAYS = 7
-"""How long such a directory is kept. The first start of a trainer after the day in its name removes it."""
+"""How long such a directory is kept: the first start of a trainer after the day in its name removes it."""
 UNTIL = ".until-"
-"""Followed by that day."""
 
 _LAST_DAY = re.compile(re.escape(UNTIL) + r"(\d{4}-\d{2}-\d{2})$")
 
@@ -109,7 +106,7 @@ class Checkpoints:
             ) from error
 
     def write_nonce(self) -> str:
-        """Write and return a random word, by which the other processes know this directory; in the first process."""
+        """Write and return a random word, by which the other processes know this directory."""
         nonce = secrets.token_hex(16)
         path = self.directory / NONCE
         path.write_text(nonce, encoding="utf-8")
@@ -139,7 +136,6 @@ class Checkpoints:
         return version_directory.state_directory(self.directory, version)
 
     def has_state(self, version: int) -> bool:
-        """Return whether a run can be resumed from this version; version 0 needs no state."""
         return version == 0 or self.state_directory(version).is_dir()
 
     def write_policy(self, version: int, write: Callable[[Path], None], manifest: Json) -> Path:
@@ -157,11 +153,7 @@ class Checkpoints:
     def write_state(self, version: int, values: dict[str, Any], tensors: dict[str, Any], group: Any = None) -> None:
         """Write what a resume from this version needs, and point `latest` at it; in all processes together.
 
-        Args:
-            version: The version of the weights.
-            values: Plain values, of which the first process writes its own.
-            tensors: Nested dictionaries of tensors; of sharded ones each process writes its shards.
-            group: The processes; None for one alone.
+        The first process writes its plain `values`, and each its shards of the nested dictionaries of `tensors`.
 
         Raises:
             NotWritten: A process could not write, as on a full disk.
@@ -238,7 +230,6 @@ class Checkpoints:
                     )
 
     def prune(self, protected: set[int]) -> list[int]:
-        """Remove all but the newest `keep` versions and the protected ones; return what was removed."""
         versions = self.versions()
         gone = [version for version in versions[: -self._keep] if version not in protected]
         for version in gone:
@@ -375,7 +366,6 @@ def _staging(place: Path) -> Path:
 
 
 def _locked(path: Path) -> TextIO:
-    """Open a file and lock it until it is closed."""
     try:
         return lock(path)
     except OSError as error:

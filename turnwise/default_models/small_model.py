@@ -91,7 +91,6 @@ class SmallModelSpec:
     """The conversations of the warm-up, a key of `trail.FORMATS`; they determine the agent's format."""
 
     seed: int = 0
-    """Seed of the initial weights and of the warm-up's conversations."""
 
     vocabulary_size: int = 768
     """Maximum size: the 256 bytes, the added tokens and the merges."""
@@ -109,13 +108,11 @@ class SmallModelSpec:
     num_warm_up_steps: int = 420
     num_conversations_per_step: int = 32
     learning_rate: float = 3e-3
-    """The peak learning rate, reached after a tenth of the steps; it then decreases to zero."""
 
     num_threads: int = 1
     """Threads of torch during the build. Another number changes the last bits of the weights."""
 
     def digest(self) -> str:
-        """Return the SHA-256 of the spec and of the code that builds the model, without comments and docstrings."""
         hashed = [json.dumps(dataclasses.asdict(self), sort_keys=True)]
         hashed += [code_of(Path(source).read_text(encoding="utf-8")) for source in self._sources()]
         return hashlib.sha256("\0".join(hashed).encode()).hexdigest()
@@ -173,7 +170,6 @@ def ensure_small_model(
 
 
 def train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE trained on the task's conversations, with the chat template."""
     tokenizer = Tokenizer(models.BPE())
     # Names, and the role at the start of a message, are always separate tokens. Otherwise merges could extend from the
     # prompt into the reply, and the tokens of a conversation would depend on where the prompt ends.
@@ -208,7 +204,6 @@ def assistant_mask(ids: list[int], header: list[int], end: int) -> list[bool]:
 
 
 def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Wrap a tokenizer for transformers and the engine."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
@@ -221,7 +216,6 @@ def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _conversations(spec: SmallModelSpec, count: int) -> Iterator[list[trail.Message]]:
-    """Yield warm-up conversations about tasks that are in no split of the demo."""
     rng = random.Random(f"warm-up/{spec.seed}")  # noqa: S311 - a game, no secret
     for index in range(count):
         yield trail.FORMATS[spec.world].warm_up_conversation(trail.make_task("warm_up", index, spec.seed), rng)
@@ -240,7 +234,6 @@ def _between_added_tokens(
 
 
 def _initial_model(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> Qwen3ForCausalLM:
-    """Return a Qwen3 with random weights, in 32-bit floats."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -264,7 +257,6 @@ def _initial_model(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> 
 def _warm_up(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, on_progress: Progress | None
 ) -> float:
-    """Train on the assistant's tokens of the warm-up conversations; return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
@@ -288,7 +280,6 @@ def _warm_up(
 
 
 def _accumulate_gradient(model: Qwen3ForCausalLM, batch: Batch) -> float:
-    """Accumulate the gradient of the mean loss over the assistant's tokens of the batch; return this loss."""
     num_learnt = sum(int(mask_BT.sum()) for _, mask_BT in batch)
     total = 0.0
     for ids_BT, mask_BT in batch:
@@ -315,7 +306,6 @@ def _batches(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> Iterat
 
 
 def _padded(rows: list[list[int]], header: list[int], end: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and the mask of the assistant's tokens, both [B, T], padded on the right."""
     width = max(map(len, rows))
     masks = [assistant_mask(row, header, end) for row in rows]
     ids_BT = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
@@ -323,7 +313,7 @@ def _padded(rows: list[list[int]], header: list[int], end: int, pad: int) -> tup
 
 
 def _write_model(directory: Path, spec: SmallModelSpec, on_progress: Progress | None) -> None:
-    """Write tokenizer, weights, generation defaults and, last, the spec."""
+    """Write tokenizer, weights and generation defaults; the spec comes last."""
     threads = torch.get_num_threads()
     torch.set_num_threads(spec.num_threads)
     try:
@@ -343,7 +333,6 @@ def _write_model(directory: Path, spec: SmallModelSpec, on_progress: Progress | 
 
 
 def _built_digest(directory: Path) -> str | None:
-    """Return the digest of the model in the directory; None without a model."""
     try:
         return str(json.loads((directory / SPEC_FILE).read_text())["digest"])
     except FileNotFoundError:

@@ -37,7 +37,6 @@ CITIES = (
 )
 
 MIN_HOPS, MAX_HOPS = 1, 3
-"""Number of lookups of the shortest and of the longest trail."""
 
 SYSTEM_PROMPT = 'Look people up, then reply: The answer is "CITY".'
 
@@ -99,7 +98,6 @@ class TrailTask:
     """A question about a random graph of people."""
 
     task_id: str
-    """`trail-{split}-{seed}-{index}`."""
 
     question: str
 
@@ -155,7 +153,6 @@ def reward(task: TrailTask, final_text: str) -> float:
 
 
 def opening(task: TrailTask) -> list[Message]:
-    """Return the first two messages of each conversation about the task."""
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": task.question}]
 
 

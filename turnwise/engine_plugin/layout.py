@@ -30,13 +30,10 @@ class Slot(NamedTuple):
 
 
 class TensorLayout:
-    """The places of all tensors of a version, in their order.
-
-    Args:
-        described: Name, name of the torch dtype, such as `bfloat16`, and shape of each tensor, as `as_json` returns it.
+    """The places of all tensors of a version, in their order, from what `as_json` returns.
 
     Raises:
-        ValueError: It does not describe tensors.
+        ValueError: `described` does not describe tensors.
     """
 
     def __init__(self, described: Iterable[Sequence[Any]]) -> None:
@@ -50,7 +47,6 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the layout of these tensors, in their order."""
         return cls((name, _name_of(tensor.dtype), tensor.shape) for name, tensor in tensors.items())
 
     def as_json(self) -> list[list[Any]]:
@@ -65,7 +61,6 @@ class TensorLayout:
         return buffer
 
     def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor as a view of the buffer, in order."""
         for slot in self._slots:
             yield slot.name, buffer[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
 

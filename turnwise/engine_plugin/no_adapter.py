@@ -20,9 +20,7 @@ SHRINK = "bgmv_shrink"
 def leave_out_tokens_without_adapter(kernels: ModuleType, wrapper: ModuleType) -> None:
     """Let the first factors of all adapters give zero for tokens without adapter.
 
-    Args:
-        kernels: `vllm.lora.ops.torch_ops.lora_ops`.
-        wrapper: `vllm.lora.punica_wrapper.punica_cpu`, which calls the function too.
+    The arguments are vLLM's modules `lora_ops` and `punica_cpu`, which calls the function too.
     """
     shrink: Callable[..., Any] = getattr(kernels, SHRINK)
 

@@ -34,11 +34,9 @@ class TransferInfo:
     world_size: int
     """Members of the group: the trainer, and the engine's workers."""
     layout: list[list[Any]]
-    """Of `TensorLayout.as_json`."""
     checksum: str
     chunk_bytes: int = CHUNK_BYTES
     seconds: float = 60.0
-    """Time limit of each wait."""
 
 
 class Receiver:

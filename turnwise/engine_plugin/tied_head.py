@@ -19,11 +19,7 @@ PACKED = "cpu_linear"
 
 
 def follow_loads(layerwise: ModuleType) -> None:
-    """Let vLLM pack tied heads again at the end of each load.
-
-    Args:
-        layerwise: `vllm.model_executor.model_loader.reload.layerwise`.
-    """
+    """Let vLLM pack tied heads again at the end of each load; `layerwise` is its module of layer-wise reloads."""
     finish: Callable[..., Any] = getattr(layerwise, FINISH)
 
     @functools.wraps(finish)

@@ -30,7 +30,6 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     version: int
     seconds: float = 60.0
-    """Time limit for what has not arrived yet."""
 
 
 class TurnwiseWeights(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -44,11 +43,6 @@ class TurnwiseWeights(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         self._receiver = Receiver()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Start to receive a version.
-
-        Raises:
-            TransferFailed: Another one is still received.
-        """
         parallel = self.parallel_config
         self._receiver.begin(init_info, 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
@@ -56,7 +50,6 @@ class TurnwiseWeights(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         """Do nothing: the model is not touched until the version is known to be whole."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load a version that arrived."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -25,13 +25,12 @@ from turnwise.store.database import Database
 from turnwise.types import utc_now
 
 SESSIONS_AT_ONCE = 50
-"""Sessions of one batch; the rows of a batch are in memory together when it is read."""
 
 
 _INCOMPLETE = ".writing-"
 """How the names of batches begin that are not complete."""
 _ABANDONED_SECONDS = 3600.0
-"""An incomplete batch to which nothing was written for so long belongs to no running process."""
+"""An incomplete batch to which nothing was written for this long belongs to no running process."""
 _LOCK_FILE = ".lock"
 
 
@@ -63,7 +62,6 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove the incomplete batches of killed processes, but not those of a process that the lock does not stop."""
     oldest = time.time() - _ABANDONED_SECONDS
     for incomplete in directory.glob(f"{_INCOMPLETE}*"):
         if max(path.stat().st_mtime for path in (incomplete, *incomplete.iterdir())) < oldest:
@@ -111,7 +109,6 @@ def restore(database: Database, directory: Path) -> int:
 
 
 def _highest_version(archived: stored_archive.ArchivedSession) -> int:
-    """Return the highest version that the rows of a session name."""
     sampled = (row["policy_version_last"] for row in archived.others.get("turns", ()))
     trained = (row["policy_version"] for row in archived.others.get("trained_sessions", ()))
     return max((*sampled, *trained), default=0)
@@ -125,7 +122,6 @@ def _sessions_in(batch: Path) -> list[tuple[str, str]]:
 
 
 def _read_batch(batch: Path) -> Iterator[stored_archive.ArchivedSession]:
-    """Yield the sessions of a batch."""
     import pyarrow.parquet
 
     return stored_archive.grouped(

@@ -15,7 +15,6 @@ from turnwise.chains import Experience
 from turnwise.types import Json
 
 ROWS_IN_GROUP = 256
-"""Rows that are held in memory and written together."""
 
 
 def write_rows(path: Path, columns: Json, rows: Iterable[Mapping[str, Any]]) -> int:

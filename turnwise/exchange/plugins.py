@@ -28,12 +28,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 def load(group: str, name: str, core: tuple[str, ...] = ()) -> Any:
-    """Import what an installed package brings under a name.
-
-    Args:
-        group: The group of entry points.
-        name: Which of them.
-        core: The names that need no package, for the error.
+    """Import what an installed package brings under a name; `core` are the names that need none, for the error.
 
     Raises:
         SettingsError: no installed package has the name.

@@ -26,10 +26,8 @@ class Agreement:
     num_sessions: int
     num_pairs: int
     value: float | None
-    """Mean over the pairs; None without a pair."""
 
     def line(self) -> str:
-        """Return the result as a sentence."""
         if self.value is None:
             return f"no two of {self.num_sessions} checked sessions have different known outcomes and a reward each"
         return f"agrees with {self.value:.0%} of {self.num_pairs} pairs of {self.num_sessions} checked sessions"
@@ -79,9 +77,9 @@ def session_rewards(unit: Sequence[Json], rewards: Iterable[Grade]) -> dict[str,
 def agreement(outcomes: Mapping[str, float], units: Iterable[Mapping[str, float]]) -> Agreement:
     """Return the agreement over all pairs of each unit.
 
-    Args:
-        outcomes: The known outcome of each session.
-        units: The rewards that the source gave, by session; sessions of different units are not compared.
+    `outcomes` are the known outcomes by session, `units` the rewards that the source gave; sessions of different
+    units
+    are not compared.
     """
     num_sessions, scores = 0, list[float]()
     for rewards in units:

@@ -37,7 +37,6 @@ class Grade:
     """Another session than the graded one: of its group, where a whole group is judged."""
 
     def line(self, session_id: str, source: str) -> Json:
-        """Return it as a line of `POST /v1/rewards`."""
         target: Json = {"turn_id": self.turn_id} if self.turn_id else {"session_id": self.session_id or session_id}
         if self.step is not None:
             target["step"] = self.step
@@ -136,17 +135,6 @@ class CommandGrader:
     timeout_seconds: float = 60.0
 
     async def grade(self, document: Json, *, cwd: Path, environment: Mapping[str, str], log: Path) -> list[Grade]:
-        """Return the rewards of one session.
-
-        Args:
-            document: What the command reads on standard input, as JSON.
-            cwd: Its working directory.
-            environment: All of its environment.
-            log: Where its standard error goes.
-
-        Raises:
-            GraderFailed: it gave no usable reward, or not within the time limit.
-        """
         ended = await run_limited(
             self.argv,
             cwd=cwd,

@@ -27,7 +27,6 @@ SOURCE = "judge"
 """Marks the sessions that the judge itself uses: they are not judged."""
 MAX_SCORE = 10.0
 MAX_CONVERSATION_CHARS = 24_000
-"""A longer conversation is cut in its middle."""
 MAX_REPLY_TOKENS = 1024
 VARIED_TEMPERATURE = 0.7
 """Of further votes on a single session, which would all get the first answer at temperature 0."""
@@ -88,7 +87,6 @@ class Judge:
         return scores
 
     def _remember(self, name: str, answer: str) -> None:
-        """Keep an answer that holds all scores."""
         if self._cache_path is None or name in self._cache:
             return
         self._cache[name] = answer

@@ -27,9 +27,8 @@ from turnwise.types import Json
 
 READY_SECONDS = 4.0
 FIRST_PAUSE_SECONDS = 0.5
-"""Before the second attempt; it doubles from attempt to attempt."""
 POLLS_BETWEEN_FULL_SCANS = 30
-"""A poll stops at the first page of sessions that all have their reward; so many polls later all pages are read."""
+"""A poll stops at the first page of sessions that all have their reward; after this many polls all pages are read."""
 PAGE = 100
 
 
@@ -41,7 +40,6 @@ class PostingCounts:
     num_rewards: int = 0
     num_turns_reached: int = 0
     num_without_reward: int = 0
-    """Sessions for which the source gave no reward, on purpose."""
     num_failed: int = 0
     """Sessions that are left without a reward: all attempts failed, or the proxy does not take what was decided."""
     num_retries: int = 0
@@ -49,7 +47,6 @@ class PostingCounts:
     last_error: str | None = None
 
     def line(self) -> str:
-        """Return the progress line."""
         mean = f"mean {self.value_sum / self.num_rewards:.3f}" if self.num_rewards else "no reward yet"
         problems = f", {self.num_failed} failed" if self.num_failed else ""
         return f"{self.num_sessions} sessions  {self.num_rewards} rewards  {mean}{problems}"
@@ -135,7 +132,6 @@ class Poster:
         return limit is not None and self.counts.num_sessions >= limit
 
     async def _units(self) -> AsyncIterator[list[Json]]:
-        """Yield what is decided on together: sessions, or complete groups for a relative judge."""
         left = self._settings.max_sessions or float("inf")
         left -= self.counts.num_sessions
         groups: dict[str, list[Json]] = defaultdict(list)
@@ -153,7 +149,6 @@ class Poster:
                 yield group
 
     async def _ended(self) -> AsyncIterator[Json]:
-        """Yield ended sessions without a reward of ours, newest first."""
         full_scan = self._num_polls % POLLS_BETWEEN_FULL_SCANS == 0 or self._settings.relative
         self._num_polls += 1
         filters = {"status": "ended", "split": self._settings.split, "task_id": self._settings.task_id, "limit": PAGE}
@@ -199,11 +194,6 @@ class Poster:
         self._record([session["session_id"] for session in sessions])
 
     async def _attempt(self, documents: Sequence[Json]) -> list[Grade]:
-        """Ask the source, again after a pause where it fails.
-
-        Raises:
-            GraderFailed: every attempt failed.
-        """
         for attempt in range(1, self._settings.attempts + 1):
             try:
                 async with asyncio.timeout(self._settings.timeout * max(self._settings.votes, 1) + 5.0):

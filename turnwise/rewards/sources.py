@@ -43,13 +43,11 @@ class CommandSource:
         self._log = settings.state_path().with_suffix(".log")
 
     async def decide(self, documents: Sequence[Json]) -> list[Grade]:
-        """Run the program on one session."""
         (document,) = documents
         environment = {**os.environ, "TURNWISE_SESSION_ID": document["session"]["session_id"]}
         return await self._grader.grade(document, cwd=self._workdir, environment=environment, log=self._log)
 
-    async def close(self) -> None:
-        """Hold nothing."""
+    async def close(self) -> None: ...
 
 
 class PythonSource:
@@ -61,7 +59,6 @@ class PythonSource:
         self._name = settings.function
 
     async def decide(self, documents: Sequence[Json]) -> list[Grade]:
-        """Call the function with one session, in a thread that does not keep this process alive if it hangs."""
         (document,) = documents
         value = await _in_daemon_thread(self._name, self._function, document)
         try:
@@ -71,8 +68,7 @@ class PythonSource:
             raise _failure(self._name, error) from error
         return as_rewards(value)
 
-    async def close(self) -> None:
-        """Hold nothing."""
+    async def close(self) -> None: ...
 
 
 def _failure(name: str, error: BaseException) -> GraderFailed:

@@ -16,10 +16,7 @@ _TURN_FIELDS = (
 def document(session: Json, turns: Sequence[Json], task: Json | None = None) -> Json:
     """Return a session, its turns with what each adds, and the whole conversation of each chain once.
 
-    Args:
-        session: As `GET /v1/sessions/{id}` returns it.
-        turns: As `GET /v1/sessions/{id}/turns` returns them, in order.
-        task: The line of the tasks file, where there is one.
+    `session` and `turns` are as the API returns them; `task` is the line of the tasks file, where there is one.
     """
     last = {turn["chain_id"]: turn["turn_id"] for turn in turns}
     chains = [{"chain_id": chain_id, **conversation(turns, turn_id)} for chain_id, turn_id in last.items()]
@@ -28,7 +25,6 @@ def document(session: Json, turns: Sequence[Json], task: Json | None = None) -> 
 
 
 def conversation(turns: Sequence[Json], turn_id: str) -> Json:
-    """Return the messages from the root to the reply of a turn, and the tools that they were offered."""
     by_id = {turn["turn_id"]: turn for turn in turns}
     line = []
     reached: str | None = turn_id
@@ -44,7 +40,6 @@ def _short(turn: Json) -> Json:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content as text."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):

@@ -51,7 +51,6 @@ from turnwise.types import (
 SESSION_ENDED = "session_ended"
 """Reason of a turn that is untrainable because its session was over."""
 TurnRow: TypeAlias = dict[str, Any]
-"""The row of a turn to store, from `rows.TURNS.row`."""
 _HAS_CHILD = (
     "EXISTS (SELECT 1 FROM turns AS child WHERE child.session_pk = turns.session_pk AND child.seq > turns.seq "
     "AND child.parent_turn_id = turns.turn_id)"
@@ -61,7 +60,6 @@ _COUNT = (
     "UPDATE sessions SET num_turns = num_turns + {value}, num_chains = num_chains + {value}, "
     "last_active_at = {latest}(last_active_at, {value}) WHERE session_pk = {value}"
 )
-"""Counts new turns and chains in their session, with the instant of the last activity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +90,6 @@ SELECT_TURNS = sa.select(*turns.c, sessions.c.session_id, sessions.c.tenant).joi
 
 
 def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, list[Turn]]:
-    """Return all turns of these sessions in order of `seq`, by session."""
     found = conn.execute(
         SELECT_TURNS.where(turns.c.session_pk.in_(session_pks)).order_by(turns.c.session_pk, turns.c.seq)
     )
@@ -100,7 +97,6 @@ def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, li
 
 
 def turns_where(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
-    """Return the turns that fulfil the conditions, those of a session in order of `seq`."""
     found = SELECT_TURNS.where(*wanted).order_by(turns.c.session_pk, turns.c.seq)
     return [rows.TURNS.record(row) for row in conn.execute(found)]
 
@@ -144,7 +140,6 @@ def path_to(
 
 
 def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> list[str]:
-    """Return the first of these turns that have so many stored bytes together; always the first one."""
     held = turns.c
     arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts
     size = size_of(conn.dialect, held.messages, held.tools, held.response, *arrays)
@@ -220,7 +215,6 @@ def turn_views(
 
 
 def _with_parents(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.ColumnElement[bool]]:
-    """Return the SQL conditions for the wanted turns and their ancestors."""
     link = sa.select(turns.c.turn_id, turns.c.parent_turn_id).where(turns.c.session_pk == session_pk)
     line = link.where(*wanted).cte(recursive=True)
     # UNION, not UNION ALL: ancestors that several turns share are visited once.
@@ -275,7 +269,6 @@ def _views(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_
 def find_turn(
     conn: sa.Connection, tenant: str, session_id: str, *, turn_id: str | None = None, request_key: str | None = None
 ) -> Turn | None:
-    """Return the session's turn with this id, or of an earlier call with this key; None if there is none."""
     names = {turns.c.turn_id: turn_id, turns.c.request_key: request_key}
     is_named = sa.or_(*(column == name for column, name in names.items() if name is not None))
     return next(iter(turns_where(conn, *is_session(tenant, session_id), is_named)), None)
@@ -402,7 +395,6 @@ def _is_replay(
 
 
 def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> None:
-    """Store turns as `append_rows` does."""
     append_rows(conn, list(map(rows.TURNS.row, batch)))
 
 

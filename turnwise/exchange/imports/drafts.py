@@ -21,7 +21,6 @@ class SampledTokens:
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    """One for each of `token_ids`, or none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,6 @@ class Draft:
     """They share the turns whose messages are equal up to the reply."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     suffix: str = ""
-    """Distinguishes the sessions of a group."""
     task_id: str | None = None
 
 

@@ -29,8 +29,7 @@ class Documents(Protocol):
 class IndexedDocuments(Documents, Protocol):
     """Documents that can be read again by their number."""
 
-    def get(self, number: int) -> Json:
-        """Return a document that `read` has yielded."""
+    def get(self, number: int) -> Json: ...
 
 
 def open_files(path: Path) -> list[tuple[Path, Documents]]:
@@ -66,7 +65,6 @@ class JsonLinesFile:
         self._offsets: list[int] = []
 
     def read(self) -> Iterator[tuple[int, Json | BadLine]]:
-        """Yield each document, or why it is none."""
         self._offsets.clear()
         offset = 0
         with self._path.open("rb") as file:
@@ -77,7 +75,6 @@ class JsonLinesFile:
                     yield number, _document(line)
 
     def get(self, number: int) -> Json:
-        """Return the document of a line."""
         with self._path.open("rb") as file:
             file.seek(self._offsets[number - 1])
             document = _document(file.readline())
@@ -97,13 +94,11 @@ class JsonArray:
             raise InvalidRequest(f"the JSON of {str(path)!r} is nested too deep; write one object a line") from error
 
     def read(self) -> Iterator[tuple[int, Json | BadLine]]:
-        """Yield each document, or why it is none."""
         for number, document in enumerate(self._documents, 1):
             is_object = isinstance(document, dict)
             yield number, document if is_object else BadLine(f"{document!r:.80} is not a JSON object")
 
     def get(self, number: int) -> Json:
-        """Return an element of the array."""
         document: Json = self._documents[number - 1]
         return document
 
@@ -121,7 +116,6 @@ class ParquetRows:
             raise InvalidRequest(f"{str(path)!r} is not a Parquet file: {error}") from error
 
     def read(self) -> Iterator[tuple[int, Json | BadLine]]:
-        """Yield each row."""
         number = 0
         for batch in self._file.iter_batches(batch_size=ROWS_AT_ONCE):
             for row in batch.to_pylist():

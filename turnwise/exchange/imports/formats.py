@@ -35,7 +35,6 @@ class Format:
 
 
 OUTPUTS = {"preferred_output": ("chosen", 1.0), "non_preferred_output": ("rejected", 0.0)}
-"""Fields of a preference example: suffix and reward of the session that each becomes."""
 
 
 def openai_drafts(document: Json) -> list[Draft]:
@@ -55,7 +54,6 @@ def openai_drafts(document: Json) -> list[Draft]:
 
 
 def completed(prompt: list[Json], output: Any, tools: list[Json] | None) -> ImportedConversation:
-    """Return a prompt with an output, of which the output's replies are trained."""
     messages = [*prompt, *chat_messages(output)]
     return conversation_of(messages, tools, untrained=frozenset(range(len(prompt))))
 

@@ -31,13 +31,9 @@ class _Reply:
 
     turn: Turn
     tokens: list[int]
-    """Prompt and reply."""
     text: str | None
-    """Prompt and reply; None where the file had token ids."""
     end: str
-    """Text of the end token; empty where the reply has none."""
     num_messages: int
-    """Messages up to the reply, inclusive."""
 
 
 class Tokeniser:
@@ -46,9 +42,7 @@ class Tokeniser:
     def __init__(self, path: str, arguments: Json | None = None) -> None:
         """Load the tokenizer of a directory or of an id in the local Hugging Face cache.
 
-        Args:
-            path: The served model.
-            arguments: Arguments of the chat template, as `chat_template_kwargs` of a call.
+        `arguments` are those of the chat template, as `chat_template_kwargs` of a call.
 
         Raises:
             OSError, ValueError: there is no such tokenizer.

@@ -27,7 +27,6 @@ from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, IMPORT, Json, Reward, Session, Split, Turn
 
 SESSIONS_AT_ONCE = 32
-"""Lines, or sessions of a log, that are stored in one transaction."""
 BAD_LINES_KEPT = 1000
 """Bad lines that are listed one by one; all are counted."""
 
@@ -39,7 +38,6 @@ class ImportRule:
     format_name: str
     tenant: str = "default"
     policy_id: int = DEFAULT_POLICY
-    """The policy that learns from them."""
     split: Split = Split.TRAIN
     reward: float | None = 1.0
     """Reward of sessions that have none in the file; None leaves them without."""
@@ -63,14 +61,12 @@ class ImportReport:
     turns: int = 0
     tokens: int = 0
     already_there: int = 0
-    """Sessions that an earlier import stored."""
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Lines that hold no conversation, by what they are."""
     num_bad: int = 0
     bad: list[Json] = dataclasses.field(default_factory=list)
 
     def add_bad(self, places: Iterable[FileLine], reason: str) -> None:
-        """Record why lines are not imported."""
         for place in places:
             self.num_bad += 1
             if len(self.bad) < BAD_LINES_KEPT:
@@ -85,7 +81,6 @@ class _Unit:
     """Lines that are stored together."""
 
     stem: str
-    """Id of the session, or of the group."""
     digest: str
     places: list[FileLine]
     documents: list[Json]
@@ -106,14 +101,6 @@ def import_files(
     progress: Callable[[ImportReport], None],
 ) -> ImportReport:
     """Store the conversations of a file or directory.
-
-    Args:
-        database: The store.
-        path: The file, or a directory with files.
-        reader: The format.
-        tokeniser: The served model's.
-        rule: What the sessions are.
-        progress: Called after each transaction.
 
     Raises:
         InvalidRequest: the file cannot be read as this format at all.
@@ -138,7 +125,6 @@ def import_files(
 
 
 def _units(path: Path, reader: Format, rule: ImportRule, report: ImportReport) -> Iterator[_Unit]:
-    """Yield each line that is a separate session, then the sessions of several lines."""
     seen: collections.Counter[str] = collections.Counter()
     by_key: dict[str, list[tuple[IndexedDocuments, FileLine]]] = collections.defaultdict(list)
     for file, documents in open_files(path):
