@@ -28,7 +28,6 @@ class Shared:
     """They train adapters of it, in turns (`State.enter`)."""
     update_ids: UpdateIds
     stopped: StopFlag
-    """Set once the process is to stop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,14 +38,12 @@ from turnwise.types import (
 log = logging.getLogger(__name__)
 
 NEWEST_SESSIONS = 1000
-"""How many eval sessions are looked at, at most."""
 SERVED_SECONDS = 60.0
 """How long an evaluation waits for the version to be served."""
 POLL_SECONDS = 0.1
 KEY_MARGIN_SECONDS = 3600.0
 """How much longer than the evaluation its key is valid at most; the proxy's clock may differ by nearly so much."""
 COMING = (PolicyStatus.PUBLISHED, PolicyStatus.CANARY)
-"""States of a version that engines may serve soon."""
 
 
 class Evaluator:
@@ -60,16 +58,6 @@ class Evaluator:
         policy: Policy | None = None,
         stopped: StopFlag | None = None,
     ) -> None:
-        """Prepare evaluations.
-
-        Args:
-            db: The store.
-            command: What plays the sessions; without one, those that others played count.
-            timeout_seconds: Time limit of the command.
-            proxy_url: The proxy, for the command.
-            policy: The named policy whose sessions count; None for the default one.
-            stopped: Ends an evaluation in progress.
-        """
         self._db = db
         self._policy = policy
         self._policy_id = DEFAULT_POLICY if policy is None else policy.policy_id

@@ -85,7 +85,6 @@ class ForwardChecker:
 
 
 def load_version(version: PolicyVersion) -> Any:
-    """Return the model of a version's files, in float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
     is_adapter = version.kind is PolicyKind.LORA and version.version > 0
@@ -104,7 +103,6 @@ def _temperature(sampling: Json) -> float:
 
 
 def name_stale_parts(versions: Mapping[int, PolicyVersion], report: Verification) -> None:
-    """Add, for each version that an engine did not compute, the part that explains the engine's answer."""
     for version, policy in sorted(versions.items()):
         answer = policy.metrics.get(ENGINE_ANSWER)
         probe = read_probe(Path(policy.path)) if answer else None
@@ -145,7 +143,6 @@ def stale_part(
 
 
 def _untied(model: Any) -> Any:
-    """Give the output head weights of its own where it shares those of the embeddings."""
     head = model.get_output_embeddings()
     if head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())

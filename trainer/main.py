@@ -86,7 +86,6 @@ def check_startable(settings: TrainerSettings) -> None:
 
 
 def check_division(settings: TrainerSettings) -> None:
-    """Check how several processes divide the model."""
     wanted = {name: getattr(settings, name) for name in ("replicas", "tensor_parallel", "context_parallel")}
     used = [f"{name}={value}" for name, value in wanted.items() if value > 1]
     if used and not settings.multi_devices:
@@ -117,8 +116,6 @@ def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
 
 @contextlib.contextmanager
 def _stopped_by_signals(trained: Policies) -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the loop after the batch in progress."""
-
     def stop(number: int, _frame: FrameType | None) -> None:
         log.info("stopping after this batch (%s)", signal.Signals(number).name)
         trained.stop()

@@ -34,8 +34,8 @@ class World:
         """Join the others.
 
         Args:
-            row_group: Neighbouring processes that compute one row together.
-            tensor: Neighbouring processes that divide each layer, all of them in one row group.
+            row_group: Number of neighbouring processes that compute one row together.
+            tensor: Number of neighbouring processes that divide each layer, all of them in one row group.
         """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
@@ -48,15 +48,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process claims, writes and acks."""
         return self.rank == 0
 
     def from_first(self, ask: Callable[[], Item]) -> Item:
-        """Return in all processes what the first one gets, which alone asks."""
         return cast("Item", self.share(ask() if self.is_first else None))
 
     def share(self, item: Item) -> Item:
-        """Return in all processes what the first one gives."""
         if self.size == 1:
             return item
         box: list[Any] = [item]
@@ -71,7 +68,6 @@ class World:
 
     @property
     def control_group(self) -> Any:
-        """The group for plain values and for reading checkpoints; None for one process."""
         return self._control
 
     @property
@@ -122,9 +118,6 @@ def check_address(environment: Mapping[str, str]) -> None:
     """Check the address that gloo gives to the other machines: that of the host name, unless an interface is named.
 
     Gloo connects the processes also where NCCL computes. With an address of loopback they wait for one another.
-
-    Raises:
-        SettingsError: It is one of loopback, and there are several machines.
     """
     if environment.get("WORLD_SIZE") == environment.get("LOCAL_WORLD_SIZE") or environment.get("GLOO_SOCKET_IFNAME"):
         return
@@ -170,7 +163,6 @@ def context_group(tensor: int, context: int) -> Any:
 
 
 def leave_world() -> None:
-    """Leave the group of processes, and forget its groups."""
     for group in (_control_group, _background_group, context_group):
         group.cache_clear()
     if dist.is_initialized():

@@ -36,7 +36,6 @@ LOOK_SECONDS = 2.0
 """How often new policies are looked for."""
 SHORTEST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 0.5
-"""Between two looks at what is ready, while no policy has a batch."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -71,14 +70,11 @@ class Policies:
         """The trainings that are not closed."""
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
-        """By the numbers of the policies."""
         self._errors: dict[int, Exception] = {}
-        """Of the policies that were set aside, by their numbers."""
         self._default = self._training(None)
 
     @property
     def states(self) -> dict[int, State]:
-        """The states of the policies that are trained, by their numbers."""
         return {number: one.state for number, one in self._trained.items()}
 
     def learn(self) -> None:
@@ -120,7 +116,6 @@ class Policies:
         self._stopped.set()
 
     def close(self) -> None:
-        """Release what is held, and flush."""
         for training in self.trainings[::-1]:  # the default policy's last: it holds what the others send
             self._close(training)
         self._shared.db.close()
@@ -149,7 +144,6 @@ class Policies:
             self._trained[number] = Trained(number=number, training=training, state=state)
 
     def _check_shares_model(self) -> None:
-        """Check that several policies can be trained over the model in memory."""
         if self._settings.kind is not PolicyKind.LORA:
             raise SettingsError("named policies are adapters, and this trainer has kind='full': set kind='lora'")
         if self._settings.multi_devices:
@@ -219,7 +213,6 @@ class Policies:
 
 
 def settings_of(settings: TrainerSettings, policy: NamedPolicy | None) -> TrainerSettings:
-    """Return the settings of a policy's training; None is the default policy."""
     if policy is None:
         return settings
     number = str(policy.policy_id)

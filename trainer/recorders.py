@@ -25,7 +25,6 @@ class ProgressLine:
     GAUGES = ("entropy", "kl", "clip_fraction", "grad_norm", "staleness_mean")
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Log the batch; optimizer steps are not logged, evaluations are."""
         if "eval/reward_mean" in scalars:
             log.info("evaluation after batch %d: %s", step, _named(scalars, list(scalars)))
         if "num_groups" not in scalars:
@@ -59,7 +58,6 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(directory))
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Add each number as a scalar: a batch's over batches, an optimizer step's over optimizer steps."""
         for name, value in _numbers(scalars).items():
             self._writer.add_scalar(name, value, scalars.get("update", step))
 
@@ -68,8 +66,6 @@ class TensorBoard:
 
 
 class _TrackedRun:
-    """A run of a package with the functions of Weights & Biases."""
-
     _run: Any
 
     def write(self, scalars: Scalars, step: int) -> None:
@@ -110,7 +106,6 @@ class Trackio(_TrackedRun):
 
 
 def _numbers(scalars: Scalars) -> dict[str, float]:
-    """Return the numbers among the gauges; those of an optimizer step are named apart from the batch's."""
     prefix = "update/" if "update" in scalars else ""
     return {
         f"{prefix}{name}": value
@@ -120,7 +115,6 @@ def _numbers(scalars: Scalars) -> dict[str, float]:
 
 
 def check_package(package: str) -> None:
-    """Check that the package of a recorder is installed."""
     if importlib.util.find_spec(package) is None:
         raise SettingsError(
             f"recorders names {package!r}, which is not installed: run `pip install {package}`, or leave it out"

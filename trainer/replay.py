@@ -20,7 +20,6 @@ from turnwise.chains import Experience
 from turnwise.types import Json, name_digest
 
 Buffer = tuple[Json, ...]
-"""The index as `State.buffer` holds it."""
 Sampling = Literal["uniform", "recency", "priority"]
 
 RECENCY_HALF_LIFE = 0.25
@@ -90,7 +89,6 @@ class ReplayBuffer:
         return len(self.entries(buffer)) >= self._min_groups
 
     def is_full(self, buffer: Buffer) -> bool:
-        """Return whether the next group replaces the oldest one."""
         return len(self.entries(buffer)) >= self._capacity
 
     def read(self, buffer: Buffer, group_pks: Sequence[int]) -> list[Experience]:

@@ -44,7 +44,6 @@ from turnwise.version_directory import base_version, read_manifest
 log = logging.getLogger(__name__)
 
 Scalars = Mapping[str, Any]
-"""Gauges by name."""
 
 
 class Training:
@@ -78,11 +77,9 @@ class Training:
             self.recorder.add(recorder)
 
     def compile(self) -> None:
-        """Compile the layers with `torch.compile`; before `setup`."""
         self.learner.policy.compiled = True
 
     def divide(self, axis: str = "data") -> None:
-        """Train with all processes that `torchrun` started, over a mesh of this axis; before `setup`."""
         self.learner.world = join_world()
         self.learner.shard(axis)
 
@@ -143,14 +140,12 @@ class Training:
         return self._train(state, dataclasses.replace(claimed, experiences=self.buffer.read(buffer, pks)))
 
     def _rewound(self, state: State, to: Rewind) -> State:
-        """Return the state to go on from: that of another version, which the claim asks for."""
         self.commits.finish_writing()  # the state to go back to may be among what is written now
         state = self.states.rewound(state, to)
         self.commits.go_back(state.progress.policy_version)
         return state
 
     def evaluate(self, state: State) -> tuple[Json, State]:
-        """Measure the served policy on held-out tasks."""
         if self.evaluator is None or not self.learner.world.is_first:
             return {}, state
         return self.evaluator.evaluate(state.progress.policy_version), state
@@ -167,7 +162,6 @@ class Training:
         return self.settings.total_batches is not None and state.progress.num_batches >= self.settings.total_batches
 
     def advance(self, state: State) -> tuple[bool, State]:
-        """Step, record, and evaluate if it is time; return whether there was a batch."""
         metrics, state = self.step(state)
         if not metrics:
             return False, state
@@ -227,7 +221,6 @@ class Training:
         return self.settings.weight_transfer and self.settings.kind is PolicyKind.FULL
 
     def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> bool:
-        """Keep a version's weights in memory for engines, in the first process; return whether they are there."""
         if self.weights is None or not self._sends_weights:
             return False
         is_held = self.weights.held.hold(version, self.learner.policy.published(weights), probe)
@@ -290,7 +283,6 @@ class Training:
     def _finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection
     ) -> tuple[Json, State]:
-        """Drop the groups with their reasons, unless nearly all of the latest ones do not fit into memory."""
         self._fitting.observe(0, chosen.refused.values(), self._too_large)
         return self.commits.finish_untrained(state, claimed, metrics, chosen)
 
@@ -309,7 +301,6 @@ class ChainRecorder:
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = list(recorders)
         self.num_lost = 0
-        """Records that a recorder did not take."""
 
     def write(self, scalars: Scalars, step: int) -> None:
         for recorder in self._recorders:
@@ -350,7 +341,6 @@ class JsonLines:
         self._path = path
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Append a line; a number that is not finite, which JSON does not have, is null."""
         line = {"at": utc_now().isoformat(), "step": step, **_without_infinities(scalars)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         append_lines(self._path, [json.dumps(line, allow_nan=False, default=str)])

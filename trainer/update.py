@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Refused = dict[GroupKey, str]
-"""Groups that are not trained, each with the reason."""
 Record = Callable[[Json, int], None]
 
 MAX_REFILL_FACTOR = 4
@@ -202,7 +201,7 @@ class Updates:
         return Credited(batch, chosen, refused | self._cannot_train(batch) | not_finite(batch), gauges)
 
     def take(self, state: State, credited: Credited, num_minibatches: int, record: Record) -> Done:
-        """Take so many optimizer steps in each of `reuse_epochs` passes.
+        """Take this number of optimizer steps in each of `reuse_epochs` passes.
 
         Raises:
             EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
@@ -222,7 +221,6 @@ class Updates:
     def _steps(
         self, state: State, batch: Batch, num_minibatches: int, refused: Refused, gaps: BatchGap, record: Record
     ) -> tuple[int, Json]:
-        """Take the steps; return how many, and the gauges. Groups that drop out are added to `refused`."""
         rng = state.rng()
         sampled = range(batch.num_sampled)
         proximal = self._fitting(batch, sampled, refused, lambda fit: self._learner.proximal_logprobs(batch, fit))
@@ -287,7 +285,6 @@ class Updates:
 
 
 def not_finite(batch: Batch) -> Refused:
-    """Return the groups with an advantage or a return that float32 cannot train on."""
     table = batch.table
     refused: Refused = {}
     for name, values in {"advantage": table.advantages, "return": table.returns}.items():
@@ -319,7 +316,7 @@ def num_minibatches(claimed: ClaimedBatch, batch: Batch, settings: TrainerSettin
 
 
 def claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State, num_groups: int) -> Json:
-    """Return what is known of a batch of so many groups before it is trained on."""
+    """Return what is known of a batch of this number of groups before it is trained on."""
     sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
     rewards = np.array(list(sessions.values()) or [0.0])
     staleness = [

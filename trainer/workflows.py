@@ -34,7 +34,6 @@ class RLWorkflow(Training, abc.ABC):
 
     @classmethod
     def build_from_config(cls, config: Config, enable_multi_devices: bool = False, enable_jit: bool = True) -> Self:
-        """Return a workflow over the ledger that the config names."""
         settings = as_settings(config)
         workflow = cls._of(make_parts(settings, has_buffer=cls.has_buffer), settings)
         if enable_multi_devices:

@@ -41,11 +41,9 @@ class ChainTokens:
     tokens: TokenIds
     """Prompt and sampled tokens, including the prompt tokens between turns. [L]"""
     prompt_length: int
-    """Number of tokens before the first trained token."""
     loss_mask: npt.NDArray[np.bool_]
     """True for sampled tokens that are trained. [L]"""
     turn_index: TokenIds
-    """Index in `turns` of the turn that sampled the token; -1 for prompt tokens. [L]"""
     logprobs: Logprobs
     """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
     routed_experts: npt.NDArray[np.int16] | None
@@ -53,7 +51,6 @@ class ChainTokens:
 
 
 def is_trainable(turn: Turn) -> bool:
-    """Return whether the turn has sampled tokens that may carry loss."""
     return turn.outcome in TRAINABLE_OUTCOMES and turn.token_ids.size > 0
 
 
@@ -91,9 +88,8 @@ def chain_paths(turns: Sequence[Turn]) -> list[list[Turn]]:
 def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = frozenset()) -> ChainTokens:
     """Concatenate a path's tokens up to the last trained token, and mark the trained tokens.
 
-    Args:
-        path: Turns from a root on, each the parent of the next; at least one must be trained here.
-        trained_elsewhere: Ids of the turns that an earlier chain trains.
+    The path begins at a root, and at least one of its turns must be trained here, not by an earlier chain
+    (`trained_elsewhere`).
     """
     trained = [turn for turn in path if is_trainable(turn) and turn.turn_id not in trained_elsewhere]
     assert trained, "a path without a turn to train is no training sequence"
@@ -183,7 +179,6 @@ def _saved(array: npt.NDArray[Any]) -> bytes:
 
 
 def _routing(path: Sequence[Turn], length: int) -> npt.NDArray[np.int16] | None:
-    """Return the routing of a path's first tokens, from what its turns have of it."""
     routing: npt.NDArray[np.int16] | None = None
     place = 0
     for turn in path:
@@ -222,7 +217,6 @@ def split_session(turns: Sequence[Turn]) -> list[ChainTokens]:
 
 
 def lineage(turn: Turn, by_id: dict[str, Turn]) -> list[Turn]:
-    """Return the turns from the root to this turn, inclusive."""
     path = [turn]
     while path[-1].parent_turn_id is not None:
         path.append(by_id[path[-1].parent_turn_id])
@@ -252,7 +246,6 @@ class EID:
 
     @property
     def uid(self) -> str:
-        """The whole id: `batch/task/run/step/suffix`."""
         return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
 
 

@@ -43,7 +43,6 @@ class SessionCredit:
 
 
 def latest_lines(lines: Iterable[Reward]) -> list[Reward]:
-    """Return the effective lines of a session: the latest of each target and name."""
     return list({(line.turn_id, line.step, line.name): line for line in lines}.values())
 
 
@@ -114,7 +113,6 @@ def assign_credit(
 def _step_rewards(
     turns: Sequence[Turn], in_force: Iterable[Reward]
 ) -> tuple[dict[str, float], dict[int, float], dict[int, float]]:
-    """Return the rewards of single turns, the rewards of whole steps, and the total of both for each step."""
     of_turn: dict[str, float] = defaultdict(float)
     of_step: dict[int, float] = defaultdict(float)
     trained_steps = [_step(turn) for turn in turns if is_trainable(turn)]
@@ -154,5 +152,4 @@ def normalised(values: Floats) -> Floats:
 
 
 def is_uniform(values: Floats) -> bool:
-    """Return whether all values are equal but for rounding."""
     return bool(np.ptp(values) <= UNIFORM_TOLERANCE * np.abs(values).max())

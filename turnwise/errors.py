@@ -161,7 +161,6 @@ class ReloadFailed(EngineError):
         self.is_transient = is_transient
         """Whether a later attempt may succeed: the engine was busy, or temporarily out of memory."""
         self.evidence = evidence or {}
-        """What is stored with the version's metrics."""
 
 
 class ProxyUnavailable(TurnwiseError):

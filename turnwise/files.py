@@ -65,7 +65,6 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file as `replaced` does."""
     with replaced(path) as staged:
         staged.write_text(text, encoding="utf-8")
 
@@ -118,7 +117,6 @@ def read_objects(path: Path) -> Iterator[Any]:
 
 
 def _is_cut(path: Path) -> bool:
-    """Return whether the last line has no end; only the last byte is read."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -27,7 +27,6 @@ MAX_VALUES = 2**20
 """Most values in one text, each with a comma after it: a prompt of a million token ids passes."""
 QUOTE, BACKSLASH, COMMA = 0x22, 0x5C, 0x2C
 OPEN, CLOSE = 0x5B, 0x5D
-"""`[` and `]`; without the bit 0x20, `{` and `}` are the same."""
 CASE_MASK = 0xDF
 Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.intp]
@@ -154,19 +153,15 @@ class _State:
         self.longest_string = 0
         """Bytes of the longest string so far, without its quotes."""
         self._num_open = 0
-        """Bytes of the string that the last window ends in."""
         self.num_commas = 0
-        """Outside of strings."""
         self.deepest = 0
         self.num_containers = 0
         self.num_quotes = 0
         self._depth = 0
         self._is_in_string = False
         self._num_backslashes = 0
-        """At the end of the last window."""
 
     def feed(self, window: Bytes) -> None:
-        """Scan the next window."""
         folded = window & CASE_MASK
         brackets = np.flatnonzero((folded == OPEN) | (folded == CLOSE))
         quotes = self._unescaped_quotes(window)
@@ -188,7 +183,6 @@ class _State:
         self._is_in_string ^= bool(len(quotes) & 1)
 
     def _measure(self, quotes: Positions, num_bytes: int) -> None:
-        """Update the length of the longest string, by the quotes of a window of some bytes."""
         edges = np.concatenate(([-self._num_open - 1], quotes)) if self._is_in_string else quotes
         is_open = bool(len(edges) & 1)
         ends = np.append(edges, num_bytes) if is_open else edges
@@ -197,7 +191,6 @@ class _State:
         self._num_open = int(lengths[-1]) if is_open else 0
 
     def _unescaped_quotes(self, window: Bytes) -> Positions:
-        """Return the positions of quotes with an even number of backslashes directly before them."""
         quotes, slashes = np.flatnonzero(window == QUOTE), np.flatnonzero(window == BACKSLASH)
         before, self._num_backslashes = self._num_backslashes, 0
         if not len(slashes):

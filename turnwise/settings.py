@@ -36,11 +36,9 @@ SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
 """Tables of `turnwise.toml`, one for each process."""
 
 DEFAULT_FILE = Path("turnwise.toml")
-"""The file in the working directory that is read if no other file is given."""
 
 ENVIRONMENT_PREFIX = "TURNWISE_"
 MASK = "**********"
-"""Shown in place of a secret."""
 _CREDENTIALS = re.compile(r"(://)[^/@\s'\"]*@")
 
 
@@ -129,16 +127,10 @@ def variable_name(section: str, name: str) -> str:
 
 
 def shared_variables(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that every command takes from one variable, by the setting's name; only those that are set.
-
-    Args:
-        names: The variable of each setting.
-    """
     return {name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)}
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: this process's environment with the added variables."""
     return {**os.environ, **added}
 
 
@@ -169,7 +161,6 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _read_file(config: Path | None, section: str, model_cls: type[Settings]) -> dict[str, Any]:
-    """Return the section's keys of a TOML file; nothing if no file is given and the default file does not exist."""
     if config is None and not DEFAULT_FILE.is_file():
         return {}
     path = config or DEFAULT_FILE
@@ -188,11 +179,7 @@ def _read_file(config: Path | None, section: str, model_cls: type[Settings]) -> 
 
 
 def _check_sections(path: Path, document: Mapping[str, Any], model_cls: type[Settings]) -> None:
-    """Refuse a table with a misspelt name, which would be ignored or taken for a setting.
-
-    Raises:
-        SettingsError: there is one.
-    """
+    """Refuse a table with a misspelt name, which would be ignored or taken for a setting."""
     for name, value in document.items():
         if not isinstance(value, dict) or name in SECTIONS or name in model_cls.model_fields:
             continue
@@ -203,7 +190,6 @@ def _check_sections(path: Path, document: Mapping[str, Any], model_cls: type[Set
 
 
 def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]:
-    """Return the values of `TURNWISE_<SECTION>_*`, including unknown names, so that validation rejects them."""
     prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}_"
     try:
         values = dict(EnvSettingsSource(model_cls, env_prefix=prefix)())
@@ -252,7 +238,6 @@ def describe_secret(secret: pydantic.SecretStr) -> str:
 
 
 def mask_credentials(text: str) -> str:
-    """Return a text with user and password in its URLs masked."""
     return _CREDENTIALS.sub(rf"\1{MASK}@", text)
 
 
@@ -288,11 +273,7 @@ __all__ = [
 
 
 def load_object(target: str, setting: str) -> Any:
-    """Import the function or class that a setting names by `module:name`.
-
-    Args:
-        target: The module and a name in it, or a dotted name of an attribute of it.
-        setting: The setting that names it, for the error.
+    """Import the function or class that a setting names by `module:name`, or by a module and dotted names in it.
 
     Raises:
         SettingsError: there is no such module or name, or it cannot be called.

@@ -29,13 +29,10 @@ from turnwise.types import Json
 log = logging.getLogger(__name__)
 
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
-"""Their versions are part of the digest."""
 SUFFIXES = (".json", ".jinja", ".txt", ".model")
-"""Of the files that a tokenizer may be made from."""
 MAX_FILE_BYTES = 2**27
 """Larger files are weights."""
 RECORD, BACKEND = "record.json", "tokenizer.json"
-"""In a kept directory: what is not in the backend, and the backend."""
 
 
 ContentFormat = Literal["string", "openai"]
@@ -87,7 +84,6 @@ class KeptTokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Tokenise text."""
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
@@ -153,7 +149,6 @@ def _place(path: str) -> Path | None:
 
 
 def _keep(tokenizer: Any, end_tokens: list[int], kept: Path) -> bool:
-    """Keep what transformers loaded; return whether that is possible."""
     if not _works_in_the_usual_way(tokenizer):
         return False
     record = {
@@ -189,19 +184,15 @@ def _works_in_the_usual_way(tokenizer: Any) -> bool:
 
 
 def _cleans_up(tokenizer: Any) -> bool:
-    """Return whether it changes the text of tokens that it decodes."""
     if type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
         return bool(tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output)
     return bool(tokenizer.clean_up_tokenization_spaces)
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tags that mark an assistant's text for training; here they only open a scope."""
-
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
-        """Parse the block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)

@@ -20,9 +20,7 @@ import numpy.typing as npt
 from turnwise.errors import BadLine
 
 Json = dict[str, Any]
-"""A decoded JSON object."""
 TokenIds = npt.NDArray[np.int32]
-"""Token ids, one dimension."""
 Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities, one dimension."""
 
@@ -30,11 +28,9 @@ Logprobs = npt.NDArray[np.float32]
 GroupKey = tuple[str, str]
 """A group's tenant and id: ids are unique only within a tenant."""
 SessionKey = tuple[str, str]
-"""A session's tenant and id."""
 
 
 def name_digest(key: SessionKey | GroupKey) -> str:
-    """Return what a trainer's state names a session or a group by."""
     return hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
 
 

@@ -22,9 +22,7 @@ from turnwise.types import PolicyVersion
 MANIFEST = "turnwise.json"
 """In each version's directory: version, parent, kind, digests of the weights, probe."""
 LATEST = "latest"
-"""File with the name of the newest version's directory."""
 STATE_FILE = "state.pt"
-"""The trainer's state, in a version's state directory."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
@@ -34,11 +32,10 @@ WEIGHTS_PATTERN = "*.safetensors"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt")
 """What decides the token ids of a text, whichever of them a model has."""
 DIGESTED_BYTES = 2**20
-"""Of each end of a weights file: names and shapes of its tensors, and values."""
+"""Bytes of each end of a weights file that are read: names and shapes of its tensors, and values."""
 ENGINE_ANSWER = "engine_answer"
 """In the metrics of a version that an engine did not compute: `positions` of its probe, and the engine's `logprobs`."""
 SHORTEST_PROBE = 2
-"""Tokens; the first has no logprob."""
 
 _NAME = re.compile(r"v(\d{6,})")
 _FACTOR = re.compile(r"\.lora_[AB]\.weight$")
@@ -59,7 +56,6 @@ class Probe:
     """A text and the trainer's logprob of each token given the tokens before it."""
 
     token_ids: list[int]
-    """The text. [N]"""
     logprobs: list[float]
     """Of tokens 1 to N - 1 at temperature 1. [N - 1]"""
     dtype: str = "float32"
@@ -74,17 +70,14 @@ class Probe:
 
 
 def policy_directory(parent: Path, version: int) -> Path:
-    """Return the directory of a version's weights."""
     return parent / f"v{version:06d}"
 
 
 def state_directory(parent: Path, version: int) -> Path:
-    """Return the directory of the trainer's state at a version."""
     return parent / f"v{version:06d}.trainer"
 
 
 def find_versions(parent: Path) -> list[int]:
-    """Return the versions in a directory, oldest first."""
     return sorted({int(match[1]) for path in parent.iterdir() if (match := _NAME.match(path.name))})
 
 
@@ -191,11 +184,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def recorded_digests(directory: Path) -> dict[str, str]:
-    """Return the digests of a version's weights files by name, from its manifest; none without a manifest.
-
-    Raises:
-        BadCheckpoint: the manifest cannot be read.
-    """
+    """Return the digests of a version's weights files by name, from its manifest; none without a manifest."""
     digests = read_manifest(directory).get("sha256", {})
     if not isinstance(digests, dict):
         raise BadCheckpoint(
@@ -262,9 +251,7 @@ def probe_from(document: dict[str, Any] | None) -> Probe | None:
 def why_not_plain(config: dict[str, Any], names: Iterable[str]) -> str | None:
     """Return what makes an adapter more than plain LoRA, B · A · alpha / r, which the trainer computes and writes.
 
-    Args:
-        config: Its `adapter_config.json`.
-        names: Of its tensors.
+    `config` is its `adapter_config.json`, `names` are those of its tensors.
     """
     for field, value in config.items():
         if field not in PLAIN_LORA and value not in (None, False, "none", 0) and value != {} and value != []:
@@ -274,11 +261,7 @@ def why_not_plain(config: dict[str, Any], names: Iterable[str]) -> str | None:
 
 
 def base_version(model: str) -> PolicyVersion:
-    """Return version 0: the base model as it is.
-
-    Args:
-        model: Its directory, or its id.
-    """
+    """Return version 0: the base model as it is, from its directory or by its id."""
     files = local_files(model)
     digest = None if files is None else model_digest(files)
     path = str(Path(model).resolve()) if Path(model).is_dir() else model

@@ -37,11 +37,9 @@ class Encoder(Protocol):
 
     content_type: str
 
-    def chunks(self, chunks: list[bytes]) -> bytes:
-        """Return the events for some stripped chunks of the engine; there may be none."""
+    def chunks(self, chunks: list[bytes]) -> bytes: ...
 
-    def done(self) -> bytes:
-        """Return the events that end the stream."""
+    def done(self) -> bytes: ...
 
     def error(self, body: bytes) -> bytes:
         """Return the event that reports an OpenAI-shaped error in the middle of the stream."""
@@ -64,7 +62,6 @@ class Call:
 
     dialect: Dialect
     body: Json
-    """The request in OpenAI's format, of `Dialect.engine_route`."""
     messages: list[Json]
     """The conversation; empty for a bare text prompt."""
     stream: bool
@@ -84,13 +81,9 @@ class Call:
     is_retry: bool = False
     """Whether the SDK marked the call as a retry of an earlier one."""
     make_encoder: Callable[[], Encoder] = sse.Verbatim
-    """Creates the encoder of a streamed reply."""
     encoder: Encoder = dataclasses.field(default_factory=sse.Verbatim)
-    """Writes the events of a streamed reply."""
     original: Json = dataclasses.field(default_factory=dict)
-    """The client's own request, where the dialect needs it for the reply."""
     dropped_tools: list[str] = dataclasses.field(default_factory=list)
-    """Tools that only the client's own service could run, removed from the request."""
     dropped_fields: list[str] = dataclasses.field(default_factory=list)
     """Request fields that would steer the engine itself, removed from the request."""
     previous_turn_id: str | None = None
@@ -117,17 +110,14 @@ class Call:
 
     @property
     def model(self) -> str:
-        """The requested model; empty for the engine's default."""
         return str(self.body.get("model") or "")
 
     @property
     def tools(self) -> list[Json] | None:
-        """Tool schemas, None when the model sees none."""
         return self.body.get("tools") or None
 
     @property
     def sampling(self) -> Json:
-        """All other request fields, as they are stored with the turn."""
         return {key: value for key, value in self.body.items() if key not in NOT_SAMPLING} | self.notes
 
 
@@ -155,7 +145,6 @@ class Choice:
     """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
 
     def message(self) -> Json:
-        """Return the message so far."""
         for index, parts in self.arguments.items():
             self.fields["tool_calls"][index]["function"]["arguments"] = "".join(parts)
         return self.fields | {field: "".join(parts) for field, parts in self.texts.items()}
@@ -274,7 +263,6 @@ class Dialect(abc.ABC):
     """Whether the URL carries parameters of a call: without them it skips `normalise_headers` and `merge_url`."""
 
     def normalise_headers(self, headers: dict[bytes, bytes], query: Mapping[str, str]) -> dict[bytes, bytes]:  # noqa: ARG002
-        """Return the headers with the API key where `proxy.auth` reads it."""
         return headers
 
     def merge_url(self, body: Json, route: WireRoute, params: Mapping[str, str], query: Mapping[str, str]) -> Json:  # noqa: ARG002

@@ -34,14 +34,11 @@ class Block:
     """Index of the tool call; -1 for other kinds."""
     tool_call_id: str = ""
     name: str = ""
-    """The tool's."""
     index: int = 0
-    """The block's position in the reply."""
     pieces: list[str] = dataclasses.field(default_factory=list)
     """The text of a block that grows."""
 
     def is_cut_call(self, finish_reason: str | None) -> bool:
-        """Return whether this is a call whose arguments were not sampled to the end."""
         if self.kind != "tool":
             return False
         return json_object(self.text) is None if self.text else finish_reason not in ENDED
@@ -68,9 +65,7 @@ class Assembler:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        """All blocks, in the order in which they began."""
         self._said: Block | None = None
-        """The block of thinking or text that grows."""
         self._calls: dict[int, Block] = {}
 
     def block_for(self, part: Block) -> tuple[Block, bool, Block | None]:
@@ -95,13 +90,11 @@ class Assembler:
         return block, is_new, complete
 
     def finish(self) -> list[Block]:
-        """Return the blocks that were not complete, calls last and by their index."""
         said = [] if self._said is None else [self._said]
         return [joined(block) for block in (*said, *(block for _, block in sorted(self._calls.items())))]
 
 
 def joined(block: Block) -> Block:
-    """Return a block that is complete, with its text."""
     block.text = "".join(block.pieces)
     return block
 
@@ -114,11 +107,9 @@ class BlockEncoder(abc.ABC):
     def __init__(self) -> None:
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
-        """The stop string or stop token that ended the reply."""
         self.usage: Json = {}
         self.assembler = Assembler()
         self.last: Block | None = None
-        """The block that has grown last."""
         self._started = False
 
     def chunks(self, chunks: list[bytes]) -> bytes:
@@ -207,7 +198,6 @@ def _between(content: list[Json], begin: int, end: int) -> list[Json]:
 
 
 def cut_off_error(finish_reason: str | None) -> str:
-    """Return the message about a reply that the engine ended before the model did."""
     return f"the engine ended this reply with {finish_reason!r}; what was sampled until then is stored, retry"
 
 
@@ -224,7 +214,6 @@ def parts_of(value: Any, field: str) -> list[Json]:
 
 
 def joined_content(parts: list[Json]) -> str | list[Json]:
-    """Return the content of a chat message: one text if all parts are text, else the parts."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
@@ -246,7 +235,6 @@ def stream_and_prefill(body: Json, messages: list[Json]) -> Json:
 
 
 def own_id(reply_id: str, prefix: str) -> str:
-    """Return a chat completion's id with a dialect's own prefix."""
     return reply_id if reply_id.startswith(prefix) else prefix + reply_id.removeprefix(ChatCompletions.id_prefix)
 
 

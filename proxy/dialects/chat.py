@@ -175,11 +175,7 @@ def check_kinds(body: Json, kinds: Mapping[str, type]) -> None:
 
 
 def number_of_choices(body: Json, max_choices: int) -> int:
-    """Return `n`.
-
-    Raises:
-        InvalidRequest: it is not an integer, or above `max_choices`; the engine refuses values below 1.
-    """
+    """Return `n`."""
     count = body.get("n")
     if count is None:
         return 1
@@ -189,11 +185,7 @@ def number_of_choices(body: Json, max_choices: int) -> int:
 
 
 def number_of_prompts(prompt: Any) -> int:
-    """Return how many prompts a request holds: a text, texts, token ids, or lists of token ids.
-
-    Raises:
-        InvalidRequest: it has another type.
-    """
+    """Return how many prompts a request holds: a text, texts, token ids, or lists of token ids."""
     if isinstance(prompt, str) and prompt:
         return 1
     if isinstance(prompt, list) and prompt:

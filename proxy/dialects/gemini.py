@@ -36,9 +36,7 @@ STATUSES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""HTTP status → Google's status; any other status is `INTERNAL`."""
 FINISH_REASONS = {**dict.fromkeys(ENDED, "STOP"), "length": "MAX_TOKENS", "content_filter": "SAFETY"}
-"""The engine's finish reason → Google's; any other is `OTHER`."""
 MALFORMED = "MALFORMED_FUNCTION_CALL"
 """Google's finish reason of a candidate without a call whose arguments were not sampled to the end."""
 METHODS = ["generateContent", "streamGenerateContent", "countTokens"]
@@ -101,12 +99,10 @@ class Gemini(ChatCompletions):
     reads_url = True
 
     def normalise_headers(self, headers: dict[bytes, bytes], query: Mapping[str, str]) -> dict[bytes, bytes]:
-        """Return the headers with Google's key, `x-goog-api-key` or `?key=`, as `x-api-key`."""
         key = headers.get(b"x-goog-api-key") or query.get("key", "").encode()
         return {**headers, b"x-api-key": key} if key else headers
 
     def merge_url(self, body: Json, route: WireRoute, params: Mapping[str, str], query: Mapping[str, str]) -> Json:
-        """Return the body with the model and the kind of stream."""
         stream = route.path.endswith(":streamGenerateContent")
         return {**body, "model": params["model"], "stream": stream, "alt": query.get("alt")}
 
@@ -120,7 +116,6 @@ class Gemini(ChatCompletions):
         return call
 
     def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:  # noqa: ARG002
-        """Return the chat request of the contents, or of the whole request that is nested in the body."""
         nested = read_object(body, "generateContentRequest")
         return chat_body({**(nested or body), "model": body["model"], "stream": False})[0]
 
@@ -153,17 +148,13 @@ class GeminiEncoder:
         self._as_events = request.get("alt") == "sse"
         self.content_type = sse.CONTENT_TYPE if self._as_events else "application/json; charset=UTF-8"
         self._field = field
-        """`message` of a whole reply's choice, or `delta` of a chunk's."""
         self._num_written = 0
         self._head: Json = {}
-        """The fields that all responses have in common."""
         self._usage: Json = {}
         self._num_sampled: dict[int, int] = {}
         """Tokens so far, by choice: a chunk counts those of its own choice alone."""
         self._calls: dict[int, Assembler] = {}
-        """Function calls so far, by choice."""
         self._ended: list[Json] = []
-        """The last parts of the candidates of a stream that have ended."""
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         return b"".join([self._chunk(msgspec.json.decode(chunk)) for chunk in chunks])
@@ -188,14 +179,12 @@ class GeminiEncoder:
         return last + (b"]" if self._num_written else b"[]")
 
     def error(self, body: bytes) -> bytes:
-        """Return the element that reports an error, and the end of an array."""
         error = read_error(body)
         code = error.get("code")
         written = self._write(_error(code if isinstance(code, int) else 500, error))
         return written if self._as_events else written + b"]"
 
     def whole(self, reply: Json) -> Json:
-        """Return a whole reply as a `GenerateContentResponse`."""
         self._read_head(reply)
         return self._response([self._candidate(choice) for choice in reply["choices"]])
 
@@ -247,7 +236,6 @@ def _function_call(call: Block) -> Json:
 
 
 def _logprobs(content: list[Json]) -> Json:
-    """Return the fields of a candidate that hold logprobs; none if the client asked for none."""
     if not content:
         return {}
     chosen = [_token(each) for each in content]

@@ -30,7 +30,6 @@ SAMPLING_FIELDS = {
     "responseLogprobs": "logprobs",
     "logprobs": "top_logprobs",
 }
-"""Field of `generationConfig` → chat field."""
 ZERO_COUNTS = ("temperature", "seed", "presencePenalty", "frequencyPenalty", "topP", "maxOutputTokens")
 """Fields whose 0 is a value; 0 in any other field counts as absent."""
 TOOL_MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none", "MODE_UNSPECIFIED": "auto"}
@@ -40,7 +39,6 @@ OUTPUT_KEYS = ("output", "result")
 SCHEMA_NUMBERS = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minimum", "maximum"}
 )
-"""Schema fields that Google's JSON may write as strings."""
 GOOGLE_ONLY = frozenset({"propertyOrdering", "property_ordering", "nullable", "example"})
 """Schema fields that JSON Schema does not have."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
@@ -48,7 +46,6 @@ _CAPITAL = re.compile(r"(?<=[a-z])([A-Z])")
 
 
 def read(holder: Json, field: str) -> Any:
-    """Return a field of a request by its camelCase name, also if the client wrote it in snake_case."""
     value = holder.get(field)
     return holder.get(_snake_case(field)) if value is None else value
 
@@ -123,14 +120,12 @@ class _CallIds:
         """Name and id of the calls without a response, oldest first."""
 
     def call(self, name: str, given: str | None) -> str:
-        """Return the id of a call."""
         self._count += 1
         call_id = given or f"call_{self._count}"
         self._waiting.append((name, call_id))
         return call_id
 
     def response(self, name: str, given: str | None) -> str:
-        """Return the id of the call that a response answers."""
         for waiting in self._waiting:
             if waiting[1] == given or (given is None and waiting[0] == name):
                 self._waiting.remove(waiting)
@@ -139,7 +134,6 @@ class _CallIds:
 
 
 def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> None:
-    """Add the parts of a `model` content to the reply that they belong to."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     reply = messages[-1]
@@ -172,7 +166,6 @@ def _user_messages(parts: list[Json], calls: _CallIds) -> list[Json]:
 
 
 def _chat_part(part: Json) -> Json:
-    """Translate a text or an image to a chat part."""
     if isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     inline, file = read_object(part, "inlineData"), read_object(part, "fileData")
@@ -251,11 +244,7 @@ def json_schema(schema: Any) -> Any:
 
 
 def _number(field: str, value: str) -> float | int:
-    """Return a number that Google's JSON writes as a string.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
+    """Return a number that Google's JSON writes as a string."""
     try:
         number = int(value) if value.lstrip("-").isdigit() else float(value)
     except ValueError:

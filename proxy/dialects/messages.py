@@ -50,7 +50,6 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""HTTP status → Anthropic's error type; any other status is an `api_error`."""
 REFUSED = "content_filter"
 """The engine's finish reason of a reply that Anthropic calls a refusal."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -225,12 +224,10 @@ class MessageEncoder(BlockEncoder):
 
 
 def is_cut_off(finish_reason: str | None) -> bool:
-    """Return whether the engine ended a reply in a way that Anthropic has no stop reason for."""
     return finish_reason is not None and finish_reason not in SAMPLED_ENDS and finish_reason != REFUSED
 
 
 def _stop(finish_reason: str | None, stop: Any, *, has_calls: bool) -> Json:
-    """Return Anthropic's fields about the end of a reply."""
     reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
     if finish_reason == "length":
         reason = "max_tokens"
@@ -368,7 +365,6 @@ def _user_messages(blocks: list[Json], failed_tool_text: str) -> Iterator[Json]:
 
 
 def _chat_part(block: Json) -> Json:
-    """Translate a block of a user's message or of a tool's result to a chat part."""
     if (text := _block_text(block)) is not None:
         return {"type": "text", "text": text}
     check_kinds(block, {"source": dict})
@@ -416,7 +412,6 @@ def _block_text(block: Json) -> str | None:
 
 
 def _text_of(content: Any) -> str:
-    """Return the text of a nested content."""
     if isinstance(content, str):
         return content
     return "\n".join(str(part.get("text") or "") for part in parts_of(content, "content"))

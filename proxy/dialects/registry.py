@@ -25,7 +25,6 @@ HOSTED_TOOLS = frozenset(
 """Tools that OpenAI, Anthropic or Google run on their own servers: requests lose them. Each name is a label value of
 the metric; all other names count as `other`."""
 SESSION_PREFIX = "/sessions/{session_id}"
-"""Every route of a dialect is also served under this prefix."""
 
 
 def dialect_of_path(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
@@ -39,5 +38,4 @@ def dialect_of_path(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
 
 
 def dialect_of_headers(headers: Mapping[bytes, bytes], default: Dialect) -> Dialect:
-    """Return the dialect that a header of the client marks, else `default`."""
     return next((each for each in DIALECTS if each.marker_header and each.marker_header in headers), default)

@@ -21,7 +21,6 @@ from turnwise.types import Json
 
 SEPARATOR = "__"
 INPUT = "input"
-"""The argument that holds the text of a custom tool call."""
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 ID_PREFIXES = {"thinking": "rs", "text": "msg", "tool": "fc"}
 HOSTED_ITEMS = frozenset(
@@ -47,11 +46,9 @@ class ToolMap:
 
     chat_tools: list[Json] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
-    """Types of the tools that were dropped."""
     namespaces: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     """Function name → namespace and name inside it."""
     custom: set[str] = dataclasses.field(default_factory=set)
-    """Functions that stand for custom tools."""
 
     def call_item(self, name: str, call_id: str, arguments: str) -> Json:
         """Return a function call of a reply as the client's item, without `id` and `status`."""
@@ -99,7 +96,6 @@ def _function(tool: Json) -> Json:
 
 
 def _custom_function(tool: Json) -> Json:
-    """Return a function of one string; a grammar for the string becomes a part of the description."""
     wanted = tool.get("format") if isinstance(tool.get("format"), dict) else {}
     description = str(tool.get("description") or "")
     if isinstance(wanted, dict) and wanted.get("definition"):
@@ -224,7 +220,6 @@ def _chat_tool_call(item: Json) -> Json:
 
 
 def _chat_content(content: Any) -> Any:
-    """Return a text if all parts are text, else chat parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return joined_content([_chat_part(part) for part in parts_of(content, "input")])
@@ -243,7 +238,6 @@ def _chat_part(part: Json) -> Json:
 
 
 def _text(parts: Any) -> str:
-    """Join the parts of a reply's text."""
     if parts is None or isinstance(parts, str):
         return parts or ""
     return "".join(str(part.get("text") or part.get("refusal") or "") for part in parts_of(parts, "input"))
@@ -276,7 +270,6 @@ def item_id(block: Block, response_id: str) -> str:
 
 
 def reply_blocks(message: Json) -> list[Block]:
-    """Return the blocks of a whole reply, at least one."""
     return list(blocks_of(message)) or [Block("text", "")]
 
 

@@ -37,7 +37,6 @@ from turnwise.store.turns import TurnView
 from turnwise.types import Json
 
 LOGPROBS = "message.output_text.logprobs"
-"""Value of `include` that requests logprobs."""
 TRANSLATED = frozenset(
     {"input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens", "stream_options"}
 )
@@ -54,7 +53,6 @@ UNSERVED = ("background", "prompt")
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The engine's finish reason → OpenAI's reason of an incomplete response; any other cut makes it a failed one."""
 CONVERSATION = "conversation"
-"""Name of the request field, and of the stored sampling parameter, with the id of a conversation."""
 
 
 class Responses(ChatCompletions):
@@ -87,12 +85,10 @@ class Responses(ChatCompletions):
         return call
 
     def referenced_turns(self, body: Json) -> list[str]:
-        """Return the turns whose items the input names by `item_reference`."""
         items = body["input"] if isinstance(body.get("input"), list) else []
         return [turn_id for item in filter(is_reference, items) if (turn_id := referenced_turn(item)[0])]
 
     def resolve_references(self, body: Json, stored: Mapping[str, Json]) -> Json:
-        """Put stored items in the place of the references to them."""
         tools = read_tools(body.get("tools"))
         return {**body, "input": [resolved(item, stored, tools) for item in body["input"]]}
 
@@ -130,7 +126,6 @@ class ResponseEncoder(BlockEncoder):
         self._request = request
         self._response: Json = {}
         self._items: dict[int, Json] = {}
-        """The closed items, by their index."""
         self._logprobs: list[Json] = []
         self._num_events = 0
 
@@ -182,7 +177,6 @@ class ResponseEncoder(BlockEncoder):
         return ended + self._item_event("done", block, item)
 
     def ending(self) -> bytes:
-        """Return the last event, which repeats the whole response."""
         events = b""
         if not self._items:
             self.last = Block("text", "")

@@ -14,7 +14,6 @@ PREFIX = b"data: "
 BETWEEN = SEPARATOR + PREFIX
 END = PREFIX + DONE + SEPARATOR
 DATA = re.compile(rb"^data: (.*)$", re.MULTILINE)
-"""A line with the data of an event."""
 
 
 class EventBuffer:
@@ -22,7 +21,6 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self.pending: list[bytes] = []
-        """The bytes of an incomplete line, in parts."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes; return the data of the events that are now complete, without their other fields.

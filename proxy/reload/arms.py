@@ -73,7 +73,6 @@ class Arms:
     problem: str | None = None
     """Why the last version was not loaded; None after one that was."""
     _failed_version: int = -1
-    """The version that was not loaded last."""
     _num_failures: int = 0
     _not_before: float = 0.0
     """When the next attempt to load it may start, on the monotonic clock."""
@@ -82,7 +81,6 @@ class Arms:
     _judged_at: float = 0.0
     _measured_at: float = 0.0
     _recorded: Json | None = None
-    """The arms that this process has stored last."""
     _lacks_engine_since: float | None = None
     """When a trial of whole weights was found without its engines, on the monotonic clock."""
 
@@ -162,13 +160,7 @@ class Arms:
         await self.succeed(target, seconds)
 
     async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> float:
-        """Load the target into one engine, then into the others; return how long they were paused at most, seconds.
-
-        Raises:
-            BadCheckpoint, EngineError: the first engine did not load it. One that fails later is taken out, unless it
-                only lacks the adapter of a named policy.
-            FilesNotRead: its files are being read; call again.
-        """
+        """Load the target into one engine, then into the others; return how long they were paused at most, seconds."""
         is_adapter = target.kind is PolicyKind.LORA
         engines = self.without_held_out(self._holdout_after(target), target)
         lacking = [engine for engine in engines if is_adapter or not serves(engine, target)]
@@ -222,16 +214,14 @@ class Arms:
         await self.pool.refresh()
 
     def stop_draining(self) -> None:
-        """Send new calls to all engines again; only the default policy, whose weights may be whole, drains engines."""
         if self.policy_id == DEFAULT_POLICY:
             self.pool.stop_draining()
 
     def next_step(self) -> Callable[[], Awaitable[None]] | None:
         """Return the next step towards the target; None if there is nothing to do now.
 
-        The step raises:
-            EngineError, BadCheckpoint: the active version could not be loaded again.
-            FilesNotRead: a version's files are being read; call again.
+        The step raises `EngineError` or `BadCheckpoint` where the active version could not be loaded again, and
+        `FilesNotRead` while a version's files are being read.
         """
         state, now = self.state, time.monotonic()
         target, active, canary, holdout = state.target, state.active, state.canary, state.holdout
@@ -381,7 +371,6 @@ class Arms:
     async def _record(
         self, arms: tuple[stored_arms.Arm, stored_arms.Arm], version: PolicyVersion, older: PolicyVersion
     ) -> None:
-        """Store what the version is judged by, if it has changed."""
         newer_arm, older_arm = arms
         compared = {
             "canary": newer_arm.summary(version.version),
@@ -393,7 +382,6 @@ class Arms:
             self._recorded = compared
 
     async def _place(self, version: PolicyVersion, active: PolicyVersion) -> None:
-        """Load the version where it is missing: an adapter on each engine, whole weights on one."""
         engines = self.pool.serving
         if version.kind is PolicyKind.LORA:
             for engine in engines:
@@ -410,11 +398,7 @@ class Arms:
         return is_full and all(engine.base_lane.version != version.version for engine in self.pool.serving)
 
     async def _check_drift(self, canary: PolicyVersion, active: PolicyVersion) -> None:
-        """Check that a version is near enough to the served one for a trial.
-
-        Raises:
-            ReloadFailed: it is not.
-        """
+        """Check that a version is near enough to the served one for a trial."""
         probe = await self.loader.probe(canary, self.pool.serving[0])
         if active.kind is PolicyKind.LORA:
             await self._place(active, active)

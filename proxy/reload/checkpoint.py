@@ -60,9 +60,7 @@ FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
 """Integer type and exponent mask; if all exponent bits are set, the value is infinite or NaN."""
 HEAD = "lm_head.weight"
-"""Name of the output head. Where it is tied to the input embeddings, some writers leave it out."""
 EMBEDDINGS = "embed_tokens.weight"
-"""End of the name of the input embeddings."""
 
 
 PATIENCE_SECONDS = 1.0
@@ -86,19 +84,13 @@ class Tensor:
     """One tensor, as its file's header describes it."""
 
     dtype: str
-    """As the format writes it: F32, BF16, …"""
     shape: tuple[int, ...]
     begin: int
-    """Offset of its first byte in the file."""
     end: int
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of one file by name, after checking the header against itself and the file's size.
-
-    Raises:
-        BadCheckpoint: the file is missing, truncated, or not a safetensors file.
-    """
+    """Return the tensors of one file by name, after checking the header against itself and the file's size."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -133,11 +125,7 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> Tensor:
 
 
 def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
-    """Return the name of a tensor that holds a NaN or an infinity, None when there is none; reads the whole file.
-
-    Raises:
-        BadCheckpoint: the file became shorter meanwhile.
-    """
+    """Return the name of a tensor that holds a NaN or an infinity, None when there is none; reads the whole file."""
     with path.open("rb") as file:
         for name, tensor in tensors.items():
             if tensor.dtype not in EXPONENT:
@@ -237,7 +225,6 @@ def check_tokenizer(path: str, model_path: str | None) -> None:
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Return the id of each token of a `tokenizer.json`."""
     vocabulary = tokenizer.get("model", {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # Unigram: pairs of token and score, in the order of their ids
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
@@ -320,7 +307,6 @@ def _check_adapter_tensor(directory: Path, name: str, tensor: Tensor, base: dict
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of all files of a directory."""
     shards = weight_files(directory)
     if not shards:
         raise BadCheckpoint(f"{directory} holds no *.safetensors file; write the weights before publishing the version")

@@ -44,7 +44,6 @@ from turnwise.version_directory import MANIFEST, base_version
 log = logging.getLogger(__name__)
 
 DROPS_WEIGHTS = 2
-"""The level at which an engine's weights are lost."""
 HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
 OWN_MODEL_SECONDS = 5.0
@@ -89,11 +88,7 @@ class Sleeper:
         return wish is not None
 
     async def bring_awake(self, engine: Engine, active: PolicyVersion | None) -> bool:
-        """Return whether an engine is awake, after waking one that no trainer needs asleep.
-
-        Raises:
-            EngineError: it did not wake.
-        """
+        """Return whether an engine is awake, after waking one that no trainer needs asleep."""
         if await engine.is_sleeping() and await self._transfers.wanted_sleep() is not None:
             return False
         await self.wake(engine, active)
@@ -160,16 +155,13 @@ class Reloader:
         self._arms_of = arms_of
         self._default = arms_of(DEFAULT_POLICY)
         self._arms = {DEFAULT_POLICY: self._default}
-        """Of the default policy, and of each other one that has versions and is in use."""
         self._check_lock = asyncio.Lock()
         self._own_models: dict[str, PolicyVersion] = {}
-        """The models that engines were started with, by path."""
         self._missed: tuple[int, float] | None = None
         """A version that a restarted engine cannot get, and since when, on the monotonic clock."""
 
     @property
     def problem(self) -> str | None:
-        """What the default policy's trial or reload waits for, or why its last one failed; None if neither."""
         return self._default.waits_for or self._default.problem or self._loader.files.problem
 
     async def start(self) -> None:
@@ -224,11 +216,7 @@ class Reloader:
         return [(number, step) for number, step in steps if step is not None]
 
     async def _drive(self) -> None:
-        """Do the next step of each policy, unless another process drives.
-
-        Raises:
-            FilesNotRead: a version's files are being read; the others had their step.
-        """
+        """Do the next step of each policy, unless another process drives."""
         unread: FilesNotRead | None = None
         async with self.lease.held() as is_driver:
             if is_driver:  # another process may have driven while the lease was awaited
@@ -250,7 +238,6 @@ class Reloader:
                 raise unread
 
     def _export(self) -> None:
-        """Set the metric of the named policies' served versions."""
         named = [policy for policy in self._pool.policies.values() if policy.policy_id != DEFAULT_POLICY]
         for policy in named[:MAX_EXPORTED]:
             active = self._pool.state(policy.policy_id).active
@@ -294,7 +281,6 @@ class Reloader:
                 await engine.unload_adapter(version)
 
     async def _has_lost_weights(self, engine: Engine) -> bool:
-        """Return whether an engine was restarted between two checks."""
         if engine.loaded_version == UNLABELLED or await _has_version(engine):
             return False
         if self._settings.engine_sleep and await engine.is_sleeping():
@@ -334,12 +320,7 @@ class Reloader:
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, version)
 
     async def _adopt(self, engine: Engine) -> None:
-        """Read which model the engine was started with, and let a new database belong to it if its files are here.
-
-        Raises:
-            EngineUnsuitable: the database belongs to another model, and the check is strict.
-            FilesNotRead: its files are being read; call again.
-        """
+        """Read which model the engine was started with, and let a new database belong to it if its files are here."""
         path = engine.model_path
         if path not in self._own_models:
 

@@ -107,8 +107,6 @@ class DriverLease:
                 return
 
     async def _change(self, change: Callable[..., T], *arguments: object) -> T:
-        """Change the lease in a transaction over the separate connection."""
-
         def call() -> T:
             with self._database.write() as connection:
                 return change(connection, LEASE, *arguments)

@@ -102,12 +102,9 @@ def mismatch(
 ) -> str | None:
     """Return in what an engine differs from a probe; None if it is within the limits.
 
-    Args:
-        probe: Of the version.
-        found: How far the engine is from it.
-        engine_dtype: Number format of the engine's weights; None if it is not known.
-        at_base: How far the engine was from the probe of version 0; None if that was not compared.
-        tolerance: The largest difference, in place of the limits by precision.
+    `found` is how far the engine is from it, and `tolerance` the largest difference, in place of the limits by
+    precision;
+    the others are as in `limit_of`.
     """
     limit = limit_of(probe, engine_dtype, at_base) if tolerance is None else Gap(tolerance, tolerance)
     if found.is_within(limit):
@@ -159,7 +156,6 @@ class Loader:
             await self._check_directory(version, engine)
 
     async def _check_directory(self, version: PolicyVersion, engine: Engine) -> None:
-        """Check all files of a version."""
         if not version.is_written:
             raise FilesNotRead(f"version {version.version} is not on disk yet, and its trainer does not hand it out")
         path, model_path = version.path, engine.model_path
@@ -286,7 +282,7 @@ class Loader:
         """Return a version's text with its logprobs, from its directory or from the trainer; None without one.
 
         Raises:
-            FilesNotRead: it was not read in so many seconds; call again.
+            FilesNotRead: it was not read in this number of seconds; call again.
         """
         path = version.path
         found = await self.files.read(("probe", path), path, lambda: read_probe(Path(path)), seconds=seconds)
@@ -296,7 +292,6 @@ class Loader:
         return None if offer is None else offer.probe
 
     async def _verify(self, lane: Lane, probe: Probe | None) -> None:
-        """Compare the engine's logprobs with the trainer's, if the version has a probe."""
         if probe is None:
             return
         found = await self.probed(lane, probe)

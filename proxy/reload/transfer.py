@@ -39,7 +39,6 @@ class Offer:
 
     version: int
     url: str
-    """Address of the trainer's weights."""
     probe: Probe | None
 
 
@@ -48,7 +47,6 @@ class SleepWish:
     """A trainer's request that engines give up their memory."""
 
     url: str
-    """Address of the trainer's weights."""
     level: int
     """1 or 2, as in vLLM."""
 
@@ -115,11 +113,7 @@ class Transfers:
         return problem is None
 
     async def _send(self, offer: Offer, engine: Engine) -> str | None:
-        """Return why the engine did not receive the version, None if it did.
-
-        Raises:
-            EngineError: the engine takes no transfers.
-        """
+        """Return why the engine did not receive the version, None if it did."""
         request: Json = {"version": offer.version, "num_workers": await engine.num_workers()}
         started = await ask_trainer(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
         if started is None:

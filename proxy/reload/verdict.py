@@ -89,7 +89,6 @@ def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
 
 
 def difference(newer: Sequence[float], older: Sequence[float]) -> tuple[float, float]:
-    """Return the difference of the means and its standard error after Welch, who assumes no equal variances."""
     error = math.hypot(*(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (newer, older)))
     return statistics.fmean(newer) - statistics.fmean(older), error
 

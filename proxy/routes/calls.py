@@ -160,7 +160,6 @@ class SampleEndpoint(Endpoint):
         return None
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
-        """Count what was removed from the request, and name the removed tools in a header of the reply."""
         metrics = self._services.metrics
         for field in call.dropped_fields:
             metrics.dropped_fields.labels(field).inc()

@@ -60,17 +60,14 @@ HIDDEN: dict[type, frozenset[str]] = {
         }
     ),
 }
-"""Fields of each record that the API does not show."""
 
 
 PUBLIC: dict[type, tuple[str, ...]] = {
     record: tuple(each.name for each in dataclasses.fields(record) if each.name not in hidden)
     for record, hidden in HIDDEN.items()
 }
-"""Fields of each record that the API shows."""
 
 PRINCIPAL = "turnwise.principal"
-"""Key of the caller's principal in the scope of a request."""
 
 
 async def caller(request: Request) -> Principal:
@@ -142,12 +139,9 @@ async def session_json(session: Session, services: Services) -> Json:
 
 
 async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles, names: Mapping[int, str]) -> list[Json]:
-    """Return policy versions as the API's JSON; `on_disk` is null where the file system does not answer.
+    """Return policy versions as the API's JSON, with policies' names by number.
 
-    Args:
-        found: the versions.
-        files: reads the file system.
-        names: the names of their policies by number.
+    `on_disk` is null where the file system, which `files` reads, does not answer.
     """
     by_directory: dict[Path, list[PolicyVersion]] = {}
     for policy in found:
@@ -191,9 +185,8 @@ def turn_json(view: TurnView) -> Json:
 def describe_answer(*models: str) -> dict[int | str, dict[str, Any]]:
     """Return the argument `responses` of a route's decorator, which documents its answer.
 
-    Args:
-        models: the names of models in `proxy.routes.models`, which only the OpenAPI document imports; the answer is of
-            one of them.
+    The names are of models in `proxy.routes.models`, which only the OpenAPI document imports; the answer is of one of
+    them.
     """
     schemas = [{"$ref": f"#/components/schemas/{model}"} for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -201,13 +194,7 @@ def describe_answer(*models: str) -> dict[int | str, dict[str, Any]]:
 
 
 def page(rows: Iterable[Any], *, has_more: bool = False, **others: Any) -> Response:
-    """Answer with a page; each row is encoded by itself, so that in a thread it does not hold the event loop.
-
-    Args:
-        rows: The rows, as JSON or records.
-        has_more: Whether another page follows.
-        others: Further fields of the answer.
-    """
+    """Answer with a page; each row is encoded by itself, so that in a thread it does not hold the event loop."""
     encoded = b",".join([dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
     rest = dumps({"has_more": has_more, **others})
     return Response(b'{"object":"list","data":[%b],%b' % (encoded, rest[1:]), media_type="application/json")
@@ -221,17 +208,12 @@ def answer(content: object, *, status: int = 200) -> Response:
 TEXT = r"^[^\x00-\x1f\x7f]*$"
 """Text without control characters; PostgreSQL cannot store NUL."""
 Id = Annotated[str, Field(min_length=1, max_length=256, pattern=TEXT)]
-"""An id that a client chose."""
 LabelName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^/\x00-\x1f\x7f]+$")]
 """A label: one segment of a path."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite JSON number; numeric strings and booleans are rejected."""
 RewardValue = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
-"""The value of one reward line."""
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-"""A JSON integer within the range of the store's columns."""
 Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*$")]
-"""Free text of a client."""
 
 
 class Body(BaseModel):
@@ -241,11 +223,7 @@ class Body(BaseModel):
 
 
 def _check_parameters(request: Request, known: list[str]) -> None:
-    """Reject query parameters that the route does not declare, because a misspelt filter would return everything.
-
-    Raises:
-        RequestValidationError: the first unknown parameter, with a similar name as a hint.
-    """
+    """Reject query parameters that the route does not declare, because a misspelt filter would return everything."""
     for name in request.query_params:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -265,7 +243,6 @@ class CheckedRequest(Request):
     """A request with strict decoding of its body."""
 
     decoded: Any = None
-    """The body, where the route has decoded it already."""
 
     async def json(self) -> Any:
         return loads(await self.body()) if self.decoded is None else self.decoded

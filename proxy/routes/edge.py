@@ -49,7 +49,6 @@ class Edge:
         self._tracer = None if endpoint is None else Tracer(endpoint, "turnwise-proxy", metrics.lost_spans.inc)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         read = dict(scope["headers"])
         context = make_context(
             read.get(REQUEST_ID, b"").decode("latin-1"), read.get(b"traceparent", b"").decode("latin-1")
@@ -68,7 +67,6 @@ class Edge:
                 self._access_log.write(_line(scope, context, outgoing, time.perf_counter() - started))
 
     def close(self) -> None:
-        """Close the access log, and export the last spans."""
         if self._access_log is not None:
             self._access_log.close()
         if self._tracer is not None:
@@ -92,12 +90,7 @@ class Edge:
         await self._app(scope, receive, outgoing)
 
     async def _check_caller(self, read: dict[bytes, bytes], method: str, receive: Receive) -> Receive:
-        """Check a request to a proxy without keys; return the function by which the app receives its body.
-
-        Raises:
-            Forbidden: an unknown Host, or a foreign Origin.
-            UnsupportedMediaType: a body that is not JSON.
-        """
+        """Check a request to a proxy without keys; return the function by which the app receives its body."""
         if not await self._has_no_keys():
             return receive
         named = read.get(b"host", b"").decode("latin-1")
@@ -134,7 +127,6 @@ class Edge:
             return True
 
     def _headers(self, context: RequestContext, origin: bytes | None) -> list[tuple[bytes, bytes]]:
-        """Return the headers that are added to the reply."""
         headers = [(REQUEST_ID, context.request_id.encode())]
         if origin is not None and ("*" in self._origins or origin.decode("latin-1") in self._origins):
             headers += [
@@ -166,11 +158,7 @@ async def _receive_of_empty(read: dict[bytes, bytes], receive: Receive) -> Recei
 
 
 def _check_query(query: bytes) -> None:
-    """Check the number of query parameters before any route decodes them.
-
-    Raises:
-        InvalidRequest: there are too many.
-    """
+    """Check the number of query parameters before any route decodes them."""
     num_parameters = query.count(b"&") + 1
     if num_parameters > MAX_QUERY_PARAMETERS:
         raise InvalidRequest(
@@ -180,11 +168,7 @@ def _check_query(query: bytes) -> None:
 
 
 def _check_encoding(encodings: list[bytes]) -> None:
-    """Check that the body of a request is not compressed.
-
-    Raises:
-        UnsupportedMediaType: it is.
-    """
+    """Check that the body of a request is not compressed."""
     encoding = b", ".join(each for each in encodings if each.lower() != IDENTITY)
     if encoding:
         raise UnsupportedMediaType(
@@ -255,7 +239,6 @@ def known_hosts(settings: ProxySettings) -> frozenset[str]:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()

@@ -41,9 +41,7 @@ from turnwise.types import Feedback, FeedbackKind, Json, Session, Turn
 
 MAX_COMMENT = 10_000
 MAX_REPLY = 200_000
-"""Most characters of a comment, and of an edited reply."""
 MAX_OVER = 16
-"""Most replies that one is preferred to."""
 MAX_GROUP_TOKENS = 2**20
 """Most tokens of all sessions that a demonstration makes, which are stored in one transaction."""
 MAX_HINT = 32_768
@@ -147,13 +145,7 @@ async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Re
 def _feedback(
     connection: Connection, template: ChatTemplate | None, principal: Principal, wanted: NewFeedback
 ) -> tuple[Feedback, list[feedback.Member]]:
-    """Return the feedback as a record, and the sessions of a demonstration's group, the better reply first.
-
-    Raises:
-        NotFound: this tenant has no such session or turn.
-        Forbidden: the caller's key is for another session.
-        InvalidRequest: as `_group`.
-    """
+    """Return the feedback as a record, and the sessions of a demonstration's group, the better reply first."""
     session_id = wanted.session_id
     if wanted.turn_id is not None:
         session_id = selection.session_of_turn(connection, principal.tenant, wanted.turn_id, session_id)
@@ -198,14 +190,7 @@ def _hint(connection: Connection, template: ChatTemplate | None, given: Feedback
 def _group(
     connection: Connection, template: ChatTemplate | None, principal: Principal, given: Feedback, original: Session
 ) -> list[feedback.Member]:
-    """Return the sessions of a demonstration's group, the better reply first.
-
-    Raises:
-        NotFound: this tenant has no turn of `over`.
-        Forbidden: the caller's key is for another session than one of these turns.
-        InvalidRequest: the replies are to different prompts, a written one cannot be tokenised, a reply is chosen over
-            itself, or the group is too large.
-    """
+    """Return the sessions of a demonstration's group, the better reply first."""
     over = given.content.get("over", ())
     if given.turn_id in over:
         raise InvalidRequest(f"turn {given.turn_id!r} cannot be preferred to itself; leave it out", param="over")
@@ -248,11 +233,7 @@ def _num_tokens(group: Sequence[feedback.Member]) -> int:
 
 
 def _reply_ids(template: ChatTemplate | None, turn: Turn, text: str) -> list[int]:
-    """Return the tokens of a written reply to a turn's prompt.
-
-    Raises:
-        InvalidRequest: the proxy has no tokenizer, or the template does not render the reply.
-    """
+    """Return the tokens of a written reply to a turn's prompt."""
     if template is None or not turn.messages:
         reason = "the proxy has no tokenizer" if template is None else "its prompt is not a conversation"
     else:

@@ -99,7 +99,6 @@ def _field(kind: Any, description: str) -> Any:
 
 
 def _json_type(kind: Any) -> Any:
-    """Return the type of a value's JSON, with models in the place of records."""
     if kind in (TokenIds, Logprobs):
         return list[int] if kind == TokenIds else list[float]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):

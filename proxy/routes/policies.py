@@ -206,12 +206,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
 async def _check_directory(
     services: Services, principal: Principal, path: str, kind: PolicyKind, *, is_start: bool = False
 ) -> None:
-    """Check that the caller may publish a directory of weights, that it fits the served model, and can start a policy.
-
-    Raises:
-        Forbidden: the key is not of the operator.
-        BadCheckpoint: the directory cannot be read, or does not fit.
-    """
+    """Check that the caller may publish a directory of weights, and that it fits the served model or a new policy."""
     if not await is_operator(services, principal):
         raise Forbidden(
             "Only the operator's keys may publish a directory, which may hold another tenant's weights. This key is of "

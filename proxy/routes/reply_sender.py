@@ -32,7 +32,6 @@ class ReplySender:
     def __init__(self, send: Send, dialect: Dialect) -> None:
         self._send = send
         self.dialect = dialect
-        """Whose shape an error has."""
         self._started = False
         self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
@@ -41,16 +40,13 @@ class ReplySender:
         self.call: Call
         """The call, set once it is read; its encoder writes the events, and the error at the end of a failed stream."""
         self.headers: dict[str, str] = {}
-        """Extra headers of a successful reply."""
         self.parts: list[bytes] = []
-        """The events that were sent."""
 
     async def whole(self, body: bytes, *, status: int = 200, content_type: bytes = JSON) -> None:
         self._started = True
         await send_whole(self._send, status, body, self.headers, content_type)
 
     async def part(self, data: bytes, *, is_last: bool = False) -> None:
-        """Send some events, or a comment."""
         if data is not KEEP_ALIVE:
             self.parts.append(data)
         self._sent_at = self._loop.time()
@@ -63,7 +59,7 @@ class ReplySender:
 
     @contextlib.contextmanager
     def kept_alive(self, seconds: float) -> Iterator[None]:
-        """Send a comment whenever the stream of events has been silent for so long in the block.
+        """Send a comment whenever the stream of events has been silent in the block for the time between comments.
 
         One timer runs for the whole stream. It calls a method: a closure that names itself would keep the events of
         every stream in memory until the next garbage collection.
@@ -81,7 +77,6 @@ class ReplySender:
                 self._commenting.cancel()
 
     def _comment_if_silent(self, seconds: float) -> None:
-        """Send a comment if it is time for one, and the last one has been sent."""
         silent = self._loop.time() - self._sent_at
         if silent >= seconds and (self._commenting is None or self._commenting.done()):
             self._commenting = self._loop.create_task(self.part(KEEP_ALIVE))

@@ -39,7 +39,6 @@ from turnwise.store.selection import SessionFilter
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
 
 MAX_LINES = 10_000
-"""Most reward lines in one request."""
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=256)]
 """A request that is repeated with the same key writes once."""
 
@@ -103,11 +102,7 @@ class RewardsRoute(CheckedRoute):
 
 
 def read_lines(raw: bytes) -> list[RewardLine] | None:
-    """Decode and check reward lines; None for a body that is not JSON. Other threads run between two lines.
-
-    Raises:
-        RequestValidationError: naming the first wrong line and its field.
-    """
+    """Decode and check reward lines; None for a body that is not JSON. Other threads run between two lines."""
     try:
         decoded = loads(raw)
     except orjson.JSONDecodeError:
@@ -165,11 +160,7 @@ def body_digest(raw: bytes) -> bytes:
 
 
 def _pickle_rewards(lines: list[RewardLine], principal: Principal) -> bytes:
-    """Return the rewards of the lines for the writing process.
-
-    Raises:
-        Forbidden: a line names a session that the caller may not reward.
-    """
+    """Return the rewards of the lines for the writing process."""
     for line in lines:
         if line.session_id is not None:
             principal.require_session(line.session_id)
@@ -187,7 +178,6 @@ def _reward(line: RewardLine, principal: Principal) -> Reward:
 
 
 def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], reached: list[int]) -> Response:
-    """Count the stored lines by their targets, and answer with the last update that trained each line's session."""
     targets = ("turn" if line.turn_id else "step" if line.step is not None else "session" for line in lines)
     for target, num_lines in collections.Counter(targets).items():
         services.metrics.rewards.labels(target).inc(num_lines)

@@ -208,7 +208,6 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
 async def new_session_json(
     session: Session, wanted: NewSession, request: Request, services: Services, principal: Principal
 ) -> Json:
-    """Return a session with the address and the key that its agent needs."""
     origin = services.settings.public_url or str(request.base_url)
     expires_at = None if wanted.key_expires_seconds is None else int(time.time()) + wanted.key_expires_seconds
     return {

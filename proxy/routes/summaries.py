@@ -16,9 +16,7 @@ from turnwise.store.database import Connection
 from turnwise.types import GroupStatus, Json, Session, Split, UpdateRecord
 
 MAX_CHARACTERS = 300
-"""Length at which a text is cut."""
 MAX_TASKS = 50
-"""Tasks of one answer: those with the most sessions."""
 SINGLE = {
     GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
     GroupStatus.READY: "It is a single session and waits for the trainer, which takes several at once",
@@ -45,7 +43,6 @@ class Summary:
 
 
 def summarise_sessions(conn: Connection, found: Sequence[Session]) -> list[Summary]:
-    """Return the summaries of sessions of one tenant, in their order."""
     return [
         Summary(
             first_message=_first_message(each.first_prompt),
@@ -71,7 +68,6 @@ def _last_reply(stored: str | None) -> str | None:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content, which a client may send in any shape."""
     return " ".join(" ".join(_texts(content)).split())
 
 
@@ -196,7 +192,6 @@ def _mean(values: Sequence[float]) -> Mean | None:
 
 
 def _means(named: Iterable[tuple[str, float]]) -> dict[str, Mean]:
-    """Return the mean of the values of each name."""
     values: dict[str, list[float]] = defaultdict(list)
     for name, value in named:
         values[name].append(value)

@@ -169,9 +169,7 @@ def _prompt_parts(turn: Turn, template: ChatTemplate | None, pieces: Mapping[int
 
 
 MAX_TOKENS = 2048
-"""Sampled tokens whose logprobs are recomputed; those behind them are left out."""
 IDS_AT_ONCE = 500_000
-"""Most token ids in one call to the engine, unless a single prompt has more."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -304,7 +302,6 @@ def _whole_character(token_ids: Sequence[int], at: int, decode: Decode) -> tuple
 
 
 def _find_all(wanted: Sequence[str], text: str) -> list[tuple[int, int]] | None:
-    """Return where each text is found, each behind the one before; None if one is not found."""
     found: list[tuple[int, int]] = []
     behind = 0
     for each in filter(None, wanted):

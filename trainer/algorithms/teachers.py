@@ -162,11 +162,7 @@ class Teachers:
             return error
 
     def _ask(self, teacher: Teacher, body: Json) -> Json:
-        """Return a teacher's answer; ask again while it is not reachable or overloaded.
-
-        Raises:
-            Unscored: It stayed so for `RETRY_SECONDS`, for this chain or for all, or refused the request.
-        """
+        """Return a teacher's answer; ask again while it is not reachable or overloaded."""
         started, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:

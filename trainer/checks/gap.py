@@ -104,11 +104,9 @@ class GapCheck:
     ) -> dict[GroupKey, str]:
         """Compare the groups of an optimizer step; return those that must not be trained, with the reason.
 
-        Args:
-            found: What is known of the batch.
-            members: The experiences of the step.
-            logprobs: Of the batch's tokens, under the present weights. [M]
-            has_moved: Whether an optimizer step was taken since the version that the batch is trained from.
+        `logprobs` are those of the batch's tokens under the present weights, [M]; `has_moved` says whether an
+        optimizer step was
+        taken since the version that the batch is trained from.
 
         Raises:
             EngineDisagrees: Nearly all groups differ.
@@ -199,7 +197,6 @@ class GapCheck:
 
     @contextlib.contextmanager
     def _weights_of(self, version: int) -> Iterator[None]:
-        """Hold the weights of another version inside the block."""
         policy = self._learner.policy
         present = copied(policy.shards())
         try:
@@ -215,7 +212,6 @@ class GapCheck:
 
 
 def _by_group(batch: Batch, members: Sequence[int]) -> dict[GroupKey, list[int]]:
-    """Return the members by group; imported ones, which no engine sampled, are left out."""
     groups: dict[GroupKey, list[int]] = defaultdict(list)
     for member in members:
         experience = batch.experiences[member]

@@ -33,9 +33,7 @@ NUM_NAMED = 5
 
 
 GOOD_LABELS = ("golden",)
-"""Sessions with one of these labels are good, of any split and with any reward."""
 BAD_LABELS = ("failure",)
-"""Sessions with one of these labels are bad."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ RELATIVE = frozenset({"length", "certainty"})
 MIN_SESSIONS = 20
 """Sessions on each side without which nothing is compared."""
 MAX_SESSIONS = 200
-"""Sessions that are read of each side."""
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of an alarm: about 2.5 % of normal draws lie beyond."""
 FAILURES = ("error", "denied", "permission denied", "refused", "rejected")
@@ -145,7 +144,6 @@ def _failed_calls(one: experiences.Played) -> float | None:
 
 
 def _reports_error(result: Json) -> bool:
-    """Return whether a tool's result says that it failed: by its first words, or by `error` in its JSON object."""
     content = result.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))

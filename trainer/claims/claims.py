@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 60.0
 """How long a claim lasts without renewal. The trainer renews it while it works."""
 POLL_SECONDS = 0.5
-"""Longest pause between two queries for ready groups."""
 IN_FLIGHT_SECONDS = 120.0
 """Open sessions without activity for this long no longer hold the trainer back."""
 SENTINEL_SECONDS = 30.0
@@ -40,9 +39,8 @@ MOST_REFUSED = 3
 MOST_REFILL_SECONDS = 60.0
 """Longest wait, by default, for groups in the place of those with equal rewards."""
 SMALLEST_PART = 4
-"""A batch that does not become whole in time is trained if one in so many places is filled, with an advantage."""
+"""A batch that does not become whole in time is trained if this part of its places is filled, with an advantage."""
 REPORT_SECONDS = 5.0
-"""Shortest time between two log lines about the same wait."""
 FIRST_WAIT_SECONDS = 5.0
 """How long the first batch of a run waits for further groups, where `wait_seconds` is longer."""
 JUMP_SECONDS = 30.0
@@ -109,7 +107,6 @@ class Claims(Ledger):
         return None
 
     def refill(self, batch: ClaimedBatch, num_groups: int, at: RunProgress, until: float) -> ClaimedBatch | None:
-        """Return the batch with up to so many further groups; None if none became ready until then."""
         started = time.monotonic()
         if until > started:
             self._report(describe_refill(batch.claim, num_groups, self.rule))
@@ -170,7 +167,6 @@ class Claims(Ledger):
         return self.experiences_of(claim.group_pks, with_imported=self._with_imported)
 
     def _look(self, at: RunProgress) -> Look:
-        """Return what the store holds now; nothing is ready while it is unavailable."""
         try:
             with self.db.read() as conn:
                 now = rows.from_micros(database.clock(conn))  # the database's clock: this machine's may differ by hours
@@ -211,10 +207,6 @@ class Claims(Ledger):
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
 
     def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.Change]:
-        """Return the changes of groups by time, and the drop of what versions sampled that a person undid.
-
-        After an alarm any older version that is served undoes the others, since their rewards may be wrong.
-        """
         rule, changes = self.rule, []
         # After a jump of the clock a running session looks stalled until its next call.
         if rule.stalled_seconds is not None and self._clock.seconds_since_jump(now) >= rule.stalled_seconds:
@@ -363,7 +355,6 @@ def refill_limit(rule: TrainerSettings) -> float:
 
 
 def smallest_batch(rule: TrainerSettings) -> int:
-    """Return the places of a batch that must be filled before it is trained."""
     return -(-rule.groups_per_batch // SMALLEST_PART)
 
 
@@ -373,7 +364,6 @@ class Wait:
     def __init__(
         self, rule: TrainerSettings, report: Callable[[str, float | None], None], *, is_first: bool = False
     ) -> None:
-        """Begin to wait."""
         self._rule = rule
         self._report = report
         self._patience = rule.wait_seconds

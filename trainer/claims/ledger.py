@@ -32,9 +32,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
 LOOK_SECONDS = 0.05
-"""How long a wait goes on after a stop, at most."""
 MOST_ERROR_CHARACTERS = 1000
-"""Of the error that ended the trainer, in its report."""
 
 Result = TypeVar("Result")
 
@@ -118,7 +116,6 @@ class RunProgress:
     num_optimizer_steps: int = 0
     """A batch, which the ledger calls an update, takes one or more."""
     policy_version: int = 0
-    """The version that the weights are."""
     num_groups: int = 0
     num_sessions: int = 0
     num_tokens: int = 0
@@ -168,13 +165,9 @@ class FinishedBatch:
     batch: ClaimedBatch
     update: UpdateRecord
     policy: PolicyVersion | None = None
-    """The version that it made."""
     refused: Mapping[GroupKey, str] = dataclasses.field(default_factory=dict)
-    """Groups that were not trained, with the reason; they are dropped."""
     trained: Mapping[SessionKey, updates.Advantages] = dataclasses.field(default_factory=dict)
-    """The sessions that were trained, with the advantages of their turns."""
     state: Json | None = None
-    """What it left in the trainer that no checkpoint holds."""
 
 
 class UpdateIds:
@@ -219,7 +212,6 @@ class Ledger:
         self._is_blocked = False
         """Whether engines refused the last versions, or a sentinel is beyond its bound: a person has to act."""
         self._versions: set[int] = set()
-        """The version that the weights came from at the start, and those that were published or recorded since."""
         self._unacknowledged: set[int] = set()
         """Published versions whose groups are not acknowledged yet."""
 
@@ -248,7 +240,6 @@ class Ledger:
             log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
 
     def stop(self) -> None:
-        """Wait for nothing more, for any policy of this process; a batch in progress can still be acked."""
         self.stopped.set()
 
     def close(self) -> None:
@@ -280,7 +271,7 @@ class Ledger:
         outlast(write, self.stopped)
 
     def hold(self, claim: claims.Claim, seconds: float) -> None:
-        """Renew the lease of a claim from now on, for so many seconds each time."""
+        """Renew the lease of a claim from now on, for this number of seconds each time."""
         what = f"the lease on {len(claim.groups)} groups"
         self._leases[claim] = Renewal(what, seconds / 3, lambda: claims.renew(self.db, claim, seconds))
 
@@ -304,7 +295,7 @@ class Ledger:
         )
 
     def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
-        """Return the chains of so many imported groups, drawn at random; of all where there are fewer."""
+        """Return the chains of this number of imported groups, drawn at random; of all where there are fewer."""
         stored = self.read(lambda conn: groups.imported_groups(conn, self.policy_id))
         drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
         return self.experiences_of(drawn, with_imported=True)
@@ -329,7 +320,6 @@ class Ledger:
         return None if version is None else self.read(lambda conn: versions.get_version(conn, version))
 
     def newest_version(self) -> int:
-        """Return the highest version that was ever published, of any policy, failed ones included."""
         return self.read(versions.highest_version) or 0
 
     def versions_in_use(self) -> set[int]:
@@ -346,7 +336,7 @@ class Ledger:
         return {version for version in self.read(read) if version is not None}
 
     def best_versions(self, count: int) -> set[int]:
-        """Return so many versions with the best evaluations, by mean reward; of equal ones the newer."""
+        """Return this number of versions with the best evaluations, by mean reward; of equal ones the newer."""
         if not count:
             return set()
         measured = self.read(lambda conn: versions.evaluated_versions(conn, self.policy_id))
@@ -359,7 +349,6 @@ class Ledger:
         return self.read(lambda conn: updates.updates_after(conn, update_id, self.policy_id))
 
     def kept_state(self) -> Json | None:
-        """Return what the policy's last update left that no checkpoint holds."""
         return self.read(lambda conn: processes.kept_state(conn, self.policy_id))
 
     def next_update_id(self) -> int:

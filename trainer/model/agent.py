@@ -258,9 +258,6 @@ class PolicyAgent:
         """Add the gradient of these experiences' loss to the parameters, row by row; return gauges and logprobs. [M].
 
         `proximal` is of `proximal_logprobs`.
-
-        Raises:
-            BatchRefused: Turns were routed in another model; in all processes.
         """
         if self.policy.replay is not None:
             self.policy.replay.check(batch, members)

@@ -174,11 +174,7 @@ def copy_tokenizer(source: str, directory: Path) -> None:
 
 
 def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
-    """Return the model in training mode without dropout, with an adapter for LoRA.
-
-    Raises:
-        SettingsError: A name in `lora_targets` is of no layer of the model; of the default, all of them.
-    """
+    """Return the model in training mode without dropout, with an adapter for LoRA."""
     if spec.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
 

@@ -389,11 +389,7 @@ class Policy:
         set_model_state_dict(self.model, shards, options=options)
 
     def load_trained_state(self, state: dict[str, Tensor], *, from_first: bool = False) -> None:
-        """Load what `trained_state` returned; with `from_first`, the first process sends it to the others.
-
-        Raises:
-            BadCheckpoint: It is of another model.
-        """
+        """Load what `trained_state` returned; with `from_first`, the first process sends it to the others."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         is_whole = self.spec.kind is PolicyKind.FULL

@@ -54,7 +54,6 @@ class NewVersion:
     trained: Mapping[SessionKey, updates.Advantages]
     """The sessions that it was trained on, with the advantages of the turns that carried loss."""
     refusal: str | None = None
-    """Why the publishing gate refused it."""
 
 
 def probe_of(policy: Policy, experiences: Sequence[Experience]) -> Json:
@@ -96,7 +95,6 @@ class Commits:
         self._pending: list[FinishedBatch] = []
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
-        """Versions since the last state."""
         self._directory: Future[None] | None = None
         """The directory of the newest version, on its way to disk."""
         self._writing: Future[None] | None = None
@@ -112,7 +110,6 @@ class Commits:
         self._base_probe = (probe or {}).get("base")
 
     def probe_base(self, state: State, experiences: Sequence[Experience]) -> None:
-        """Compute the probe of version 0 from trainable experiences, while the weights are that version's."""
         if experiences and state.progress.policy_version == 0:
             self._base_probe = probe_of(state.policy, experiences)
 
@@ -180,7 +177,6 @@ class Commits:
     def finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection | None
     ) -> tuple[Json, State]:
-        """Finish a batch without an update: no new version, groups dropped with the reasons of the selection."""
         reasons = {} if chosen is None else chosen.refused
         dropped = self._dropped(claimed, reasons)
         after = state.with_progress(

@@ -60,13 +60,11 @@ class State:
     optimizer: torch.optim.Optimizer
     scheduler: lr_scheduler.LambdaLR
     metrics: Json = dataclasses.field(default_factory=dict)
-    """Gauges of the latest batch."""
     buffer: tuple[Json, ...] = ()
     """The replay buffer's index, oldest group first; empty on policy."""
     singles: tuple[Row, ...] = ()
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
     critic: Critic | None = None
-    """The critic of GAE, updated in place like the policy."""
     adapter: Adapter | None = None
     """What this state trains of a model that states of other policies train too; None for whole weights."""
 
@@ -245,7 +243,6 @@ class States:
         )
 
     def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of these parameters: `setup` loads them again, so a bound one cannot be kept."""
         if isinstance(self._optimizer, torch.optim.Optimizer):
             known = {key: value for key, value in self._optimizer.defaults.items() if key != "decoupled_weight_decay"}
             return type(self._optimizer)(parameters, **known)
@@ -272,9 +269,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer, rule: TrainerSettings) -> l
     """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
 
     The rate is a function of the count of updates alone, so a run can resume under another schedule or rate.
-
-    Raises:
-        SettingsError: `schedule` needs `total_batches`, which is not set.
     """
     warmup = rule.num_warmup_updates
     if rule.schedule == "constant":
@@ -293,7 +287,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer, rule: TrainerSettings) -> l
 
 
 def set_position(scheduler: lr_scheduler.LambdaLR, num_updates: int) -> None:
-    """Move the schedule to so many updates, and set the learning rates of that place."""
     scheduler.last_epoch = num_updates
     groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     for group, rate, factor in groups:
@@ -301,11 +294,7 @@ def set_position(scheduler: lr_scheduler.LambdaLR, num_updates: int) -> None:
 
 
 def check_resumable(saved: Json, settings: TrainerSettings) -> None:
-    """Check that the weights of a checkpoint can be trained on under these settings.
-
-    Raises:
-        SettingsError: A setting changed that the weights depend on.
-    """
+    """Check that the weights of a checkpoint can be trained on under these settings."""
     fixed = FIXED + (FIXED_FOR_LORA if settings.kind is PolicyKind.LORA else ())
     for name, before, now in _changes(saved, settings):
         if name in fixed:

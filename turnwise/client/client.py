@@ -19,7 +19,7 @@ from typing import Any, Self, Unpack
 import httpx2
 
 from turnwise.client import wire
-from turnwise.client.async_client import AsyncClient
+from turnwise.client.async_client import AsyncClient, AsyncSessionHandle
 from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection, SessionState
 from turnwise.client.wire import (
     ApiCall,
@@ -268,3 +268,13 @@ class Client(Connection):
             else:
                 pause = attempts.after_answer(response.status_code, body, response.headers.get("retry-after"))
             time.sleep(pause)
+
+
+def _describe_twin(described: type, twin: type) -> None:
+    for name, call in vars(described).items():
+        if name in vars(twin) and not vars(twin)[name].__doc__:
+            vars(twin)[name].__doc__ = call.__doc__
+
+
+_describe_twin(SessionHandle, AsyncSessionHandle)
+_describe_twin(Client, AsyncClient)

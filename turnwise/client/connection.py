@@ -40,7 +40,6 @@ class LoopTransport(httpx2.AsyncBaseTransport):
         self._by_loop: dict[asyncio.AbstractEventLoop, httpx2.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request over the running event loop's connections."""
         loop = asyncio.get_running_loop()
         transport = self._by_loop.get(loop)
         if transport is None:
@@ -50,7 +49,6 @@ class LoopTransport(httpx2.AsyncBaseTransport):
         return await transport.handle_async_request(request)
 
     async def aclose(self) -> None:
-        """Close the running loop's connections; the next request opens new ones."""
         transport = self._by_loop.pop(asyncio.get_running_loop(), None)
         if transport is not None:
             await transport.aclose()

@@ -21,7 +21,6 @@ class AgentConversation:
 
     @property
     def messages(self) -> list[Json]:
-        """All messages in order, the last reply included."""
         return [*self.path[-1]["messages"], self.path[-1]["response"]]
 
     @property
@@ -32,7 +31,6 @@ class AgentConversation:
 
     @property
     def replies(self) -> dict[int, Json]:
-        """The turns by the place of their reply among the messages."""
         return {len(turn["messages"]): turn for turn in self.path}
 
 

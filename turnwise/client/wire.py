@@ -24,13 +24,11 @@ UNAUTHORIZED = 401
 NO_KEY = "the proxy asks for an API key, and none was given: pass one (--api-key of a command), or set TURNWISE_API_KEY"
 
 PAGE_SIZE = 100
-"""Rows per page that the iterators request."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses after which the same call may succeed."""
 BACKOFF_BASE_SECONDS = 0.25
 BACKOFF_MAX_SECONDS = 8.0
 READY_POLL_SECONDS = 0.2
-"""Interval between checks of readiness."""
 RETRY_AFTER_MAX_SECONDS = 120.0
 """Maximum pause; a longer `Retry-After` is shortened to this."""
 
@@ -128,12 +126,10 @@ def get(path: str, **params: Any) -> ApiCall:
 
 
 def write(path: str, body: Any, *, idempotency_key: str | None = None) -> ApiCall:
-    """Return a write call with the caller's idempotency key, or with a new one."""
     return ApiCall("POST", path, body=body, idempotency_key=idempotency_key or uuid.uuid4().hex)
 
 
 def given(fields: Mapping[str, Any]) -> Json:
-    """Return the fields that are not None; the server sets the others."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -175,13 +171,11 @@ def revoke_key(key_id: str) -> ApiCall:
 
 
 def create_session(fields: SessionFields) -> ApiCall:
-    """Return the call that creates a session. The id is set here, so a retry finds the session of the first attempt."""
     named = {"session_id": uuid.uuid4().hex, **given(fields)}
     return write("/v1/sessions", named, idempotency_key=named["session_id"])
 
 
 def fork(turn_id: str, at: ForkAt, fields: SessionFields) -> ApiCall:
-    """Return the call that forks a turn's session. The new id is set here, as for a new session."""
     named = {"session_id": uuid.uuid4().hex, **given(fields), "at": at}
     return write(f"/v1/turns/{segment(turn_id)}/fork", named, idempotency_key=named["session_id"])
 
@@ -224,11 +218,6 @@ def reward_line(
 
 
 def end_session(session_id: str, reason: str | None, reward: float | None) -> ApiCall:
-    """Return the call that ends a session.
-
-    Raises:
-        InvalidRequest: the reward is not a finite number.
-    """
     _check_finite(reward)
     return write(session_path(session_id, "/end"), given({"termination_reason": reason, "reward": reward}))
 
@@ -319,7 +308,6 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> errors
 
 
 def _detail(body: bytes) -> Json:
-    """Return the `error` object of an OpenAI-shaped body; empty for other bodies, such as a gateway's."""
     try:
         detail = json.loads(body)["error"]
     except (ValueError, TypeError, KeyError):
@@ -332,7 +320,6 @@ class Attempts:
     """Counts the attempts of a call; after each failure it returns the pause before the next attempt, or raises."""
 
     limit: int
-    """Retries after the first attempt."""
     api_key: str = ""
     """The key of the call, for the error of a missing one."""
     failed: int = 0

@@ -25,11 +25,7 @@ SERVER_MODE, OWNER_MODE = 0o640, 0o600
 
 
 def make_database_password(directory: Path, *, host: str, port: int, database: str, user: str) -> bool:
-    """Write a random password for the server and for clients unless one is there; return whether it is new.
-
-    Raises:
-        SettingsError: the directory cannot be written.
-    """
+    """Write a random password for the server and for clients unless one is there; return whether it is new."""
     password_file, passfile = directory / PASSWORD_FILE, directory / PASSFILE
     is_new = not password_file.exists()
     if is_new:
@@ -41,11 +37,7 @@ def make_database_password(directory: Path, *, host: str, port: int, database: s
 
 
 def write_secret(file: Path, text: str, mode: int) -> None:
-    """Write a secret's file with its permissions; leave an existing one as it is.
-
-    Raises:
-        SettingsError: the directory cannot be written.
-    """
+    """Write a secret's file with its permissions; leave an existing one as it is."""
     try:
         write_once(file, text, mode)
     except OSError as error:
@@ -135,10 +127,6 @@ def _create_first_key(url: str, file: Path) -> str | None:
 
     Returns:
         The new key; None where there are keys, or where the file had it.
-
-    Raises:
-        InvalidRequest: the file has something else.
-        SettingsError: the file cannot be read or written.
     """
     from turnwise.commands.place import opened
     from turnwise.store import keys

@@ -94,11 +94,6 @@ def export(
 def _remote_lines(
     client: Client, format_name: str, lines: LineMaker | None, min_reward: float | None, given: dict[str, Any]
 ) -> Iterator[Json]:
-    """Yield the lines of a text format over HTTP.
-
-    Raises:
-        InvalidRequest: the format is not text.
-    """
     filters = api_filters(given)
     if format_name not in ("jsonl", "axolotl") and (lines is None or format_name == "verl"):
         raise InvalidRequest(f"--format {format_name} needs the database; over HTTP export a text format")
@@ -129,11 +124,7 @@ def _write_stored(
 
 
 def _line_maker(format_name: str, min_reward: float | None) -> LineMaker:
-    """Return the function of a format of whole sessions.
-
-    Raises:
-        SettingsError: there is no such format, or its package is not installed.
-    """
+    """Return the function of a format of whole sessions."""
     of_session: dict[str, Callable[[Json], Iterable[Json]]] = {
         **dict.fromkeys(("sessions", "verl"), lambda session: [session]),
         "openai": training_formats.openai_lines,
@@ -186,11 +177,6 @@ def _write_experiences(
 
 
 def _named(output: Path | None, format_name: str) -> Path:
-    """Return the place of a format that is not text.
-
-    Raises:
-        InvalidRequest: there is none.
-    """
     if output is None:
         kind = "directory" if format_name == "hf" else "file"
         raise InvalidRequest(f"--format {format_name} is not text; name the {kind} to write by --output")
@@ -198,7 +184,6 @@ def _named(output: Path | None, format_name: str) -> Path:
 
 
 def _experience_line(experience: Experience) -> Json:
-    """Return an experience as in the API, with its tenant and its routing."""
     from turnwise.chains import experience_json
     from turnwise.exchange.session_document import as_json
 

@@ -92,7 +92,8 @@ class SettingsCommand(click.Command):
             section: The settings' table in `turnwise.toml`.
             settings: Returns their model; by default that of the section.
             run: Called with the resolved settings (and the extra arguments, where the command takes some).
-            show: Returns what `--dry-run` prints in addition: by `shell` a line for a shell, by `notes` texts by name.
+            show: Returns what `--dry-run` prints in addition: by `shell` a line for a shell, by `notes` texts by
+            name.
             takes_extra: Name of the arguments after `--`, None where there are none.
             takes_config: Whether `run` and `show` take the path of the settings file as well.
             prints_json: Whether `run` takes `as_json`: its own output is printed as JSON.
@@ -108,7 +109,6 @@ class SettingsCommand(click.Command):
         self._prints_json = prints_json
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return one option per setting, and those that every such command has."""
         if not self.params:
             self.params = self._flags()
         return super().get_params(ctx)

@@ -105,11 +105,7 @@ def _arguments(given: str | None) -> dict[str, Any]:
 
 
 def _reader(format_name: str) -> Format:
-    """Return what reads a format.
-
-    Raises:
-        SettingsError: there is no such format, or its package is not installed.
-    """
+    """Return what reads a format."""
     from turnwise.exchange.imports.formats import FORMATS, plugin_format
 
     return FORMATS.get(format_name) or plugin_format(plugins.load(plugins.IMPORTS, format_name, CORE_FORMATS))
@@ -130,14 +126,7 @@ def _import(
     dry_run: bool,
     progress: Callable[[Any], None],
 ) -> Json:
-    """Store the conversations of a file; return what became of its lines.
-
-    Raises:
-        InvalidRequest: the file is not of a known kind.
-        SettingsError: there is no tokenizer, or no such format.
-        NotFound: the tenant has no such policy.
-        EngineUnsuitable: the engine tokenises differently.
-    """
+    """Store the conversations of a file; return what became of its lines."""
     from turnwise.commands.place import opened
     from turnwise.exchange.imports import writer as imports
     from turnwise.store import policies
@@ -164,7 +153,6 @@ def _import(
 
 
 def _tokeniser(database: Database, tokenizer: str | None, arguments: Json) -> Tokeniser:
-    """Load the tokenizer that is named, or that of version 0 of the policies."""
     from turnwise.exchange.imports.tokenise import Tokeniser
     from turnwise.store import versions
 

@@ -49,7 +49,6 @@ SHORT = {
 
 
 def short_settings_file() -> str:
-    """Return the text of a file with the settings that most people change, one a line."""
     sections = []
     for section, names in SHORT.items():
         fields = settings_model(section).model_fields
@@ -58,20 +57,12 @@ def short_settings_file() -> str:
 
 
 def settings_file() -> str:
-    """Return the text of an annotated settings file.
-
-    Raises:
-        ModuleNotFoundError: an extra with a process's settings is not installed.
-    """
+    """Return the text of an annotated settings file."""
     return "\n".join([HEAD, *(_section(name) for name in DESCRIPTIONS)])
 
 
 def algorithm_table(name: str) -> str:
-    """Return the table of an algorithm with its settings.
-
-    Raises:
-        SettingsError: there is no such algorithm.
-    """
+    """Return the table of an algorithm with its settings."""
     from trainer.algorithms.loading import class_of
 
     lines = ["", "[trainer.algorithm]", f"name = {toml_value(name)}"]

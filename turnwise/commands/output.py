@@ -17,7 +17,6 @@ _COLOURS = {"engine": "magenta", "proxy": "cyan", "trainer": "green", "model": "
 
 
 def print_error(text: str) -> None:
-    """Print one sentence on stderr, after the lines of the log."""
     for handler in logging.root.handlers:
         handler.flush()
     click.echo(f"turnwise: {text}", err=True)
@@ -37,7 +36,6 @@ def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> 
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a value as a table shows it: numbers rounded, times in this machine's zone; JSON has them in full."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -48,15 +46,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def print_stored(found: list[Any], noun: str, url: str, *, as_json: bool, columns: Iterable[str]) -> None:
-    """Print what a database contains; on stderr name the database if it contains nothing, because it may be another.
-
-    Args:
-        found: The records.
-        noun: What they are, in the plural.
-        url: The database.
-        as_json: Whether to print JSON.
-        columns: The columns of a table.
-    """
+    """Print what a database contains; on stderr name the database if it contains nothing, because it may be another."""
     print_records(found, as_json=as_json, columns=columns)
     if not found and not as_json:
         click.echo(f"no {noun} in {describe_secret(SecretStr(url))}", err=True)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 RunningSettings = TypeVar("RunningSettings", bound=Settings)
 
 URL_VARIABLE, KEY_VARIABLE = "TURNWISE_URL", "TURNWISE_API_KEY"
-"""Address and key of the proxy, for every command that calls it."""
 database_option = click.option(
     "--database", metavar="URL", help="SQLAlchemy URL [default: that of the running `turnwise up`, or the proxy's]."
 )
@@ -119,7 +118,6 @@ def database_url(given: str | None) -> str:
 
 
 def engine_urls(given: tuple[str, ...]) -> list[str]:
-    """Return the URLs of the engines that a command means; `given` are its flags."""
     if given:
         return list(given)
     proxy = _load("proxy")
@@ -162,7 +160,6 @@ def _load(section: str) -> Settings:
 
 
 def filter_options(command: Any) -> Any:
-    """Add the options that filter sessions."""
     for option in (
         click.option("--tenant", help="Only this tenant's."),
         click.option("--task-id", help="Only of this task."),
@@ -212,7 +209,6 @@ def refuse_tenant(tenant: str | None) -> None:
 
 
 def sessions_of(client: Client, filters: Json) -> Iterator[Json]:
-    """Yield the sessions that filters select, newest first."""
     session_id = filters.get("session_id")
     if session_id is None:
         yield from client.sessions(**filters)
@@ -223,7 +219,6 @@ def sessions_of(client: Client, filters: Json) -> Iterator[Json]:
 
 
 def session_document(client: Client, session: Json) -> Json:
-    """Return a session with its turns and rewards, as `turnwise.exchange.session_document` does."""
     turns = [turn | client.turn(turn["turn_id"], prompt="whole") for turn in client.turns(session["session_id"])]
     whole = client.session(session["session_id"])["rewards"]
     given = {line["reward_id"]: line for line in (*whole, *(line for turn in turns for line in turn["rewards"]))}

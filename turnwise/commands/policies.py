@@ -179,7 +179,6 @@ def create(
 
 
 def _create(place: DataPlace, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
-    """Create a policy in a database; return it, and whether it is new."""
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies as stored_policies
 
@@ -193,11 +192,7 @@ def _create(place: DataPlace, tenant: str, name: str, base: str, adapter: Path |
 
 
 def _check_adapter(store: Database, adapter: Path) -> None:
-    """Check that a policy can start from an adapter, and that it fits the model of version 0, where that is known.
-
-    Raises:
-        BadCheckpoint: it does not.
-    """
+    """Check that a policy can start from an adapter, and that it fits the model of version 0, where that is known."""
     from proxy.reload.checkpoint import check_headers, check_trainable
     from turnwise.store import versions
 
@@ -289,7 +284,6 @@ def follow(policy: str, tenant: str | None, place: DataPlace, *, as_json: bool) 
 
 
 def _unpin(place: DataPlace, tenant: str, policy: str) -> int | None:
-    """Serve a policy's newest version; return it, None before the first."""
     from turnwise.store import policies as stored_policies
     from turnwise.store import serving
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from turnwise.processes.stack import GpuPlan, UpSettings
 
 HUB_SECONDS = 10.0
-"""Time limit of the question whether a model's id exists."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:
 
 
 def needs_of(trainer: TrainerSettings) -> TrainerNeeds:
-    """Return what a trainer's settings ask of the other processes of `turnwise up`."""
     return TrainerNeeds(
         lora_rank=trainer.lora_rank if trainer.kind is PolicyKind.LORA else None,
         engines_sleep=trainer.engine_sleep_level > 0,

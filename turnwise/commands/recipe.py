@@ -24,11 +24,7 @@ def recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the directory of a recipe.
-
-    Raises:
-        SettingsError: there is none of this name.
-    """
+    """Return the directory of a recipe."""
     known = recipes()
     if name not in known:
         names = ", ".join(known) or "none; recipes are in a checkout of Turnwise, not in the package"

@@ -72,7 +72,6 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None
 
 
 def _run_once(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None:
-    """Run one command and end with its exit status."""
     from turnwise.rollouts import single
 
     def say(text: str) -> None:

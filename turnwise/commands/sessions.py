@@ -125,11 +125,6 @@ def forget(
 
 
 def _contents(store: Database, tenant: str, session_id: str | None, user_id: str | None) -> str:
-    """Return in words what would be deleted.
-
-    Raises:
-        NotFound: nothing.
-    """
     from turnwise.store import keys, search
     from turnwise.store.selection import SessionFilter
 
@@ -152,12 +147,7 @@ def _contents(store: Database, tenant: str, session_id: str | None, user_id: str
 
 
 def _confirm(found: str) -> None:
-    """Ask on the terminal.
-
-    Raises:
-        SettingsError: there is nobody to ask.
-        Abort: the answer is no.
-    """
+    """Ask on the terminal."""
     try:
         click.confirm(f"Delete {found} for good?", abort=True, err=True)
     except click.Abort as error:

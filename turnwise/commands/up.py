@@ -24,7 +24,6 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> None:
-    """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
     from turnwise.commands.preflight import check_database_model, check_up, load_proxy
     from turnwise.processes.limited import call_in_child
     from turnwise.processes.stack import Stack

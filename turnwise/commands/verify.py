@@ -121,7 +121,6 @@ def _verify_served(client: Client, filters: Json, rule: Json | None, drawn: Json
 
 
 def progress_bar(num_done: int, num_all: int) -> str:
-    """Return a bar with the share and the number of checked sessions."""
     share = num_done / num_all
     filled = int(share * BAR_CHARACTERS)
     return f"[{'#' * filled}{'-' * (BAR_CHARACTERS - filled)}] {share:4.0%}  {num_done} of {num_all} sessions"

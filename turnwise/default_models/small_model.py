@@ -141,9 +141,6 @@ def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_pr
     """Build the model into `directory`, unless the directory contains the same model; return the directory.
 
     The directory is created completely or not at all. A model of another spec is replaced.
-
-    Raises:
-        FileExistsError: `directory` contains files that this function did not write.
     """
     spec = spec or SmallModelSpec()
     if _built_digest(directory) == spec.digest():

@@ -130,11 +130,7 @@ def _read_batch(batch: Path) -> Iterator[stored_archive.ArchivedSession]:
 
 
 def _write_batch(directory: Path, rows_of: dict[str, Iterator[stored_archive.Row]]) -> None:
-    """Write the rows of all tables to a new batch.
-
-    Raises:
-        Conflict: another process has removed files of the batch.
-    """
+    """Write the rows of all tables to a new batch."""
     number = utc_now().strftime("%Y%m%dT%H%M%S%f")
     written = Path(tempfile.mkdtemp(prefix=_INCOMPLETE, dir=directory))
     for name, rows in rows_of.items():
@@ -146,11 +142,7 @@ def _write_batch(directory: Path, rows_of: dict[str, Iterator[stored_archive.Row
 
 
 def _require_complete(batch: Path) -> None:
-    """Remove a batch that lacks a table's file, and raise: its sessions must stay in the tables.
-
-    Raises:
-        Conflict: another process, which the lock does not stop, has removed files of the batch.
-    """
+    """Remove a batch that lacks a table's file, and raise: its sessions must stay in the tables."""
     missing = sorted(name for name in stored_archive.TABLES if not (batch / f"{name}.parquet").exists())
     if missing:
         shutil.rmtree(batch)

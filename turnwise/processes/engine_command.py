@@ -46,7 +46,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes as the largest rank."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-"""Names by which configurations state the number of positions."""
 _NO_MATCH_NEEDED = ("torchvision", "torchaudio", "torchcodec")
 """Packages that the CPU build installs for another torch build; serving text does not use them."""
 
@@ -108,7 +107,6 @@ class EngineCommand:
 
     argv: tuple[str, ...]
     environment: dict[str, str]
-    """Added to the inherited environment."""
 
     def shell(self) -> str:
         return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
@@ -187,7 +185,6 @@ def _cpu_program(settings: EngineSettings) -> list[str]:
 
 
 def _shared_flags(settings: EngineSettings) -> list[str]:
-    """Return the flags for any device."""
     flags = ["--served-model-name", settings.served_model_name or Path(settings.model).name]
     flags += ["--host", settings.host, "--port", str(settings.port)]
     flags += ["--logprobs-mode", settings.logprobs_mode, "--max-logprobs", str(settings.max_logprobs)]
@@ -237,7 +234,6 @@ def _cpu_flags(settings: EngineSettings) -> list[str]:
 
 
 def _cpu_kv_cache_bytes(settings: EngineSettings) -> int:
-    """Return the memory for keys and values of some long calls, within limits."""
     config = model_config(settings.model)
     num_heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 0
     num_values = 2 * (config.get("num_hidden_layers") or 0) * num_heads * (head_size(config) or 0)
@@ -275,12 +271,7 @@ def max_positions(model: str) -> int | None:
 
 
 def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
-    """Refuse a model that vLLM would refuse only after its start.
-
-    Raises:
-        SettingsError: more tokens are asked for than the model has positions.
-        EngineError: vLLM cannot compute the model's attention on a CPU.
-    """
+    """Refuse a model that vLLM would refuse only after its start."""
     config = model_config(settings.model)
     positions = max_positions(settings.model)
     is_scaled = bool(config.get("rope_scaling"))
@@ -363,7 +354,6 @@ def packages_problem() -> str | None:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return a distribution's version; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
-"""Linux's prctl option: the signal that a process gets when its parent ends."""
 _PR_SET_CHILD_SUBREAPER = 36
 """Linux's prctl option: orphaned descendants become children of this process."""
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
@@ -29,13 +28,6 @@ def guarded(command: Sequence[str], grace_seconds: float) -> list[str]:
 
 
 def main(grace_seconds: float, parent: int, command: list[str]) -> int:
-    """Run a command in its own process group until it ends or a signal or the parent's end stops it.
-
-    Args:
-        grace_seconds: Time between SIGTERM and SIGKILL.
-        parent: Process id of the supervisor.
-        command: Program and arguments.
-    """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     signal_on_parents_death(signal.SIGTERM)
     _adopt_orphans()
@@ -72,7 +64,6 @@ def _end_descendants() -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of this process's children; empty if the system has no /proc."""
     path = f"/proc/self/task/{os.getpid()}/children"
     try:
         with open(path) as children:  # noqa: PTH123  pathlib takes longer to import than the guard to start

@@ -171,7 +171,6 @@ def engine_findings(address: str, **options: Any) -> Iterator[Finding]:
 
 
 def _decoded(reply: httpx2.Response) -> Any:
-    """Return an answer's JSON, or its text where it is something else."""
     try:
         return reply.json()
     except ValueError:

@@ -26,7 +26,6 @@ from turnwise.processes import guard
 P = ParamSpec("P")
 R = TypeVar("R")
 GRACE_SECONDS = 5.0
-"""From the term signal to the kill."""
 _INTERPRETER = re.compile(r"(python|pypy|node|deno|bun|ruby|perl|php|bash|dash|zsh|sh)[0-9.]*")
 
 
@@ -35,7 +34,6 @@ class Ended:
     """How a command ended."""
 
     exit_status: int
-    """As a shell counts it: 128 + N for signal N."""
     timed_out: bool
     seconds: float
     output: bytes = b""
@@ -148,10 +146,7 @@ def call_in_daemon_thread(
 ) -> None:
     """Call a function in its own thread; `asyncio.to_thread` would wait for a hanging one at the process's end.
 
-    Args:
-        name: Of the thread.
-        function: The function.
-        finish: Gets its result, or what it raised, on the running event loop; not called once the loop has ended.
+    `finish` gets its result, or what it raised, on the running event loop; it is not called once the loop has ended.
     """
     loop = asyncio.get_running_loop()
 

@@ -15,12 +15,7 @@ _LISTENING = "0A"
 
 
 def check_port_is_free(who: str, host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on.
-
-    Args:
-        who: What would listen there, for the message.
-        host: Address or name.
-        port: Port; 0 is any free one.
+    """Refuse an address that cannot be listened on; `who` would listen there, and port 0 is any free one.
 
     Raises:
         SettingsError: the port is taken, or the address is not this machine's.
@@ -57,11 +52,9 @@ def free_port() -> int:
 
 
 def session_listens(session: int, port: int) -> bool:
-    """Return whether a process of a session listens on a port; only Linux can say no.
+    """Return whether a process of a session listens on a port of any address; only Linux can say no.
 
-    Args:
-        session: Session id: the process id of the guard that leads it.
-        port: TCP port on any address.
+    The session's id is the process id of the guard that leads it.
     """
     if sys.platform != "linux":
         return True

@@ -57,9 +57,6 @@ def plan_gpus(
         trainer_gpus: GPUs of the trainer; None chooses them.
         tensor_parallel: GPUs of one engine.
         engine_memory: Share of each engine GPU's memory; None chooses it.
-
-    Raises:
-        SettingsError: a GPU is named that this machine does not have, or the engine's GPUs cannot be divided.
     """
     named = (*(engine_gpus or ()), *(trainer_gpus or ()))
     if missing := sorted(gpu for gpu in named if gpu >= num_gpus):
@@ -84,7 +81,6 @@ def plan_gpus(
 def _divided(
     num_gpus: int, engine_gpus: tuple[int, ...] | None, trainer_gpus: tuple[int, ...] | None, *, has_trainer: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the GPUs of all engines and those of the trainer."""
     everything = tuple(range(num_gpus))
     if not has_trainer:
         return engine_gpus or everything, ()
@@ -100,7 +96,6 @@ def _divided(
 TRAINER_LOGGERS = tuple(f"trainer.{name}" for name in ("ledger", "pacing", "source", "recorders", "train", "state"))
 """The loggers whose lines the terminal shows; warnings and errors of all are shown."""
 ENGINE_START_SECONDS = 600.0
-"""A large model on a slow disk takes minutes."""
 
 
 class UpSettings(Settings):
@@ -211,7 +206,6 @@ class Stack:
 
     @property
     def proxy_url(self) -> str:
-        """URL at which this machine reaches the proxy."""
         host = self._settings.host
         reachable = "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104  compared, not bound
         return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{self._settings.port}"
@@ -289,5 +283,4 @@ class Stack:
 
 
 def command(*arguments: str) -> list[str]:
-    """Return the argv of one of our own commands."""
     return [sys.executable, "-m", "turnwise", *arguments]

@@ -61,9 +61,7 @@ class Child:
     once: bool = False
     """A task: it must end with success before the next child starts."""
     start_seconds: float = 180.0
-    """Time limit from start to ready."""
     grace_seconds: float = 10.0
-    """Time from SIGTERM to SIGKILL."""
 
 
 class ChildState(enum.StrEnum):
@@ -74,7 +72,6 @@ class ChildState(enum.StrEnum):
     READY = "ready"
     BACKING_OFF = "backing_off"
     FINISHED = "finished"
-    """A task that ended with success."""
     FAILED = "failed"
     STOPPED = "stopped"
 
@@ -179,14 +176,12 @@ class Supervisor:
             self.check()
 
     def stop(self) -> None:
-        """Stop all children in reverse order; return when none runs."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
         self._printer.close()
 
     def say(self, name: str, text: str) -> None:
-        """Print a line after those that wait; do not wait for the reader of the output."""
         self._printer.print(name, text)
 
     def pid(self, name: str) -> int | None:
@@ -217,7 +212,6 @@ class Supervisor:
             self._settled.set()
 
     def _tick(self) -> None:
-        """Advance each child by one transition."""
         for position, run in enumerate(self._runs):
             if run.state is ChildState.WAITING:
                 if all(before.state in {ChildState.READY, ChildState.FINISHED} for before in self._runs[:position]):
@@ -337,7 +331,6 @@ class Supervisor:
 
 
 def is_ready(ready: str | Callable[[], bool] | None) -> bool:
-    """Return whether a child is ready."""
     if ready is None:
         return True
     if callable(ready):
@@ -360,7 +353,6 @@ def describe_exit(code: int) -> str:
 
 
 def tail_of(path: Path, num_lines: int = 20, start: int = 0) -> str:
-    """Return the last lines of a log after a position, indented."""
     with path.open("rb") as log:
         lines = deque(_lines_near_end(log, start), maxlen=num_lines)
     return "\n".join(f"    {line.decode(errors='replace').rstrip()}" for line in lines) or "    (empty)"

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 Say = Callable[[str, str], None]
-"""Prints a line: a child's name, and the text."""
 
 MAX_UNPRINTED = 1000
 """Lines that wait for the reader of the output; further ones are dropped, the children's logs have them."""
@@ -33,7 +32,6 @@ class Printer:
         self._thread.start()
 
     def print(self, name: str, text: str) -> None:
-        """Print a line later, unless too many wait."""
         if self._lines.qsize() < MAX_UNPRINTED:
             self._lines.put((name, text))
 

@@ -159,11 +159,7 @@ def as_text(document: Json) -> str:
 
 
 def read_scores(answer: str, count: int) -> list[float]:
-    """Return the scores of an answer, in the order of the numbers.
-
-    Raises:
-        GraderFailed: a conversation has no score from 0 to 10.
-    """
+    """Return the scores of an answer, in the order of the numbers."""
     scores: dict[int, float] = {}
     for found in _OBJECT.findall(answer):
         try:

@@ -78,11 +78,7 @@ def _failure(name: str, error: BaseException) -> GraderFailed:
 
 
 async def _in_daemon_thread(name: str, function: Callable[[Json], Any], document: Json) -> Any:
-    """Return what the function returns, without a wait for a hanging one at the process's end.
-
-    Raises:
-        GraderFailed: the function raised an exception.
-    """
+    """Return what the function returns, without a wait for a hanging one at the process's end."""
     returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def finish(value: Any, error: BaseException | None) -> None:
@@ -111,11 +107,7 @@ def make_source(settings: RewardSettings) -> Source:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """Import `module:function`, also from the working directory.
-
-    Raises:
-        SettingsError: there is no such module or function.
-    """
+    """Import `module:function`, also from the working directory."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     function: Callable[..., Any] = load_object(target, "function")

@@ -55,7 +55,6 @@ class Agent:
     programs: tuple[str, ...] = ()
     variables: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
     files: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
-    """Path below the scratch home → content."""
     flags: Callable[[Address], list[str]] = field(default=lambda _: [])
     scratch_home: bool = True
     """Use a scratch directory as HOME, so that the user's own settings are neither read nor changed."""
@@ -303,7 +302,6 @@ def environment(agent: Agent, address: Address, *, scratch_home: bool) -> dict[s
 
 
 def write_files(agent: Agent, address: Address) -> None:
-    """Write the agent's configuration files into the scratch home."""
     for below, content in agent.files(address).items():
         path = address.home / below
         path.parent.mkdir(parents=True, exist_ok=True)

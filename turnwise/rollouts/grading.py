@@ -55,7 +55,6 @@ class Grading:
         write_whole(directory / PLAYED_FILE, json.dumps(dataclasses.asdict(played), ensure_ascii=False))
 
     async def grade(self, run: PlannedRun, played: AgentEnd) -> tuple[Json, str | None]:
-        """Reward a run and end its session; return the session and, if grading failed, the error."""
         error = None
         rewards: Sequence[Grade] = played.rewards or []
         if self._grader is not None and played.error is None:

@@ -30,10 +30,7 @@ async def opened(
 ) -> AsyncIterator[Runner]:
     """Yield a runner with these settings; its workers end with the block.
 
-    Args:
-        settings: The settings; `tasks` is not read here.
-        argv: The agent's command, unless `call` names a function.
-        on_result: Called with each finished run.
+    `argv` is the agent's command, unless `call` names a function; the setting `tasks` is not read here.
 
     Raises:
         SettingsError: the settings do not fit together, or there is no such program.
@@ -96,7 +93,6 @@ async def play_all(settings: RunSettings, argv: Sequence[str], progress: Rollout
 
 @contextlib.contextmanager
 def _interrupts(runner: Runner, message: Callable[[str], None]) -> Any:
-    """Handle interrupts: the first waits for the running runs, the second cancels them."""
     loop, playing = asyncio.get_running_loop(), asyncio.current_task()
     assert playing is not None
 
@@ -117,7 +113,6 @@ def _interrupts(runner: Runner, message: Callable[[str], None]) -> Any:
 
 
 def _plan(settings: RunSettings, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that must be equal for all results of a directory."""
     return {"command": [settings.call] if settings.call else list(argv), "group_size": settings.group_size}
 
 

@@ -9,7 +9,6 @@ from turnwise.client import AsyncClient
 from turnwise.types import DEFAULT_POLICY_NAME, Json
 
 POLL_SECONDS = 0.25
-"""Interval between requests for the active policy version."""
 
 
 class Pace:

@@ -40,7 +40,6 @@ class PlannedRun:
 
     @property
     def log(self) -> Path:
-        """Output of the agent."""
         return self.directory / "agent.log"
 
 
@@ -49,7 +48,6 @@ class AgentEnd:
     """How a run ended."""
 
     termination_reason: str
-    """`exit_status_N`, `timeout` or `error`."""
     seconds: float
     rewards: Sequence[Grade] | None = None
     """Rewards that the called function returned; None for a command."""
@@ -83,7 +81,6 @@ class CommandPlayer:
         self._scratch_home = scratch_home
 
     async def play(self, run: PlannedRun) -> AgentEnd:
-        """Play one run to its end, or to its time limit."""
         await asyncio.to_thread(agents.write_files, self._agent, run.address)
         address = run.address
         values = {

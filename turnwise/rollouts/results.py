@@ -20,7 +20,6 @@ from turnwise.files import append_lines, lock, read_objects, write_whole
 from turnwise.types import Json
 
 Key = tuple[int, str, str, int]
-"""Pass, split, task and run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +47,7 @@ class Results:
     """The results of one directory; only one process at a time may write them."""
 
     def __init__(self, directory: Path, plan: Json) -> None:
-        """Open the ledger.
-
-        Args:
-            directory: The directory of the results.
-            plan: The settings that must be equal for all results of the directory.
+        """Open the ledger; `plan` has the settings that must be equal for all results of the directory.
 
         Raises:
             SettingsError: another process uses the directory, or it holds results of another plan.
@@ -68,7 +63,6 @@ class Results:
         self.finished = {result.key: result for result in read_results(self._path)}
         try:
             self.name = self._identify(plan)
-            """Prefix of every session id of this directory."""
         except SettingsError:
             self._lock.close()
             raise
@@ -81,16 +75,11 @@ class Results:
         self._lock.close()
 
     def add(self, result: RunResult) -> None:
-        """Record a finished run durably."""
         append_lines(self._path, [json.dumps(dataclasses.asdict(result), ensure_ascii=False)], is_durable=True)
         self.finished[result.key] = result
 
     def _identify(self, plan: Json) -> str:
-        """Return the name of these results. The first start chooses it, and so does another plan if no run is finished.
-
-        Raises:
-            SettingsError: the directory holds results of another plan.
-        """
+        """Return the name of these results, which the first start chooses, or another plan if no run is finished."""
         path = self.directory / "plan.json"
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         differing = [name for name, value in plan.items() if stored.get(name) != value]
@@ -113,7 +102,6 @@ def read_results(path: Path) -> list[RunResult]:
 MAX_TABLE_TASKS = 40
 """Above this number of tasks, the table has only the row of all tasks."""
 SECONDS_BETWEEN_LINES = 10.0
-"""Time between two progress lines if the output is not a terminal."""
 COLUMNS = ("task_id", "runs", "reward_mean", "reward_min", "reward_max", "turns_mean", "seconds_mean", "failed")
 
 
@@ -133,9 +121,7 @@ class RolloutProgress:
     def add(self, result: RunResult, num_planned: int | None) -> None:
         """Count a run and print the line when it is due.
 
-        Args:
-            result: The finished run.
-            num_planned: All runs of this pass; None where there is no end.
+        `num_planned` is the number of runs of this pass; None where there is no end.
         """
         self.results.append(result)
         now = time.monotonic()
@@ -172,7 +158,6 @@ class RolloutProgress:
 
 
 def summary(results: Sequence[RunResult]) -> dict[str, Any]:
-    """Return counts and means over all runs."""
     rewards = [result.reward for result in results if result.reward is not None]
     return {
         "num_runs": len(results),
@@ -215,7 +200,6 @@ def table(results: Sequence[RunResult]) -> list[str]:
 
 
 def is_failed(result: RunResult) -> bool:
-    """Return whether the agent ended with an error."""
     return result.termination_reason not in {"exit_status_0", "timeout"}
 
 

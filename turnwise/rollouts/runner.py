@@ -124,7 +124,6 @@ class Runner:
         return sum(key[:2] == (pass_index, split) for key in self._results.finished)
 
     async def _start(self, group: list[_Planned], running: asyncio.TaskGroup) -> None:
-        """Start the unfinished runs of a group, at most `parallel` runs at a time."""
         missing = [each for each in group if each.key not in self._results.finished]
         if missing and self._pace is not None and missing[0].split == "train":
             await self._pace.admit(self.stopping)
@@ -252,7 +251,6 @@ def _probable_cause(result: RunResult, settings: RunSettings) -> str:
 
 
 def _fields(settings: RunSettings, planned: _Planned, session_id: str, results: Results) -> SessionFields:
-    """Return the fields of a run's new session."""
     fields = SessionFields(
         session_id=session_id,
         task_id=planned.task.task_id,
@@ -294,7 +292,6 @@ def _clean(directory: Path, *, keep: bool) -> None:
 
 
 def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first failure of a tree of groups."""
     failure: BaseException = failures
     while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]

@@ -27,7 +27,6 @@ class Task:
     task_id: str
     fields: Json
     split: str | None = None
-    """`train` or `eval`; None belongs to both."""
 
     @property
     def slug(self) -> str:

@@ -43,7 +43,6 @@ class Answers:
         os.dup2(2, 1)
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Write one answer."""
         line = json.dumps(answer) + "\n"
         with self._lock:
             self._file.write(line)

@@ -28,7 +28,6 @@ from turnwise.rollouts.players import AgentEnd, PlannedRun
 from turnwise.types import Json
 
 START_SECONDS = 180.0
-"""Maximum duration of the import of the agent."""
 LINE_BYTES = 64 * 1024 * 1024
 
 
@@ -48,14 +47,9 @@ class CallPlayer:
     ) -> None:
         """Initialise the pool; a worker starts when it is first needed.
 
-        Args:
-            target: `module:function`; it is called with the task and a `Run`, and may return rewards.
-            parallel: Maximum number of concurrent runs of all workers.
-            num_workers: Number of worker processes.
-            timeout_seconds: Time limit of a run.
-            log: Output of the workers and of the agent.
-            python: Interpreter of the workers.
-            environment: Variables in addition to the inherited ones.
+        `target` is `module:function`; it is called with the task and a `Run`, and may return rewards. `environment`
+        has
+        variables in addition to the inherited ones.
 
         Raises:
             SettingsError: there is no such interpreter.
@@ -80,7 +74,6 @@ class CallPlayer:
         await self._worker()
 
     async def play(self, run: PlannedRun) -> AgentEnd:
-        """Play one run to its end, or to its time limit."""
         chosen = await self._worker()
         started = time.monotonic()
         try:
@@ -98,7 +91,6 @@ class CallPlayer:
         self._workers, self._retired = [], []
 
     async def _worker(self) -> _AgentWorker:
-        """Return the least busy worker, starting those that are missing."""
         async with self._starting:
             self._workers = [each for each in self._workers if each.is_alive]
             if len(self._workers) < self._num_workers:
@@ -139,11 +131,7 @@ class _AgentWorker:
         return len(self._calls)
 
     async def start(self, argv: list[str], environment: Mapping[str, str], target: str) -> None:
-        """Start the process and wait until the agent is imported.
-
-        Raises:
-            SettingsError: the agent cannot be imported, or not in time.
-        """
+        """Start the process and wait until the agent is imported."""
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *guard.guarded(argv, GRACE_SECONDS),
@@ -168,7 +156,6 @@ class _AgentWorker:
         self._reading = asyncio.create_task(self._read())
 
     async def call(self, request: Json) -> Json:
-        """Send a request and return its answer."""
         number = next(self._ids)
         answered: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
         self._calls[number] = answered
@@ -182,7 +169,6 @@ class _AgentWorker:
             del self._calls[number]
 
     async def end(self) -> None:
-        """End the process and all processes that it started."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()

@@ -26,11 +26,9 @@ from turnwise.types import SessionStatus
 Row = Mapping[str, Any]
 
 OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies)
-"""Tables with rows of sessions, besides their own."""
 TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}
 """All archived tables, by name."""
 ROWS_AT_ONCE = 256
-"""Rows that are held in memory."""
 
 
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
@@ -52,7 +50,6 @@ class ArchivedSession(NamedTuple):
 
     session: Row
     group: Row | None
-    """Its group's row as it was when the session was archived."""
     others: Mapping[str, Sequence[Row]]
     """The rows of the other tables, by table name."""
 
@@ -109,7 +106,7 @@ def _without(row: Row, name: str) -> dict[str, Any]:
 
 
 def grouped(rows_of: Mapping[str, Iterable[Row]]) -> Iterator[ArchivedSession]:
-    """Yield the sessions of one batch, with their rows from all tables; `rows_of` is by table name."""
+    """Yield the sessions of one batch with their rows from all tables, which are given by table name."""
     groups_by_pk = {row["group_pk"]: row for row in rows_of[groups.name]}
     others: dict[int, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for table in OF_SESSIONS:

@@ -45,9 +45,7 @@ _RUNNING = (
     f"WHERE status IN ('{PolicyStatus.CANARY.value}', '{PolicyStatus.HOLDOUT.value}') "
     "AND arm_share IS NOT NULL AND activated_at IS NOT NULL ORDER BY version"
 )
-"""Reads the arms that take sessions."""
 _Compared = tuple[StoredRow, Sequence[Reward]]
-"""A finished session and its reward lines."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,11 +63,9 @@ class Arm:
 
     @property
     def broken_share(self) -> float:
-        """The share of its turns that are broken; 0 without turns."""
         return self.num_broken / self.num_turns if self.num_turns else 0.0
 
     def summary(self, version: int) -> Json:
-        """Return the arm in a few numbers; the mean reward is None without a rewarded session."""
         return {
             "version": version,
             "num_sessions": self.num_sessions,
@@ -80,7 +76,6 @@ class Arm:
 
 
 def takes(version: int, share: float, session: Session) -> bool:
-    """Return whether a session is among the share of new sessions that sample with this version."""
     digest = blake2b(f"{version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
@@ -92,7 +87,6 @@ def assign(conn: sa.Connection, created: Sequence[Session]) -> list[Session]:
 
 
 def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
-    """Return a session with its arm; the hold-out, which is the older version, takes its share first."""
     if session.opened_by == IMPORT:
         return session
     for policy_id, version, share, status in arms:

@@ -42,9 +42,8 @@ from turnwise.types import (
 )
 
 _IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
-"""The SQL condition for a group that is one sampled session."""
 MOST_COUNTED = 10_000
-"""Of the open sessions with a reward that are counted."""
+"""Most open sessions with a reward that are counted."""
 LONGEST_LEASE_SECONDS = 3600.0
 """Maximum length of a lease. A lease that ends later was granted before the clock was set back; it is ignored."""
 
@@ -57,7 +56,6 @@ class ClaimedGroup:
     group_id: str
     tenant: str
     fencing_token: int
-    """Increases by one with every claim of the group."""
     is_single: bool = False
     """Whether it is a sampled session without a group, or a group of one."""
 
@@ -71,7 +69,7 @@ class Claim:
     """Groups that a trainer holds until its lease expires."""
 
     groups: tuple[ClaimedGroup, ...]
-    """At least one group; the group that was ready first comes first."""
+    """At least one group, in the order in which they became ready."""
     num_stale: int = 0
     """Groups that this call dropped because one of their turns was too old."""
 
@@ -99,22 +97,21 @@ def claim(
     held: Collection[int] = (),
     now: datetime.datetime | None = None,
 ) -> Claim | None:
-    """Claim the groups of a policy that have been ready longest, including groups with an expired lease.
+    """Claim the groups of a policy that have been ready longest; None if no group is.
+
+    A group with an expired lease is ready.
 
     Args:
         db: The store.
         trainer_id: The trainer that claims them.
         max_groups: Maximum number of groups.
-        singles_per_group: So many single sessions count as one group.
+        singles_per_group: Number of single sessions that count as one group.
         lease_seconds: Length of the lease without renewal, at most `LONGEST_LEASE_SECONDS`.
         min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
         with_imported: Claim groups of imported sessions too.
         policy_id: The policy.
         held: Keys of the groups that the trainer holds, which it does not claim again.
         now: Replaces the database's own time in tests.
-
-    Returns:
-        The claim; None if no group is ready.
     """
     with db.write() as conn:
         instant = clock(conn, now)
@@ -242,8 +239,8 @@ def release(db: Database, held: Claim, reason: str | None = None) -> None:
 def take_back(db: Database, trainer_id: str, policy_id: int = DEFAULT_POLICY) -> int:
     """Make the groups of a policy that an earlier process of this trainer held ready again; return their number.
 
-    No trainer has to wait for the dead process's lease, and the same batch can be trained again. If that process is
-    still alive, its tokens become stale when the groups are claimed again.
+    The same batch can then be trained without a wait for the dead process's lease. If that process still lives, its
+    tokens become stale when the groups are claimed again.
     """
     with db.write() as conn:
         held = sa.and_(
@@ -303,7 +300,6 @@ def ack(
 def _is_claimable(
     dialect: sa.Dialect, instant: int, policy_id: int, held: Collection[int], *, with_imported: bool = False
 ) -> sa.ColumnElement[bool]:
-    """Return the SQL condition for a group of a policy that may be claimed by a trainer that holds some."""
     until = groups.c.leased_until
     lapsed = sa.or_(until <= instant, until > instant + _lease_micros(LONGEST_LEASE_SECONDS))
     if held:
@@ -329,9 +325,6 @@ def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
     """Change a claimed group; nothing where it was deleted with its sessions meanwhile.
 
     A database may give the number of a deleted group to a new one, whose fencing token starts again.
-
-    Raises:
-        LeaseLost: the group has a newer fencing token.
     """
     c = groups.c
     own = sa.and_(c.group_pk == group.group_pk, c.tenant == group.tenant, c.group_id == group.group_id)
@@ -347,11 +340,7 @@ def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
 
 
 def _is_recorded(conn: sa.Connection, update: UpdateRecord) -> bool:
-    """Return whether the update is a replay.
-
-    Raises:
-        Conflict: another update has its id.
-    """
+    """Return whether the update is a replay."""
     known = conn.execute(sa.select(updates).where(updates.c.update_id == update.update_id)).one_or_none()
     if known is None:
         return False

@@ -18,9 +18,7 @@ from turnwise.types import DEFAULT_POLICY, Outcome, SessionStatus, TokenIds, Tur
 _ADDED_COLUMNS = [
     sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column for column in turns.c
 ]
-"""A turn's columns, with nothing for the longest ones."""
 _WHOLE = [outcome.value for outcome in Outcome if outcome not in (Outcome.ABORTED, Outcome.ERROR)]
-"""Outcomes of turns with a whole reply."""
 
 
 def unknown_turns(
@@ -113,10 +111,5 @@ def newest_in_conversation(conn: sa.Connection, tenant: str, session_id: str, co
 
 
 def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
-    """Return a turn's prompt and sampled tokens, rebuilt from its ancestors.
-
-    Raises:
-        NotFound: no such turn.
-    """
     path = path_to(conn, turn_id, turns.c.prompt_delta, turns.c.token_ids)
     return np.concatenate([rows.ids_from_blob(blob) for row in path for blob in row])

@@ -27,10 +27,9 @@ _DIGEST_BITS = 64
 def copy_all(source: Database, target: Database, note: Callable[[str, int], None]) -> dict[str, int]:
     """Copy every table but those of running processes; return the rows by table.
 
-    Args:
-        source: What is read; it may be in use, and later rows are left out.
-        target: Its tables are of this release. Nothing else may write to it.
-        note: Gets each table with its rows, once they are copied and compared.
+    The source may be in use, and later rows are left out. Nothing else may write to the target, whose tables are of
+    this
+    release. `note` gets each table with its rows, once they are copied and compared.
 
     Raises:
         StoreError: the target holds other rows than the source.

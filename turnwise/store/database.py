@@ -38,27 +38,25 @@ if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most pro
 P = ParamSpec("P")
 T = TypeVar("T")
 Connection: TypeAlias = sa.Connection
-"""An open transaction; the only SQLAlchemy type that callers outside of the store use."""
+"""An open transaction: the only SQLAlchemy type that callers outside of the store use."""
 
 _MIGRATION_LOCK = 0x7475726E
-"""Key of the advisory lock that a migration of PostgreSQL holds."""
 _MIGRATION_SECONDS = 600
-"""How long a process waits for another process's migration."""
 ANSWER_SECONDS = 30.0
 """Maximum time of a statement on PostgreSQL; migrations have no limit."""
 GRACE_SECONDS = 2.0
 QUEUE_SECONDS = 30.0
 """Longest wait of `Database.fetch` for its turn, while others' reads take all connections."""
 WAL_SECONDS = 0.01
-"""Between two attempts to turn on the write-ahead log."""
+"""Time between two attempts to turn on the write-ahead log."""
 _REFUSED = "Connection refused"
 _LOGIN_REFUSED = re.compile(
     r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"
 )
 _PERMANENT = ("28", "3D000", "57014", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY")
-"""Beginnings of SQLSTATEs and SQLite's error names: no login, no database, `statement_timeout`; a broken file."""
+"""Beginnings of SQLSTATEs and SQLite's error names: no login, no database, `statement_timeout`, or a broken file."""
 _TOO_LONG = "54000"
-"""SQLSTATE of PostgreSQL for a text of more than 2,704 bytes, as it is compressed, in an index."""
+"""PostgreSQL's error for a text in an index that has more than 2,704 bytes after compression."""
 _MOVE = (
     "move its sessions with `turnwise archive` of the {maker} that made it and `turnwise archive --restore` of this "
     "one (docs/operations.md, Upgrades), or name another database with --database"
@@ -180,11 +178,6 @@ class Database:
         return True
 
     def _known_revision(self) -> str | None:
-        """Return the revision of the tables; None without Turnwise's.
-
-        Raises:
-            SchemaMismatch: this release does not know it, or another commit made tables of the newest one.
-        """
         with self.read() as conn:
             if not sa.inspect(conn).has_table("alembic_version"):
                 return None
@@ -199,11 +192,7 @@ class Database:
         return found
 
     def _check_tables(self) -> None:
-        """Check that tables at the newest revision are those of this release: until 0.2 several commits have this one.
-
-        Raises:
-            SchemaMismatch: another commit made them.
-        """
+        """Check that tables at the newest revision are those of this release: until 0.2 several commits share it."""
         with self.read() as conn:
             columns_of = sa.inspect(conn).get_multi_columns()
             found = {name: {each["name"] for each in columns} for (_, name), columns in columns_of.items()}
@@ -228,7 +217,6 @@ class Database:
             return not set(sa.inspect(conn).get_table_names()) - {"alembic_version"}
 
     def _mismatch(self, found: str | None) -> str:
-        """Return the reason why the tables do not fit this release, and what to do."""
         name = self._name()
         if found is None and not self._is_empty():
             return f"{name} has tables, but none of Turnwise's: name another database with --database"
@@ -257,7 +245,6 @@ class Database:
             raise SettingsError(f"cannot write {str(target)!r}: {error.strerror}; name another file") from error
 
     def close(self) -> None:
-        """Close every connection; reads that wait for one are cancelled."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._engine.dispose()
 
@@ -288,7 +275,6 @@ class Database:
 
 
 def alembic_config() -> Config:
-    """Return alembic's configuration for the migrations that were installed with this package."""
     from alembic.config import Config
 
     config = Config()
@@ -308,13 +294,7 @@ def _head() -> str:
 
 @contextlib.contextmanager
 def attributed() -> Iterator[None]:
-    """Translate a driver's exceptions to the store's errors; programming errors are not changed.
-
-    Raises:
-        StoreUnavailable: the database cannot be reached, is full, read-only, corrupt, or is locked for too long.
-        SchemaMismatch: a table or column is missing.
-        InvalidRequest: a value that the database cannot hold, such as a text with a NUL, or one too long for an index.
-    """
+    """Translate a driver's exceptions to the store's errors; programming errors are not changed."""
     try:
         yield
     except sa.exc.TimeoutError as error:
@@ -373,7 +353,6 @@ def _is_permanent(failure: BaseException | None) -> bool:
 
 
 def _parsed(url: str) -> sa.URL:
-    """Return the URL with this project's driver."""
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:

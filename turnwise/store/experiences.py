@@ -56,11 +56,11 @@ from turnwise.types import (
 )
 
 NUM_GROUPS = 64
-"""Groups whose advantages are kept while experiences are read: sessions of a group are mostly stored together."""
+"""Groups whose advantages are kept during a reading: sessions of a group are mostly stored together."""
 GroupValues = Mapping[int | None, Mapping[str, float]]
 """The advantages of a group: by step and turn, or, under None, by session."""
 SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
-"""The labels of each session."""
+"""Labels by session."""
 _OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 
 
@@ -77,7 +77,6 @@ class Shape:
     roles: Collection[Role] = TRAINED_ROLES
     """Roles whose turns are trained; turns of other roles remain in their prompts."""
     merge: Literal["turn", "chain"] = "turn"
-    """One experience per turn, or one per chain as in training."""
     with_imported: bool = False
     """Include imported replies, whose behaviour logprobs are 0 where they are not known."""
     with_unrewarded: bool = False
@@ -177,7 +176,6 @@ def _of_session(
 
 
 def _hints(conn: sa.Connection, session_pks: Sequence[int]) -> defaultdict[int, dict[str, Json]]:
-    """Return the corrections of people as they are put into prompts, by session and by turn; the last one of a turn."""
     is_own = is_among(conn.dialect, feedback.c.session_pk, session_pks)
     found = sa.select(feedback.c.session_pk, feedback.c.content).where(is_own).order_by(feedback.c.created_at)
     hints: defaultdict[int, dict[str, Json]] = defaultdict(dict)
@@ -287,7 +285,6 @@ def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TU
 
 
 def _group_values(turns: Iterable[Experience]) -> GroupValues:
-    """Return the advantages of a group's turns."""
     values: dict[int | None, dict[str, float]] = defaultdict(dict)
     for turn in turns:
         if _is_by_step(turn):
@@ -332,12 +329,9 @@ def regression_set(
 ) -> tuple[list[Experience], SessionLabels]:
     """Return one experience per chain of the newest held-out sessions with a reward, and of those with a label.
 
-    Args:
-        conn: The store.
-        num_sessions: Maximum number of held-out sessions, and of sessions of each label.
-        labels: The labels; sessions with one of them may be of any split, and need no reward.
-        roles: Roles of the turns that count.
-        policy_id: The policy whose sessions count.
+    `num_sessions` is the maximum number of held-out sessions, and of sessions of each label. Sessions with one of
+    `labels`
+    may be of any split, and need no reward.
     """
     is_over = sessions.c.status != SessionStatus.OPEN.value
     held_out = sa.select(sessions.c.session_pk).where(
@@ -366,7 +360,6 @@ class Played:
     session_id: str
     status: SessionStatus
     turns: Sequence[Turn]
-    """In the order of their commits, without copies."""
 
     @property
     def version(self) -> int:

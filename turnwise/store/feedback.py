@@ -26,14 +26,11 @@ from turnwise.store.turns import append_turns
 from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Outcome, Reward, Session, TokenIds, Turn
 
 MAX_FEEDBACK = 1000
-"""Most feedback of one session."""
 MAX_COPIES = 1000
-"""Most sessions that the demonstrations of one session make."""
+"""Most sessions that are made from the demonstrations of one session."""
 RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
 CORRECTION = "correction"
-"""Name of the reward of a comment or an edited reply, where `feedback_rewards` gives them one."""
 NO_POLICY = -1
-"""Policy version of a reply that no policy sampled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,6 @@ class Member:
     source: str
     """Id of the session whose turn is copied."""
     copied: str
-    """Id of that turn."""
 
 
 def new_group_id() -> str:
@@ -79,7 +75,6 @@ def sampled(path: Sequence[Turn], given: Feedback, original: Session, number: in
 
 
 def written(member: Member, text: str, token_ids: TokenIds) -> Member:
-    """Return the member with a reply that a person wrote, which no policy sampled."""
     turn = dataclasses.replace(
         member.turn,
         sampling={},

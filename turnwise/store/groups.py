@@ -35,7 +35,6 @@ from turnwise.types import (
 log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
-"""Maximum number of group ids in a log line."""
 OPEN_WITH_REWARD = sa.and_(
     sessions.c.status == sa.literal_column(f"'{SessionStatus.OPEN.value}'"),
     sessions.c.num_rewards > sa.literal_column("0"),
@@ -50,13 +49,12 @@ class Change:
     wanted: sa.ColumnElement[bool]
     values: Mapping[str, Any]
     done: str
-    """What is logged: what is done to how many groups."""
+    """The rest of a log line that begins with the number of groups."""
 
     def is_due(self, conn: sa.Connection) -> bool:
         return bool(conn.execute(sa.select(groups.c.group_pk).where(self.wanted)).all())
 
     def make(self, conn: sa.Connection) -> list[str]:
-        """Change the groups, with a line in the log; return their ids."""
         change = sa.update(groups).where(self.wanted).values(**self.values)
         changed = list(conn.execute(change.returning(groups.c.group_id)).scalars())
         if changed:
@@ -227,7 +225,6 @@ def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
 
 
 def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
-    """Make trained groups ready again after a revision of their rewards."""
     # SQLite must search by the keys, not by the status, which most groups have.
     is_trained = unindexed(groups.c.status) == GroupStatus.TRAINED.value
     revised = sa.update(groups).where(is_among(conn.dialect, groups.c.group_pk, group_pks), is_trained)

@@ -31,11 +31,10 @@ _PREFIX = "tw"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
 _SESSION_KEYS = "session_keys"
-"""Name of the secret that signs session keys."""
 _KEYS_EXIST = "keys_exist"
-"""Name of the row that the first key adds to the secrets; it is never deleted, also not with the key's tenant."""
+"""The secret that exists since the first key; it is never deleted, also not with the key's tenant."""
 USE_INTERVAL = datetime.timedelta(minutes=1)
-"""Minimum time between two updates of a key's last use."""
+"""Time between two updates of a key's last use."""
 EPOCH = datetime.date(1970, 1, 1)
 
 
@@ -161,7 +160,6 @@ def get_key(conn: sa.Connection, key_id: str, tenant: str | None = None) -> Key:
 
 
 def is_use_unrecorded(key: Key) -> bool:
-    """Return whether the last recorded use is older than `USE_INTERVAL`."""
     return key.last_used_at is None or utc_now() - key.last_used_at > USE_INTERVAL
 
 
@@ -170,7 +168,6 @@ def record_use(conn: sa.Connection, key_id: str) -> None:
 
 
 def tenants_with_keys(conn: sa.Connection) -> set[str]:
-    """Return the tenants that have a key which is not revoked."""
     return set(conn.execute(sa.select(api_keys.c.tenant).where(api_keys.c.revoked_at.is_(None)).distinct()).scalars())
 
 
@@ -182,7 +179,6 @@ def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
 
 
 def any_keys(conn: sa.Connection) -> bool:
-    """Return whether any key was ever created, including revoked and deleted ones."""
     found = sa.select(secrets_table.c.name).where(secrets_table.c.name == _KEYS_EXIST)
     return conn.execute(found).one_or_none() is not None
 
@@ -226,12 +222,10 @@ def _row(conn: sa.Connection, key_id: str) -> StoredRow | None:
 
 
 def day_of(instant: datetime.datetime) -> int:
-    """Return the UTC day of an instant, in days since 1970."""
     return (instant.astimezone(datetime.UTC).date() - EPOCH).days
 
 
 def add_usage(conn: sa.Connection, amounts: Mapping[tuple[str, str, int], int]) -> None:
-    """Add tokens to the rows of tenant, key and day."""
     for (tenant, key_id, day), num_tokens in sorted(amounts.items()):
         insert_ignoring(conn, token_usage, {"tenant": tenant, "key_id": key_id, "day": day, "num_tokens": 0})
         conn.execute(

@@ -19,15 +19,12 @@ from turnwise.store.schema import NO_TENANT, groups, policy_versions, sessions, 
 from turnwise.types import GroupStatus, Json, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
-"""How far back failed calls are counted."""
 MOST_UNFINISHED = 10_000
-"""Of the unfinished groups that are counted in each state."""
 NUM_SESSIONS = 200
 NUM_POLICIES = 20
 StateKey = tuple[str, str | int]
-"""Kind of the object, and its id or number."""
 State = dict[StateKey, Json]
-"""What one reading found: the fields of each object that may change, oldest first."""
+"""The fields of each object that may change, oldest first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

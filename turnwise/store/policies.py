@@ -27,17 +27,11 @@ from turnwise.store.versions import get_version, known_version, no_version, publ
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 MAX_NAME = 100
-"""Longest name of a policy, in characters."""
 MAX_DIGITS = 10
-"""Digits that no version's number has."""
 
 
 def get_policy(conn: sa.Connection, policy_id: int) -> Policy:
-    """Return a policy by its number.
-
-    Raises:
-        NotFound: no such policy.
-    """
+    """Return a policy by its number."""
     row = conn.execute(sa.select(policies).where(policies.c.policy_id == policy_id)).one_or_none()
     if row is None or (row.tenant == NO_TENANT and policy_id != DEFAULT_POLICY):
         raise NotFound(f"there is no policy with the number {policy_id!r}", param="policy")
@@ -95,7 +89,6 @@ def policy_of_tenant(conn: sa.Connection, tenant: str, version: PolicyVersion) -
 
 
 def list_policies(conn: sa.Connection, tenant: str | None = None) -> list[Policy]:
-    """Return the policies by their numbers, the default one first; with a tenant, only its own and the default one."""
     is_there = sa.or_(policies.c.policy_id == DEFAULT_POLICY, policies.c.tenant != NO_TENANT)
     found = sa.select(policies).where(is_there).order_by(policies.c.policy_id)
     if tenant is not None:
@@ -113,7 +106,6 @@ def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool
 
 
 def is_named(policy_id: sa.Column[int], tenant: str | None, name: str) -> sa.ColumnElement[bool]:
-    """Return the condition that a policy has this name; with a tenant, only among its own and the default one."""
     if name == DEFAULT_POLICY_NAME:
         return policy_id == DEFAULT_POLICY
     found = sa.select(policies.c.policy_id).where(policies.c.name == name)
@@ -170,12 +162,7 @@ def create_policy(
 
 
 def _base_number(conn: sa.Connection, tenant: str, base: str) -> int | None:
-    """Return the version of a base as people write it; None where it is the engine's own model.
-
-    Raises:
-        NotFound: the tenant has no such policy, or it has no such version.
-        InvalidRequest: its weights are not an adapter.
-    """
+    """Return the version of a base as people write it; None where it is the engine's own model."""
     policy_name, _, number = base.partition("@")
     if number:
         version: PolicyVersion | None = find_version(conn, tenant, base, param="base")
@@ -193,11 +180,7 @@ def _base_number(conn: sa.Connection, tenant: str, base: str) -> int | None:
 
 
 def _check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
-    """Check how many policies a tenant has in use.
-
-    Raises:
-        Conflict: it has more than it may.
-    """
+    """Check how many policies a tenant has in use."""
     in_use = policies.c.tenant == tenant, policies.c.archived_at.is_(None)
     number = conn.execute(sa.select(sa.func.count()).select_from(policies).where(*in_use)).scalar_one()
     if number > max_policies:
@@ -210,11 +193,7 @@ def _check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
 
 
 def _check_name(tenant: str, name: str) -> None:
-    """Check the name of a policy to create.
-
-    Raises:
-        InvalidRequest: it is not usable, or there is no tenant.
-    """
+    """Check the name of a policy to create."""
     if tenant == NO_TENANT:
         raise InvalidRequest("a policy needs a tenant; give one with --tenant", param="tenant")
     is_plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
@@ -227,11 +206,7 @@ def _check_name(tenant: str, name: str) -> None:
 
 
 def _check_base_is_frozen(conn: sa.Connection) -> None:
-    """Check that no engine may have other weights below the adapters than those that it was started with.
-
-    Raises:
-        Conflict: the default policy has whole weights of a later version.
-    """
+    """Check that no engine may have other weights below the adapters than those that it was started with."""
     c = policy_versions.c
     is_trained = c.policy_id == DEFAULT_POLICY, c.kind == PolicyKind.FULL.value, c.version > 0
     usable = sa.select(sa.func.max(c.version)).where(*is_trained, c.status != PolicyStatus.FAILED.value)

@@ -20,7 +20,6 @@ class DeadlineConnection(psycopg.Connection[Any]):
     """A psycopg connection with a deadline for each answer."""
 
     answer_seconds: float | None = None
-    """Maximum wait for the server's answer; None means no limit."""
 
     @classmethod
     def connect(cls, *args: Any, **kwargs: Any) -> Self:

@@ -30,14 +30,11 @@ from turnwise.types import DEFAULT_POLICY, GroupKey, Json, SessionKey, name_dige
 
 T = TypeVar("T")
 BEAT_SECONDS = 10.0
-"""Time between two signs of life."""
 SILENT_SECONDS = 60.0
 """A trainer without a sign of life for this long counts as silent."""
 MINUTE_SECONDS = 60
 KEPT_MINUTES = 30 * 24 * 60
-"""Minutes after which rows are deleted: 30 days."""
 Period = tuple[datetime.datetime, datetime.datetime]
-"""Its begin and its end."""
 
 
 def acquire_lease(
@@ -101,15 +98,12 @@ class TrainerState(enum.StrEnum):
     BLOCKED = "blocked"
     """It runs, and waits for a person: engines refused its last versions."""
     STOPPED = "stopped"
-    """It was told to stop, or reached its configured end."""
     DIED = "died"
-    """It ended with the error in its report."""
     SILENT = "silent"
     """Neither ended nor seen for a minute: it was killed, or cannot reach the database."""
 
     @property
     def needs_attention(self) -> bool:
-        """Whether nothing is trained any more and nobody asked for that."""
         return self in {TrainerState.BLOCKED, TrainerState.DIED, TrainerState.SILENT}
 
 
@@ -137,7 +131,6 @@ def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
 
 
 def delete_report(conn: sa.Connection, trainer_id: str) -> None:
-    """Delete the report of a trainer whose policy was deleted."""
     conn.execute(sa.delete(trainer_status).where(trainer_status.c.trainer_id == trainer_id))
 
 
@@ -174,7 +167,6 @@ def announce_weights(conn: sa.Connection, trainer_id: str, url: str | None, now:
 
 
 def weight_urls(conn: sa.Connection) -> list[str]:
-    """Return the addresses of all trainers' weights, the latest announcement first."""
     return list(conn.execute(sa.select(weight_servers.c.url).order_by(weight_servers.c.announced_at.desc())).scalars())
 
 
@@ -190,7 +182,6 @@ def keep_state(conn: sa.Connection, policy_id: int, state: Json) -> None:
 
 
 def kept_state(conn: sa.Connection, policy_id: int) -> Json | None:
-    """Return what a policy's last batch left; None where the checkpoint holds all."""
     found = conn.execute(sa.select(trainer_states.c.state).where(trainer_states.c.policy_id == policy_id))
     text = found.scalar_one_or_none()
     return None if text is None else json.loads(text)

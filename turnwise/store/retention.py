@@ -44,7 +44,6 @@ from turnwise.types import FEEDBACK, GroupStatus, PolicyVersion, SessionKey, Ses
 from turnwise.version_directory import remove_files
 
 SESSIONS_AT_ONCE = 100
-"""Maximum number of sessions that one transaction moves out of their tenant."""
 TURNS_AT_ONCE = 100
 BYTES_AT_ONCE = 4 * 2**20
 """Maximum number of turns, and of bytes of them, that one transaction deletes; the first turn may be larger."""
@@ -59,12 +58,11 @@ class Deleted:
     sessions: tuple[SessionKey, ...] = ()
     num_turns: int = 0
     policy_versions: tuple[int, ...] = ()
-    """The versions that were trained on the deleted sessions, oldest first; all later versions descend from them."""
     deleted_versions: tuple[PolicyVersion, ...] = ()
     """The versions of the tenant's own policies, as they were: their files are left, for `finish`."""
     num_policies: int = 0
     has_more: bool = False
-    """Whether the deletion has to be called again."""
+    """Whether the caller has to repeat the deletion."""
 
     def __add__(self, other: Deleted) -> Deleted:
         deleted_versions = self.deleted_versions + other.deleted_versions
@@ -157,7 +155,6 @@ class Deletion:
 
 
 def finish(database: Database, deleted: Deleted) -> Deletion:
-    """Remove the files of deleted policies; return what a deletion removed and what of it is left."""
     with database.read() as conn:
         cloned = bases_since(conn, deleted.policy_versions)
         path = policy_versions.c.path
@@ -201,7 +198,6 @@ def over_since(
 
 
 def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
-    """Delete the sessions whose rows are as they were read; call it while it has more."""
     is_read = is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in read])
     present = conn.execute(sa.select(sessions).where(is_read).with_for_update()).all()
     before = {row.session_pk: tuple(row) for row in read}
@@ -247,7 +243,7 @@ def copies_of(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bo
 
 
 def _delete_with_copies(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool = False) -> Deleted:
-    """Delete sessions of which there are no copies, else some copies of which there are none, and has more then."""
+    """Delete sessions of which there are no copies. Else delete copies, and say that there is more."""
     deepest, seen = found, {row.session_pk for row in found}
     while below := [row for row in copies_of(conn, deepest, with_forks=with_forks) if row.session_pk not in seen]:
         deepest = below

@@ -82,7 +82,6 @@ def add_rewards(
 
 
 def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) -> list[str]:
-    """Return the session id of each line's target; one statement reads all of them."""
     for line in lines:
         if not abs(line.value) <= MAX_REWARD:
             raise InvalidRequest(
@@ -98,7 +97,6 @@ def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) 
 
 
 def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[LockedSession]) -> list[int]:
-    """Return the number of turns that each line applies to; one statement counts the turns of all steps."""
     pks = {row.session_pk for line, row in zip(lines, targets, strict=True) if line.step is not None}
     steps = {line.step for line in lines if line.step is not None}
     turns_in: dict[tuple[int, int], int] = {}
@@ -123,7 +121,6 @@ def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[Loc
 def _count_rewards(
     conn: sa.Connection, locked: Sequence[LockedSession], targets: Iterable[LockedSession], instant: int
 ) -> None:
-    """Count new lines in their sessions; finish the sessions that are over and had no lines before."""
     new_lines = collections.Counter(row.session_pk for row in targets)
     conn.execute(
         sa.update(sessions)
@@ -169,7 +166,6 @@ def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, sessio
 def _claim(
     conn: sa.Connection, tenant: str, session_id: str, key: str, body_digest: bytes, answer: str
 ) -> StoredRow | None:
-    """Store the answer of a key that has none, and return None; else return the row that is stored."""
     row = {"tenant": tenant, "session_id": session_id, "key": key, "body_digest": body_digest, "answer": answer}
     if insert_ignoring(conn, idempotency, row | {"created_at": to_micros(utc_now())}):
         return None
@@ -177,7 +173,6 @@ def _claim(
 
 
 def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
-    """Delete some older answers; return their number. A later request with one of their keys is a new request."""
     return delete_some(conn, idempotency, idempotency.c.created_at < to_micros(before))
 
 

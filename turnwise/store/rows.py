@@ -46,7 +46,6 @@ from turnwise.types import (
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 StoredRow: TypeAlias = sa.Row[*tuple[Any, ...]]
-"""A row of a table, with its columns as attributes."""
 Convert: TypeAlias = Callable[[Any], Any]
 R = TypeVar("R")
 T = TypeVar("T")
@@ -55,16 +54,14 @@ _MICROSECOND = datetime.timedelta(microseconds=1)
 _DELETE = b"\x7f"
 _ONLY_JSON = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 dump = json.JSONEncoder(separators=(",", ":")).encode
-"""Returns a document as the stored text: JSON in ASCII. Digests depend on the text."""
 DIGEST_BYTES = 16
-"""Bytes of a digest: BLAKE2b with 128 bits."""
 TURN_COLUMNS = (
     *("turn_id", "parent_turn_id", "chain_id", "seq", "step", "dialect", "model"),
     *("messages", "tools", "sampling", "response"),
     *("prompt_delta", "prompt_length", "token_ids", "logprobs", "finish_reason", "outcome", "reason"),
     *("policy_version_first", "policy_version_last", "created_at"),
 )
-"""Columns of a turn that never change; its role can be corrected."""
+"""Columns of a turn that never change, unlike its role."""
 _turn_values = operator.itemgetter(*TURN_COLUMNS)
 REWARD_COLUMNS = ("turn_id", "step", "name", "source", "written_by", "created_at")
 """Columns of a reward line beside its value, which is stored as a float."""
@@ -85,12 +82,10 @@ def text_if_ascii(document: Any) -> Any:
 
 
 def to_micros(instant: datetime.datetime) -> int:
-    """Return the stored form of an instant: microseconds since 1970 in UTC."""
     return (instant - _EPOCH) // _MICROSECOND
 
 
 def from_micros(micros: int) -> datetime.datetime:
-    """Return a stored instant as a timezone-aware datetime in UTC."""
     return _EPOCH + micros * _MICROSECOND
 
 
@@ -147,7 +142,7 @@ class RowFormat(Generic[R]):
         Args:
             record: The record's dataclass.
             table: The table; its columns have the names of the record's fields.
-            joined: Fields from another table; a row has them in addition to the table's own columns.
+            joined: Fields from another table, which a row has too.
             free_text: Columns with text from an engine or a client.
             encode_document: How `row` encodes lists and objects.
         """
@@ -157,7 +152,6 @@ class RowFormat(Generic[R]):
         self._read = [name for name in names if name in table.c or name in joined]
         converted = {name: both for name in names if name in table.c if (both := _conversion(kinds[name])) is not None}
         self.documents = [name for name, both in converted.items() if both[0] is dump]
-        """Columns with lists and objects as text."""
         self._encoders = [
             (name, encode_document if name in self.documents else both[0]) for name, both in converted.items()
         ]
@@ -175,7 +169,6 @@ class RowFormat(Generic[R]):
         return row
 
     def values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return some of a record's fields as columns."""
         encoders = dict(self._encoders)
         return {
             name: encoders[name](value) if value is not None and name in encoders else value
@@ -183,7 +176,6 @@ class RowFormat(Generic[R]):
         }
 
     def record(self, row: StoredRow, **extra: Any) -> R:
-        """Return a row as a record; `extra` has the fields that are not columns."""
         fields = dict(zip(self._read, self._values_of(row), strict=True))
         for name, decode in self._decoders:
             if fields[name] is not None:
@@ -199,12 +191,10 @@ TURNS = RowFormat(
     free_text=("model", "reason"),
     encode_document=text_if_ascii,
 )
-"""A row also has its session's `session_id` and `tenant`, besides the columns of `turns`; `finish_turn` ends it."""
+"""A row also has its session's `session_id` and `tenant`; `finish_turn` ends it."""
 LABELS = RowFormat(Label, session_labels, free_text=("note",))
 REWARDS = RowFormat(Reward, rewards, joined=("session_id", "tenant"))
-"""A row also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
 FEEDBACK = RowFormat(Feedback, feedback, joined=("session_id", "tenant"), free_text=("source",))
-"""A row also has its session's `session_id` and `tenant`, besides the columns of `feedback`."""
 POLICIES = RowFormat(Policy, policies)
 VERSIONS = RowFormat(PolicyVersion, policy_versions)
 UPDATES = RowFormat(UpdateRecord, updates)
@@ -219,7 +209,6 @@ def by_key(found: Iterable[StoredRow], key: str, make: Callable[[StoredRow], T])
 
 
 def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
-    """Return the row of a new session: open, without turns and rewards."""
     return SESSIONS.row(
         session,
         group_pk=group_pk,
@@ -232,7 +221,6 @@ def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
 
 
 def turn_row(turn: Turn, session_pk: int) -> dict[str, Any]:
-    """Return the row of a new turn, with its digest."""
     row = TURNS.row(turn, session_pk=session_pk)
     finish_turn(row)
     return row
@@ -247,7 +235,6 @@ def finish_turn(row: dict[str, Any]) -> None:
 
 
 def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
-    """Return the row of a new reward line, with its digest; the database assigns its number."""
     row = REWARDS.row(reward, session_pk=session_pk)
     row["digest"] = reward_digest(row)
     del row["reward_id"]

@@ -52,7 +52,6 @@ NO_TENANT = ""
 
 
 def _column_type(kind: Any) -> type[sa.types.TypeEngine[Any]]:
-    """Return the column type that stores values of a Python type."""
     if kind in (TokenIds, Logprobs, bytes):
         return sa.LargeBinary
     if typing.get_origin(kind) in (dict, list) or issubclass(kind, (str, enum.StrEnum)):
@@ -85,7 +84,7 @@ def _columns(
 
 
 indexes: list[sa.Index] = []
-"""All of them, in the order of their creation: of two that serve a query equally well, SQLite takes the last one."""
+"""All indexes in the order of their creation: of two that serve a query equally well, SQLite takes the last one."""
 
 
 def _index(name: str, *columns: str, where: str | None = None, unique: bool = False) -> sa.Index:
@@ -265,7 +264,6 @@ leases = sa.Table(
     sa.Column("fencing_token", sa.BigInteger, nullable=False),
     sa.Column("expires_at", Instant, nullable=False),
 )
-"""Named locks between processes; the holder may run a reload."""
 
 trainer_status = sa.Table(
     "trainer_status",
@@ -294,7 +292,6 @@ weight_servers = sa.Table(
     sa.Column("url", sa.Text, nullable=False),
     sa.Column("announced_at", Instant, nullable=False),
 )
-"""Where each trainer hands out the weights that it holds in memory. The URL holds a key."""
 
 engine_minutes = sa.Table(
     "engine_minutes",
@@ -304,7 +301,6 @@ engine_minutes = sa.Table(
     sa.Column("served", sa.BigInteger, nullable=False),
     sa.Column("busy", sa.BigInteger, nullable=False),
 )
-"""The seconds of each minute since 1970 in which an engine served and ran calls, as bits; kept for 30 days."""
 
 api_keys = sa.Table(
     "api_keys",

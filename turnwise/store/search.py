@@ -27,15 +27,12 @@ from turnwise.store.updates import Updates
 from turnwise.types import Outcome, Reward, Session, Turn
 
 WINDOW = 50
-"""Sessions that are read at once."""
 MAX_SEARCHED = 2000
-"""Sessions after which one search stops."""
 MAX_SECONDS = 2.0
-"""Time after which one search starts no further window."""
 MAX_TEXT_BYTES = 256 * 1024
-"""A first prompt or a last reply with more stored bytes is not read."""
+"""Stored size above which a first prompt or a last reply is not read."""
 MAX_COUNTED_TURNS = 1_000
-"""The tokens of a session with more turns are not counted."""
+"""Number of turns above which the tokens of a session are not counted."""
 TOKEN_BYTES = 4
 
 
@@ -47,11 +44,9 @@ class Contents:
     max_reward: float | None = None
     termination_reason: str | None = None
     outcome: Outcome | None = None
-    """Of a turn. One turn must satisfy this condition and all that follow."""
+    """Of a turn. The fields after this one are conditions on the same turn."""
     reason: str | None = None
-    """Of that turn's outcome."""
     policy_version: int | None = None
-    """A version that sampled in that turn."""
     text: str | None = None
     """Part of that turn's messages or reply; upper and lower case of ASCII letters are the same."""
 
@@ -91,9 +86,7 @@ class Found:
 
     sessions: list[Session]
     next_after: str | None
-    """The last session that was looked at, from which the search continues; None at the end."""
     num_searched: int
-    """Number of sessions that were looked at."""
 
 
 def search_sessions(
@@ -134,7 +127,6 @@ def search_sessions(
 
 
 def _matching_pks(conn: sa.Connection, window: list[rows.StoredRow], contents: Contents) -> set[int]:
-    """Return the keys of the sessions that satisfy all conditions but the range of rewards."""
     pks = {row.session_pk for row in window if contents.has_session_row(row)}
     of_turn = contents.of_turn(conn.dialect)
     if not of_turn or not pks:
@@ -144,7 +136,6 @@ def _matching_pks(conn: sa.Connection, window: list[rows.StoredRow], contents: C
 
 
 def _has_text(text: str, dialect: sa.Dialect) -> sa.ColumnElement[bool]:
-    """Return the condition that a turn's stored JSON holds a text, also inside the JSON of a tool call's arguments."""
     once = rows.dump(text)[1:-1]
     needles = dict.fromkeys((once, rows.dump(once)[1:-1]))
     return sa.or_(
@@ -158,11 +149,8 @@ class SessionRecord:
 
     session: Session
     policy: str
-    """The name of its policy."""
     turns: list[Turn]
-    """The stored turns, in order of `seq`."""
     rewards: list[Reward]
-    """All reward lines, in order of arrival."""
     updates: Updates
 
     def views(self) -> list[TurnView]:
@@ -199,9 +187,7 @@ class Ends(NamedTuple):
     """What is read of a session for its summary; a text is None if there is none, or if it is long."""
 
     first_prompt: str | None = None
-    """The stored messages of the first turn."""
     last_reply: str | None = None
-    """The stored reply of the last turn."""
     last_outcome: str | None = None
     num_sampled_tokens: int | None = None
     """None for a session with more than `MAX_COUNTED_TURNS` turns."""

@@ -36,13 +36,11 @@ class SessionFilter:
     user_id: str | None = None
     label: str | None = None
     policy: str | None = None
-    """A policy's name."""
     policy_id: int | None = None
     metadata: str | None = None
     """`KEY=VALUE`: the session's metadata have this value, which is JSON or else a text, at this key."""
 
     def clauses(self) -> list[sa.ColumnElement[bool]]:
-        """Return the conditions on the table of sessions."""
         wanted = [
             sessions.c[field.name] == getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -67,7 +65,6 @@ def is_session(tenant: str, session_id: str) -> tuple[sa.ColumnElement[bool], sa
 
 
 def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
-    """Return the condition on the stored text, in which a pair ends with a comma or a brace."""
     key, sign, text = condition.partition("=")
     if not key or not sign:
         raise InvalidRequest(f"a metadata filter is KEY=VALUE, not {condition!r}", param="metadata")
@@ -81,7 +78,7 @@ def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
 
 
 def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Iterator[Sequence[rows.StoredRow]]:
-    """Yield the rows of sessions, oldest first: of some that have so few turns that these are read at once."""
+    """Yield the rows of sessions, oldest first, a batch of them where their turns are few enough to be read at once."""
     batch: Sequence[rows.StoredRow] = ()
     while batch := next_rows(conn, batch, *wanted):
         yield batch
@@ -90,7 +87,7 @@ def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Ite
 def next_rows(
     conn: sa.Connection, before: Sequence[rows.StoredRow], *wanted: sa.ColumnElement[bool]
 ) -> Sequence[rows.StoredRow]:
-    """Return the batch of `rows_in_batches` after this one, which is empty before the first one."""
+    """Return the batch of `rows_in_batches` that follows this one, or the first after an empty one."""
     behind = before[-1].session_pk if before else 0
     page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
     found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
@@ -162,7 +159,6 @@ def session_rows(
 
 
 def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str]) -> dict[str, str]:
-    """Return the session id of each of these turns that this tenant has."""
     if not turn_ids:
         return {}
     of_session = "(SELECT {} FROM sessions WHERE sessions.session_pk = turns.session_pk)"

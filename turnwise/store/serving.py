@@ -29,20 +29,17 @@ from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion, ut
 from turnwise.version_directory import on_disk
 
 MAX_NAMED = 1000
-"""Newest versions of a policy among which an error names those with files."""
 
 
 class ServingState(NamedTuple):
     """The versions that decide what engines serve to the sessions of one policy."""
 
     active: PolicyVersion | None = None
-    """The version that engines serve."""
     canary: PolicyVersion | None = None
     pinned: PolicyVersion | None = None
     newest: PolicyVersion | None = None
     """The newest version that has not failed."""
     holdout: PolicyVersion | None = None
-    """The older version that a share of the sessions stays on."""
     base: PolicyVersion | None = None
     """The adapter that a policy without a version samples with; None for the engine's own model."""
     undone: range = range(0)
@@ -55,7 +52,7 @@ class ServingState(NamedTuple):
 
     @property
     def served(self) -> PolicyVersion | None:
-        """What sessions in no arm sample with; None for the engine's own model."""
+        """The version that sessions in no arm sample with; None for the engine's own model."""
         return self.active or self.base
 
     @property
@@ -81,7 +78,6 @@ NO_VERSIONS = ServingState()
 
 
 def serving_state(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> ServingState:
-    """Return the state of one policy, also of an archived one."""
     return _states(conn, policies.c.policy_id == policy_id).get(policy_id, NO_VERSIONS)
 
 
@@ -100,7 +96,6 @@ def _states(conn: sa.Connection, wanted: sa.ColumnElement[bool]) -> dict[int, Se
 
 @functools.cache
 def _select_versions_of_states() -> sa.Select[*tuple[Any, ...]]:
-    """Select all versions of each policy's `ServingState`, with the policy and its pin."""
     newer = table.alias("newer")
     newest = sa.select(sa.func.max(newer.c.version)).where(
         newer.c.policy_id == policies.c.policy_id, newer.c.status != PolicyStatus.FAILED.value
@@ -118,7 +113,6 @@ def _select_versions_of_states() -> sa.Select[*tuple[Any, ...]]:
 
 
 def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:
-    """Return the state of a policy from its rows of the statement."""
     versions = {row.version: rows.VERSIONS.record(row) for row in sorted(found, key=operator.attrgetter("version"))}
     own = [each for each in versions.values() if each.policy_id == policy_id]
     first = {each.status: each for each in reversed(own)}

@@ -38,11 +38,9 @@ from turnwise.types import (
 )
 
 CLOSED_AT_ONCE = 500
-"""Most idle sessions that one transaction closes."""
 Created = tuple[Session, bool] | TurnwiseError
 """The stored session and whether it was created; or the error that rejects it."""
 MAX_LABELS = 100
-"""Maximum number of labels of one session."""
 _GROUPING = frozenset({"group_id", "group_size", "split"})
 
 
@@ -141,7 +139,6 @@ def end_session(
 def _close(
     conn: sa.Connection, found: Sequence[rows.StoredRow], status: SessionStatus, reason: str | None = None
 ) -> None:
-    """Set the status of open sessions that are over now; those with a reward are finished."""
     conn.execute(
         sa.update(sessions)
         .where(is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in found]))
@@ -205,7 +202,6 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
 
 
 def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed: Session) -> int | None:
-    """Return the key of the session's group after the change."""
     if stored.group_id is not None and changed.group_id != stored.group_id:
         _reject_changes({"group_id"}, stored, f"it is in group {stored.group_id!r}")
     if changed.group_size is not None and changed.group_id is None:
@@ -220,7 +216,6 @@ def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed
 
 
 def _reject_changes(fields: Collection[str], session: Session, reason: str) -> None:
-    """Raise a conflict that names the fields; do nothing without fields."""
     if fields:
         names = ", ".join(f"`{name}`" for name in sorted(fields))
         raise Conflict(
@@ -246,11 +241,6 @@ def set_label(conn: sa.Connection, tenant: str, session_id: str, label: Label) -
 
 
 def remove_label(conn: sa.Connection, tenant: str, session_id: str, label: str) -> Session:
-    """Remove a label from a session, if it has it; return the session.
-
-    Raises:
-        NotFound: no such session.
-    """
     _delete_label(conn, session_row(conn, tenant, session_id, lock=True).session_pk, label)
     return read_session(conn, tenant, session_id)
 
@@ -261,11 +251,6 @@ def _delete_label(conn: sa.Connection, session_pk: int, label: str) -> None:
 
 
 def read_session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
-    """Return a session with its reward.
-
-    Raises:
-        NotFound: no such session.
-    """
     return read_session_with_rewards(conn, tenant, session_id)[0]
 
 

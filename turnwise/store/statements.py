@@ -22,7 +22,6 @@ from sqlalchemy.dialects import postgresql
 from turnwise.store.rows import StoredRow
 
 ROWS_AT_ONCE = 1000
-"""Maximum number of small rows that one transaction deletes of a table."""
 PAGE_BYTES = 8 * 2**20
 """Size of a page as JSON, roughly; a page with one row may be larger."""
 ID_BYTES = 2
@@ -30,7 +29,6 @@ ID_BYTES = 2
 LOGPROB_BYTES = 5
 """Bytes of JSON for a stored byte of logprobs: a number of four bytes has up to twenty digits."""
 ROW_BYTES = 1_000
-"""The other fields of a row, roughly."""
 
 
 def delete_some(conn: sa.Connection, table: sa.Table, wanted: sa.ColumnElement[bool]) -> int:
@@ -89,7 +87,6 @@ def execute_many(conn: sa.Connection, sql: str, batch: Sequence[tuple[Any, ...]]
 
 @contextlib.contextmanager
 def _translated(conn: sa.Connection, sql: str) -> Iterator[None]:
-    """Raise the error that SQLAlchemy raises for an error of the driver."""
     driver: Any = conn.dialect.dbapi
     try:
         yield
@@ -98,7 +95,6 @@ def _translated(conn: sa.Connection, sql: str) -> Iterator[None]:
 
 
 def mark(dialect: sa.Dialect) -> str:
-    """Return what stands for a value in a statement of the driver."""
     return "%s" if dialect.name == "postgresql" else "?"
 
 
@@ -154,7 +150,6 @@ def insert_new_rows(
 
 
 def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
-    """Insert the row unless its key exists, as `insert_rows`; return whether it was inserted."""
     return bool(insert_new_rows(conn, table, [row], "1"))
 
 
@@ -162,7 +157,7 @@ def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]
 def _insert_sql(
     table: sa.Table, names: tuple[str, ...], num_rows: int, value: str
 ) -> tuple[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
-    """Return the statement that inserts so many rows, and what returns the values of a row."""
+    """Return the statement that inserts this number of rows, and what returns the values of a row."""
     columns = [name for name in names if name in table.c]
     row = f"({', '.join([value] * len(columns))})"
     sql = f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}"  # noqa: S608  names are ours

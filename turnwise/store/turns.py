@@ -112,11 +112,7 @@ def turns_to(conn: sa.Connection, turn_id: str, tenant: str) -> tuple[int, list[
 
 
 def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> tuple[int, int]:
-    """Return the key of a turn's session and its place in it.
-
-    Raises:
-        NotFound: no such turn, or none of this tenant.
-    """
+    """Return the key of a turn's session and its place in it."""
     found = sa.select(turns.c.session_pk, turns.c.seq).where(turns.c.turn_id == turn_id)
     if tenant is not None:
         found = found.join(sessions).where(sessions.c.tenant == tenant)

@@ -31,11 +31,8 @@ from turnwise.types import (
 )
 
 _ITEM_BYTES = 200
-"""Bytes of a group or a session in an update, without advantages, roughly."""
 Advantages = Mapping[str, float]
-"""The advantage of each trained turn, by turn id."""
 Updates: TypeAlias = Sequence[tuple[TrainedIn, Mapping[str, float]]]
-"""The updates that trained a session, oldest first, each with the advantages of its turns by turn id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +123,6 @@ def list_updates(
 
 
 def updates_after(conn: sa.Connection, update_id: int, policy_id: int | None = DEFAULT_POLICY) -> list[UpdateRecord]:
-    """Return the updates above this one, of one policy or of all, oldest first."""
     found = sa.select(table).where(table.c.update_id > update_id).order_by(table.c.update_id)
     if policy_id is not None:
         found = found.where(table.c.policy_id == policy_id)
@@ -134,7 +130,6 @@ def updates_after(conn: sa.Connection, update_id: int, policy_id: int | None = D
 
 
 def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateRecord | None:
-    """Return the newest update, of one policy or of all."""
     newest, _ = list_updates(conn, limit=1, policy_id=policy_id)
     return newest[0] if newest else None
 
@@ -236,7 +231,6 @@ def list_update_views(
 
 
 def _size(dialect: sa.Dialect) -> sa.ColumnElement[int]:
-    """Return roughly the bytes of an update as JSON, with the groups and sessions of all tenants."""
     num_groups = sa.select(sa.func.count()).where(groups.c.update_id == table.c.update_id)
     of_sessions = sa.select(
         sa.func.coalesce(sa.func.sum(size_of(dialect, trained_sessions.c.advantages) + _ITEM_BYTES), 0)

@@ -78,12 +78,7 @@ def reserve_numbers(conn: sa.Connection, highest: int) -> None:
 
 
 def _check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
-    """Check that a new version leaves the weights below all adapters as they are.
-
-    Raises:
-        NotFound: there is no such policy.
-        Conflict: it has whole weights, and is of a named policy or would serve below named ones.
-    """
+    """Check that a new version leaves the weights below all adapters as they are."""
     named = sa.select(policies.c.policy_id).where(policies.c.tenant != NO_TENANT)  # the archived ones too
     if version.policy_id != DEFAULT_POLICY:
         if conn.execute(named.where(policies.c.policy_id == version.policy_id)).first() is None:
@@ -190,7 +185,6 @@ def add_metrics(conn: sa.Connection, version: int, metrics: Json) -> None:
 
 
 def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
-    """Store the compared sessions of a version's canary in place of those of the last comparison."""
     change_version(conn, version, arms=arms)
 
 
@@ -212,7 +206,6 @@ def known_version(conn: sa.Connection, version: int) -> PolicyVersion | None:
 
 
 def highest_version(conn: sa.Connection) -> int | None:
-    """Return the highest number of all versions of any policy, failed ones included; None without a version."""
     highest: int | None = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
     return highest
 
@@ -243,7 +236,6 @@ def list_versions(
 
 
 def measured_versions(conn: sa.Connection, policy_id: int) -> list[PolicyVersion]:
-    """Return the versions whose files count as what a policy has on disk, newest first."""
     return list_versions(conn, limit=MAX_MEASURED, policy_ids=[policy_id])[0]
 
 

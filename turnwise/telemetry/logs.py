@@ -43,7 +43,6 @@ class JsonFormatter(logging.Formatter):
     """Writes a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         line: dict[str, Any] = {
             "time": timestamp(record.created),
             "level": record.levelname.lower(),
@@ -77,7 +76,6 @@ class LogHandler(logging.Handler):
         """Reentrant: a signal handler or a finalizer that logs may interrupt the thread that holds it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or pass it to the writing thread."""
         num_lost = self._num_unreported
         lines = self._encode(record)
         if num_lost:
@@ -88,11 +86,9 @@ class LogHandler(logging.Handler):
                 self._num_unreported -= num_lost
 
     def flush(self) -> None:
-        """Wait until all lines are written, `CLOSE_SECONDS` at most."""
         self._lines.flush()
 
     def close(self) -> None:
-        """Write the lines that wait, if that takes no longer than `CLOSE_SECONDS`."""
         self._lines.close()
         super().close()
 
@@ -118,11 +114,7 @@ class AccessLog:
     """
 
     def __init__(self, path: Path, count_lost: Callable[[], None]) -> None:
-        """Open the file.
-
-        Args:
-            path: of the file.
-            count_lost: is called for each line that is lost, in any thread.
+        """Open the file; `count_lost` is called for each line that is lost, in any thread.
 
         Raises:
             SettingsError: it cannot be written.
@@ -156,10 +148,9 @@ class _LineFile:
     def __init__(self, descriptor: int, lose: Callable[[str | None], None]) -> None:
         """Start the thread where one is needed.
 
-        Args:
-            descriptor: of the file.
-            lose: is called for each write that is lost, in any thread: with the reason for the first of several in a
-                row, with None for the others.
+        `lose` is called for each write that is lost, in any thread: with the reason for the first of several in a
+        row, with
+        None for the others.
         """
         self._descriptor = descriptor
         self._lose = lose
@@ -187,7 +178,6 @@ class _LineFile:
         return self._queue is None or self._queue.close()
 
     def _append(self, lines: bytes) -> bool:
-        """Append lines; one system call, so that lines of several processes do not mix."""
         rest = b"\n" + lines if self._is_torn else lines
         try:
             while rest:
@@ -208,9 +198,7 @@ class _LineQueue:
         self._append = append
         self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._num_put = 0
-        """Bytes that were put into the queue; only `put` changes it."""
         self._num_done = 0
-        """Bytes that left the queue; only the thread changes it."""
         self._thread = threading.Thread(target=self._run, name="log lines", daemon=True)
         self._thread.start()
 
@@ -219,7 +207,6 @@ class _LineQueue:
         return self._num_put == self._num_done
 
     def put(self, line: bytes) -> bool:
-        """Append a line; return whether there was room for it."""
         if self._num_put - self._num_done + len(line) > MAX_QUEUED_BYTES:
             return False
         self._num_put += len(line)
@@ -227,14 +214,12 @@ class _LineQueue:
         return True
 
     def flush(self) -> None:
-        """Wait until the lines before now are written, `CLOSE_SECONDS` at most."""
         if self._thread.is_alive():
             written = threading.Event()
             self._lines.put(written)
             written.wait(CLOSE_SECONDS)
 
     def close(self) -> bool:
-        """End the thread after the last line; return whether it has ended."""
         self._lines.put(None)
         self._thread.join(CLOSE_SECONDS)
         return not self._thread.is_alive()
@@ -255,5 +240,4 @@ def _open(path: Path) -> int:
 
 
 def timestamp(seconds: float) -> str:
-    """Return an instant in UTC as ISO 8601, with milliseconds."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")

@@ -28,10 +28,9 @@ class CountingSpanProcessor(SpanProcessor):
     def __init__(self, exporter: SpanExporter, count_lost: Callable[[int], None], close_seconds: float) -> None:
         """Start the exporting thread.
 
-        Args:
-            exporter: of one batch.
-            count_lost: is called with each number of spans that are lost, in any thread.
-            close_seconds: how long the end of the process waits for the last exports.
+        `count_lost` is called with each number of lost spans, in any thread; the end of the process waits
+        `close_seconds` for
+        the last exports.
         """
         self._exporter = exporter
         self._count_lost = count_lost
@@ -44,8 +43,7 @@ class CountingSpanProcessor(SpanProcessor):
         self._thread = threading.Thread(target=self._run, name="span export", daemon=True)
         self._thread.start()
 
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Do nothing."""
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None: ...
 
     def on_end(self, span: ReadableSpan) -> None:
         """Let a sampled span wait for its export, if there is room."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 COLLECTOR_SECONDS = 5
-"""How long one export may take, and all exports when the process ends."""
 SAMPLED = "01"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -35,11 +34,9 @@ class RequestContext(NamedTuple):
 
     request_id: str
     trace_id: str
-    """32 hex digits."""
     parent_id: str | None
     """The caller's span, 16 hex digits; None without a caller that traces."""
     span_id: str
-    """This process's span, 16 hex digits."""
     flags: str = SAMPLED
     trace: RequestTrace | None = None
     """The request's OpenTelemetry spans; None unless they are exported."""
@@ -69,7 +66,7 @@ def make_context(request_id: str, traceparent: str) -> RequestContext:
 
 
 def random_hex(num_digits: int) -> str:
-    """Return random hex digits for an id, which is no secret; this takes no system call."""
+    """Return random hex digits for an id, which is no secret: this takes no system call."""
     return f"{random.getrandbits(4 * num_digits):0{num_digits}x}"
 
 
@@ -77,12 +74,7 @@ class Tracer:
     """Starts the spans of requests, and exports them to a collector."""
 
     def __init__(self, endpoint: str, service: str, count_lost: Callable[[int], None]) -> None:
-        """Start the exporting thread.
-
-        Args:
-            endpoint: of the collector.
-            service: the name of this process.
-            count_lost: is called with each number of spans that are lost, in any thread.
+        """Start the exporting thread; `count_lost` is called with each number of lost spans, in any thread.
 
         Raises:
             SettingsError: OpenTelemetry is not installed.

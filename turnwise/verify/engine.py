@@ -23,7 +23,6 @@ ADDRESS_HINT = "name the address of a vLLM server, without /v1"
 """What to do if the address of an engine answers 404."""
 CHAT_ROUTE = "/v1/chat/completions"
 CONTINUATION = "continuation"
-"""Name of the requirement that a prompt given as ids is used as sent, whatever the messages are."""
 SERVER_INFO_ROUTE = "/server_info"
 """vLLM's development route that states the environment it runs with."""
 ENFORCE_STRICT_TOOLS = "VLLM_ENFORCE_STRICT_TOOL_CALLING"
@@ -81,9 +80,7 @@ class Requirement:
 def read_models(url: str, answer: Any) -> list[tuple[str, str]]:
     """Return the name and the path of each model that an engine serves, its own model first.
 
-    Args:
-        url: The engine, for the error.
-        answer: The decoded answer to `GET /v1/models`, or the text of one that is not JSON.
+    `answer` is the decoded answer to `GET /v1/models`, or the text of one that is not JSON.
 
     Raises:
         EngineUnavailable: it is no list of models, so another server has this address.
@@ -176,7 +173,6 @@ def read_sampling_defaults(directory: Path) -> Json:
 
 
 def _sampling_call(model: str, parameters: Json) -> Json:
-    """Return the body of a call that shows the distribution over a fixed set of tokens."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": "Hello."}],

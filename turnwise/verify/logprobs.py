@@ -45,7 +45,6 @@ class LogprobChecker:
         self._version_distance = version_distance
         (model, path), *_ = read_models(self._url, self._ask("GET", "/v1/models"))
         self.model = model
-        """The name under which the engine serves its own weights."""
         self.version = self._served_version(path)
         """Policy version of the engine's weights; 0 for a model that is no published version."""
 

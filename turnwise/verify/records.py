@@ -22,12 +22,9 @@ def check_turns(
 ) -> bool:
     """Check the turns of a session: order, parents, lengths, logprobs and versions; return whether all is sound.
 
-    Args:
-        session_id: The session.
-        num_turns: Its number of turns, as recorded with it.
-        turns: Its turns, in order of `seq`.
-        report: Gets what is found.
-        served_at: When engines began to serve each version, the last time.
+    The turns are in order of `seq`, `num_turns` is their number as recorded with the session, and `served_at` is when
+    engines
+    began to serve each version, the last time.
     """
     before = report.num_mismatches
     known: dict[str, Turn] = {}
@@ -85,7 +82,6 @@ def _sample_problems(turn: Turn) -> list[tuple[str, str]]:
 
 
 def check_record(record: search.SessionRecord, report: Verification) -> None:
-    """Check the turns and the reward lines of a session."""
     session = f"session {record.session.session_id!r}"
     for turn in record.turns:
         recomputed = rows.turn_row(turn, 0)["digest"]

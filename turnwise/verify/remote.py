@@ -38,7 +38,6 @@ class ServedLogprobs:
         self._version_distance = version_distance
 
     def check(self, turn: Turn, place: str, report: Verification) -> None:
-        """Compare a turn's logprobs."""
         try:
             found = self._client.recomputed_logprobs(turn.turn_id)
         except Conflict as error:
@@ -95,7 +94,6 @@ def verify_served(
 
 
 def _turn(found: Json) -> Turn:
-    """Return what the rules read of a turn."""
     copied = ("turn_id", "session_id", "parent_turn_id", "chain_id", "seq", "prompt_length")
     return Turn(
         **{name: found[name] for name in (*copied, "policy_version_first", "policy_version_last")},

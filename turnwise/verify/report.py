@@ -26,7 +26,6 @@ class Verification:
     """The result of a verification."""
 
     checked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """How many sessions, turns, tokens, logprobs and files were checked."""
     not_checked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """How many turns or files could not be checked, by reason."""
     num_mismatches: int = 0
@@ -35,7 +34,6 @@ class Verification:
     """Largest difference between a stored and a recomputed logprob, in nats."""
 
     def add(self, check: str, place: str, problem: str) -> None:
-        """Record a mismatch."""
         self.num_mismatches += 1
         if len(self.mismatches) < MISMATCHES_KEPT:
             self.mismatches.append(Mismatch(check, place, problem))
@@ -50,7 +48,6 @@ class Verification:
             self.add("logprobs", place, f"{stored:.6g} is stored, {source} {now:.6g}")
 
     def as_json(self) -> Json:
-        """Return the report as JSON values."""
         return {
             "checked": dict(self.checked),
             "not_checked": dict(self.not_checked),

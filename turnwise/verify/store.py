@@ -83,7 +83,6 @@ def _check_logprobs(
 
 
 def all_policies(database: Database) -> Iterator[PolicyVersion]:
-    """Yield all policy versions, newest first."""
     after, has_more = None, True
     while has_more:
         with database.read() as conn:

@@ -50,7 +50,8 @@ class AgentWorkflowEngine:
         Args:
             workflow_cls: class of the workflow.
             workflow_args: arguments of each workflow object, in addition to engine and executor.
-            rollout_engine: engine that samples replies: any object with rLLM's `get_model_response`. Its other methods
+            rollout_engine: engine that samples replies: any object with rLLM's `get_model_response`. Its other
+            methods
                 (`begin_run`, `end_run`, `wake_up`, `sleep`) are called where it has them.
             config: verl's configuration with `data` and `rllm`; required only for verl batches.
             n_parallel_tasks: number of concurrent runs, and of threads for their blocking calls.
@@ -70,11 +71,7 @@ class AgentWorkflowEngine:
         self.workflow_queue: asyncio.Queue[Workflow] | None = None
 
     async def initialize_pool(self) -> None:
-        """Create the workflow objects, once.
-
-        Raises:
-            InvalidRequest: the workflow has an environment that is not multithread-safe.
-        """
+        """Create the workflow objects, once."""
         if self.workflow_queue is not None:
             return
         queue: asyncio.Queue[Workflow] = asyncio.Queue(maxsize=self.n_parallel_tasks)
@@ -90,11 +87,7 @@ class AgentWorkflowEngine:
     async def process_task_with_retry(
         self, task: Json, task_id: str, rollout_idx: int, **kwargs: Any
     ) -> tuple[str, int, Episode]:
-        """Run one rollout of a task, retry it after an error, and return its id, index and episode.
-
-        Raises:
-            RolloutFailed: it ended in an error `retry_limit` times, and `raise_on_error` is on.
-        """
+        """Run one rollout of a task, retry it after an error, and return its id, index and episode."""
         return await self._process(task, self._identity(task_id, rollout_idx), kwargs)
 
     async def execute_tasks(self, tasks: list[Json], task_ids: list[str] | None = None, **kwargs: Any) -> list[Episode]:
@@ -136,7 +129,6 @@ class AgentWorkflowEngine:
         return self.transform_results_for_verl(in_batch_order(episodes, task_ids), task_ids)
 
     def transform_results_for_verl(self, episodes: list[Episode], task_ids: Any) -> DataProto:
-        """Return episodes as a verl batch, one row for each trajectory, or for each step."""
         from turnwise.workflows.verl import to_data_proto
 
         return to_data_proto(episodes, list(task_ids), self.config, self._pad_token_id())
@@ -167,7 +159,6 @@ class AgentWorkflowEngine:
         return run.task_id, run.rollout_idx, episode
 
     async def _notify(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call an optional method of the rollout engine, synchronous or not."""
         function = getattr(self.rollout_engine, method, None)
         if function is None:
             return
@@ -212,7 +203,6 @@ class EpisodesProgress:
         self._visible = sys.stderr.isatty()
 
     def advance(self, *, failed: bool) -> Self:
-        """Count a finished run."""
         self.done += 1
         self.failed += failed
         if self._visible:

@@ -28,14 +28,7 @@ class SingleTurnWorkflow(Workflow):
         env_args: Json | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create the agent and the environment.
-
-        Args:
-            agent_cls: class of the agent, or its import path `module:Class`.
-            env_cls: class of the environment, or its import path.
-            agent_args: arguments of the agent.
-            env_args: arguments of the environment.
-            kwargs: arguments of `Workflow`.
+        """Create the agent and the environment, each of a class or of its import path `module:Class`.
 
         Raises:
             InvalidRequest: an import path that names no class.
@@ -45,7 +38,6 @@ class SingleTurnWorkflow(Workflow):
         self.env: BaseEnv = _class_of(env_cls)(**(env_args or {}))
 
     async def run(self, task: Json, uid: str, **kwargs: Any) -> Episode | None:
-        """Run the task; `kwargs` are parameters of each call."""
         observation, info = await self.run_in_executor(self._restart, task, uid)
         self.agent.update_from_env(observation, 0.0, False, info)
         for _ in range(self.max_steps):
@@ -89,12 +81,7 @@ class CumulativeWorkflow(MultiTurnWorkflow):
     """Several turns of one growing conversation, whose tokens after the first prompt have one limit in total."""
 
     def __init__(self, *args: Any, max_response_length: int | None = None, **kwargs: Any) -> None:
-        """Set the limit.
-
-        Args:
-            args: arguments of `MultiTurnWorkflow`.
-            max_response_length: limit of tokens after the first prompt; None reads the rollout engine's.
-            kwargs: arguments of `MultiTurnWorkflow`.
+        """Set the limit of tokens after the first prompt; None reads the rollout engine's.
 
         Raises:
             InvalidRequest: neither the workflow nor the rollout engine has a limit.
@@ -109,7 +96,6 @@ class CumulativeWorkflow(MultiTurnWorkflow):
         self.max_response_length = int(limit)
         self.prompt_length = 0
         self._num_tokens = 0
-        """Tokens of the last prompt and its reply."""
 
     async def _sample(self, uid: str, kwargs: Json) -> ModelOutput:
         max_tokens = self.max_response_length - (self._num_tokens - self.prompt_length)

@@ -55,14 +55,12 @@ class ModelOutput:
     """Sampled tokens, including the end of the turn."""
     multi_modal_inputs: Json | None = None
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    """Behaviour logprobs of `completion_ids`."""
     prompt_logprobs: list[float] | None = None
     routing_matrices: list[Any] | None = None
     prompt_length: int = 0
     completion_length: int = 0
     finish_reason: str | None = None
     weight_version: int | None = None
-    """Policy version that sampled the first token."""
     metrics: Json | None = None
     turn_id: str | None = None
     """The turn in the ledger; the reward of a step refers to it."""
@@ -109,7 +107,6 @@ class Episode:
     """All trajectories of one run."""
 
     id: str = ""
-    """`task_id:rollout_idx`."""
     task: Any = None
     termination_reason: TerminationReason | None = None
     is_correct: bool = False
@@ -119,10 +116,8 @@ class Episode:
 
     @property
     def task_id(self) -> str:
-        """The task's part of `id`; a task id may contain colons."""
         return self.id.rpartition(":")[0] or self.id
 
     @property
     def rollout_idx(self) -> str:
-        """The rollout's part of `id`."""
         return self.id.rpartition(":")[2]

@@ -59,18 +59,12 @@ class Experience:
 
     eid: EID = dataclasses.field(default_factory=EID)
     tokens: TokenIds
-    """Prompt and response. [P+R]"""
     prompt_length: int = 1
-    """P."""
     logprobs: Logprobs | None = None
-    """Behaviour logprobs of the response. [R]"""
     reward: float | None = None
     token_level_reward: npt.NDArray[np.float32] | None = None
-    """[R]"""
     advantages: npt.NDArray[np.float32] | None = None
-    """[R]"""
     returns: npt.NDArray[np.float32] | None = None
-    """[R]"""
     truncate_status: str | None = None
     """`prompt_truncated`, or `response_truncated`: sampling stopped at a length."""
     info: Json = dataclasses.field(default_factory=dict)
@@ -140,7 +134,6 @@ _ARRAYS: dict[str, type[np.generic]] = {
 
 
 def is_complete(turn: Json) -> bool:
-    """Return whether a turn of the ledger is complete; the turn of an aborted stream is not an experience."""
     return bool(turn["token_ids"]) and turn["outcome"] in {"exact", "retokenised"}
 
 

@@ -94,7 +94,6 @@ class ModelWrapper:
         return clone
 
     def open(self, **fields: Unpack[wire.SessionFields]) -> None:
-        """Create the session in the ledger, a new one if the last has ended; the wrapper's own fields have priority."""
         self.client.create_session(**self._opening(fields))
 
     async def open_async(self, **fields: Unpack[wire.SessionFields]) -> None:
@@ -126,7 +125,6 @@ class ModelWrapper:
 
     @property
     def model_path(self) -> str:
-        """The served model's name; Trinity's agents pass it as `model`."""
         return self.model_name
 
     @property
@@ -135,7 +133,6 @@ class ModelWrapper:
 
     @property
     def api_address(self) -> str:
-        """The proxy's address, from which Trinity's agents build their base URL."""
         return self.client.base_url
 
     @property
@@ -148,13 +145,11 @@ class ModelWrapper:
         return f"{self.client.base_url}/sessions/{wire.segment(self.session_id)}/v1"
 
     def get_openai_client(self) -> OpenAI:
-        """Return a real OpenAI client whose calls belong to this wrapper's session and step."""
         client = self.client.pool.sync(f"{self.client.base_url}/v1", self.client.api_key, SessionHeaders(self))
         client.model_path = self.model_name  # type: ignore[attr-defined]
         return client
 
     def get_openai_async_client(self) -> AsyncOpenAI:
-        """Return a real asynchronous OpenAI client whose calls belong to this wrapper's session and step."""
         client = self.client.pool.asynchronous(f"{self.client.base_url}/v1", self.client.api_key, SessionHeaders(self))
         client.model_path = self.model_name  # type: ignore[attr-defined]
         return client
@@ -206,11 +201,6 @@ class ModelWrapper:
         return self._remembered(turns, clear_history)
 
     async def extract_experience_from_history_async(self, clear_history: bool = True) -> list[Experience]:
-        """Return the same without blocking the event loop.
-
-        Raises:
-            InvalidRequest: history is not enabled.
-        """
         since = self._since()
         try:
             turns = [turn async for turn in self.async_client.turns(self.session_id, prompt="whole", **since)]
@@ -230,5 +220,4 @@ class ModelWrapper:
 
 
 def choice_ids(completion_id: str, num_choices: int) -> list[str]:
-    """Return the turns of a completion: the first has the completion's own id."""
     return [completion_id, *(f"{completion_id}#{index}" for index in range(1, num_choices))]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _current_session: contextvars.ContextVar[AsyncSessionHandle | None] = contextvars.ContextVar("session", default=None)
 
 VERSION_HEADER = "x-policy-version"
-"""Reply header: the policy version that sampled the first token of a whole reply."""
 RETRIED = "retried"
 """Termination reason of a session whose run failed and was retried in another session."""
 
@@ -41,7 +40,6 @@ class RunIdentity:
 
     @property
     def uid(self) -> str:
-        """The episode's id: `task_id:rollout_idx`."""
         return f"{self.task_id}:{self.rollout_idx}"
 
 
@@ -50,7 +48,6 @@ class RolloutEngine:
 
     validate: bool = False
     weight_version: int | None = None
-    """Policy version that is served, if the engine knows it."""
     pad_token_id: int = 0
     """Padding of batches; masks are computed from lengths, so its value does not matter."""
 
@@ -185,7 +182,6 @@ def model_output(completion: ChatCompletion, version: int | None) -> ModelOutput
 
 
 def output_of_turn(completion: ChatCompletion, turn: Json) -> ModelOutput:
-    """Return a reply as rLLM's record, with the tokens of its turn in the ledger."""
     tokens = turn["prompt_token_ids"], turn["token_ids"], turn["logprobs"]
     return _record(completion, *tokens, turn["policy_version_first"])
 
@@ -231,7 +227,6 @@ def reward_lines(episode: Episode, session: AsyncSessionHandle, *, stepwise: boo
 
 
 def _sampled(episode: Episode) -> list[Trajectory]:
-    """Return the trajectories with a step that the ledger knows."""
     return [
         trajectory
         for trajectory in episode.trajectories

@@ -25,9 +25,7 @@ class Tokens:
     response: list[int]
     """Sampled tokens, and the prompt tokens between turns. [R]"""
     mask: list[int]
-    """1 for tokens that the policy sampled. [R]"""
     logprobs: list[float]
-    """Behaviour logprobs; 0 if the mask is 0. [R]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +38,12 @@ class VerlRow:
     """`task_id_name`: the same for all rollouts of a task, whose rewards verl compares."""
     step_id: str
     step_num: int
-    """Rows of this trajectory."""
     step_reward: float
     trajectory_reward: float
     is_last_step: bool
 
     @property
     def termination_reason(self) -> TerminationReason:
-        """Why the episode ended."""
         return self.episode.termination_reason or TerminationReason.UNKNOWN
 
 
@@ -128,7 +124,6 @@ def join(outputs: Sequence[ModelOutput]) -> Tokens:
 
 
 def task_of(episode: Episode | None, position: int, task_ids: Sequence[str]) -> str:
-    """Return an episode's task: from its id, otherwise from its position."""
     if episode is not None and episode.task_id in task_ids:
         return episode.task_id
     return task_ids[position]
@@ -148,5 +143,4 @@ def in_batch_order(episodes: Sequence[Episode], task_ids: Sequence[str]) -> list
 
 
 def is_kept(row: VerlRow, filtering: Json) -> bool:
-    """Return whether compact filtering keeps the row in the loss; the baseline includes it in any case."""
     return not (filtering.get("enable") and filtering.get(f"mask_{row.termination_reason.value}"))

@@ -100,7 +100,6 @@ class _SteppedWorkflow(TaskWorkflow):
             self._reason = ENDED
 
     def _steps(self) -> Iterator[int]:
-        """Iterate over the steps, and set each on the model for its calls."""
         for step in range(self.max_step_num):
             self.model.step = step
             yield step
@@ -114,7 +113,6 @@ class StepWiseRewardWorkflow(_SteppedWorkflow):
     credit = "step_wise"
 
     def run(self) -> list[Experience]:
-        """Run the task; return its experiences with their steps' rewards."""
         with self._session():
             for step in self._steps():
                 self._go_on(self.step(step_num=step))
@@ -125,7 +123,6 @@ class StepWiseRewardWorkflow(_SteppedWorkflow):
         return self.experiences
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step, from its samples."""
         raise NotImplementedError(f"{type(self).__name__} must define reward() for {len(exps)} of step {step_num!r}")
 
 
@@ -135,7 +132,6 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        """Run the task; return its experiences with their steps' rewards."""
         async with self._session_async():
             for step in self._steps():
                 self._go_on(await self.step_async(step_num=step))
@@ -146,7 +142,6 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         return self.experiences
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step, from its samples."""
         raise NotImplementedError(
             f"{type(self).__name__} must define reward_async() for {len(exps)} of step {step_num!r}"
         )
@@ -158,7 +153,6 @@ class RewardPropagationWorkflow(_SteppedWorkflow):
     credit = "propagate"
 
     def run(self) -> list[Experience]:
-        """Run the task; return its experiences with the run's reward."""
         num_steps = 0
         with self._session():
             for step in self._steps():
@@ -171,7 +165,6 @@ class RewardPropagationWorkflow(_SteppedWorkflow):
         return self.experiences
 
     def reward(self, exps: list[Experience]) -> float:
-        """Return the reward of the run, from all its samples."""
         raise NotImplementedError(f"{type(self).__name__} must define reward() for {len(exps)} experiences")
 
 
@@ -181,7 +174,6 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        """Run the task; return its experiences with the run's reward."""
         num_steps = 0
         async with self._session_async():
             for step in self._steps():
@@ -194,7 +186,6 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
         return self.experiences
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Return the reward of the run, from all its samples."""
         raise NotImplementedError(f"{type(self).__name__} must define reward_async() for {len(exps)} experiences")
 
 

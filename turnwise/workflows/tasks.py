@@ -40,7 +40,6 @@ class GenerationConfig:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int = -1
-    """-1 disables it."""
     logprobs: int | None = None
     max_tokens: int | None = None
     n: int = 1
@@ -64,7 +63,6 @@ class Task:
     index: Json = dataclasses.field(default_factory=dict)
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None) -> TaskWorkflow:
-        """Return a workflow object for this task."""
         if self.workflow is None:
             raise ValueError(f"task {self.task_id!r} names no workflow: set Task.workflow to a class")
         return self.workflow(model=model, task=self, auxiliary_models=auxiliary_models)
@@ -81,7 +79,6 @@ class Task:
         return self.raw_task
 
     def session_fields(self) -> SessionFields:
-        """Return the fields of the sessions of this task's runs."""
         fields: SessionFields = {"split": "eval" if self.is_eval else "train"}
         if self.task_id != "":
             fields["task_id"] = str(self.task_id)
@@ -126,7 +123,6 @@ class TaskWorkflow:
         return self.is_async
 
     def reset(self, task: Task) -> None:
-        """Switch to another task."""
         raise NotImplementedError(f"{type(self).__name__} cannot take {task.task_id!r}: define reset()")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
@@ -135,11 +131,9 @@ class TaskWorkflow:
         raise NotImplementedError(f"{message}: define set_repeat_times()")
 
     def run(self) -> list[Experience]:
-        """Run the task."""
         raise NotImplementedError(f"{type(self).__name__} must define run()")
 
     async def run_async(self) -> list[Experience]:
-        """Run the task in an event loop."""
         raise NotImplementedError(f"{type(self).__name__} must define run_async()")
 
 

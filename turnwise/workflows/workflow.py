@@ -29,7 +29,6 @@ class BaseAgent(ABC):
 
     @property
     def chat_completions(self) -> list[Json]:
-        """The conversation to send to the model."""
         return []
 
     @property
@@ -59,7 +58,6 @@ class BaseEnv(ABC):
 
     @property
     def idx(self) -> Any:
-        """Position in a batch of environments."""
         return getattr(self, "_idx", None)
 
     @idx.setter
@@ -79,7 +77,6 @@ class BaseEnv(ABC):
 
     @staticmethod
     def from_dict(info: Json) -> BaseEnv:
-        """Return an environment for a task's description."""
         raise NotImplementedError(f"this environment cannot be made from {sorted(info)!r}: define from_dict on it")
 
     @staticmethod
@@ -180,7 +177,6 @@ class Workflow(ABC):
         return episode
 
     def compute_trajectory_reward(self, trajectory: Trajectory) -> None:
-        """Set the trajectory's reward to the sum of its steps' rewards."""
         trajectory.reward = float(sum(step.reward for step in trajectory.steps))
 
     def adjust_step_rewards(self, trajectory: Trajectory) -> None:
@@ -237,7 +233,6 @@ class Workflow(ABC):
         return all(part.is_multithread_safe() for part in parts if isinstance(part, BaseEnv))
 
     async def run_in_executor(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a blocking function outside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.executor, functools.partial(fn, *args, **kwargs))
 

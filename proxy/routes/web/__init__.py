@@ -30,11 +30,9 @@ class PageFiles(StaticFiles):
         super().__init__(packages=[("proxy.routes", "web")])
 
     def file_response(self, *arguments: Any, **options: Any) -> Response:
-        """Answer with a file under the page's policy."""
         response = super().file_response(*arguments, **options)
         response.headers.update(HEADERS)
         return response
 
     async def index(self, request: Request) -> Response:
-        """Return the page."""
         return await self.get_response("index.html", request.scope)

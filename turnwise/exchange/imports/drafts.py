@@ -93,11 +93,7 @@ def chat_messages(found: Any) -> list[Json]:
 
 
 def chat_message(found: Any) -> Json:
-    """Return a message in the form of a chat request.
-
-    Raises:
-        BadLine: it is not a message.
-    """
+    """Return a message in the form of a chat request."""
     if not isinstance(found, dict):
         raise BadLine(f"a message is {_shown(found)}, not an object")
     name = found.get("role", found.get("from"))

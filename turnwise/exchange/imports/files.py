@@ -47,11 +47,7 @@ def open_files(path: Path) -> list[tuple[Path, Documents]]:
 
 
 def open_documents(path: Path) -> Documents:
-    """Return the documents of one file.
-
-    Raises:
-        InvalidRequest: a JSON file is not an array, or a Parquet file cannot be read.
-    """
+    """Return the documents of one file."""
     if path.suffix == ".parquet":
         return ParquetRows(path)
     return JsonArray(path) if path.suffix == ".json" and _begins_with_bracket(path) else JsonLinesFile(path)

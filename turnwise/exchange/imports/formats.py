@@ -38,11 +38,7 @@ OUTPUTS = {"preferred_output": ("chosen", 1.0), "non_preferred_output": ("reject
 
 
 def openai_drafts(document: Json) -> list[Draft]:
-    """Return one session for a supervised example, two for a preference example.
-
-    Raises:
-        BadLine: it is neither.
-    """
+    """Return one session for a supervised example, two for a preference example."""
     if "preferred_output" in document:
         return _pair(document)
     if "messages" not in document:
@@ -87,11 +83,7 @@ PAIR = {"chosen": 1.0, "rejected": 0.0}
 
 
 def data_set_drafts(document: Json) -> list[Draft]:
-    """Return the session of a row, or the two sessions of a preference row.
-
-    Raises:
-        BadLine: the row has none of the known columns.
-    """
+    """Return the session of a row, or the two sessions of a preference row."""
     tools = tool_schemas(document.get("tools"))
     if document.get("chosen") is not None and document.get("rejected") is not None:
         return [

@@ -172,11 +172,7 @@ class Tokeniser:
         return (self._encode(added) if end else prompt), ids
 
     def _check_ids(self, sampled: SampledTokens, message: Json) -> None:
-        """Check that a reply's text is in the text of its token ids.
-
-        Raises:
-            BadLine: it is not; the ids are another tokenizer's.
-        """
+        """Check that a reply's text is in the text of its token ids."""
         try:
             decoded = "".join(self._tokenizer.decode(sampled.token_ids, skip_special_tokens=False).split())
         except (OverflowError, TypeError, KeyError, IndexError) as error:
