@@ -76,9 +76,8 @@ class ProxySettings(Settings):
     retrain_revised: bool = False
     """Whether a reward for a session that was trained makes its group ready to be trained again."""
     policy_tenant: str | None = None
-    """Tenant that owns the model: only its keys publish and activate policy versions. They also read
-    what names other tenants' policies. By default the tenant `default`, or one beside which no other has keys or
-    policies."""
+    """Tenant that owns the model: only its keys publish and activate policy versions. They also read what names other
+    tenants' policies. By default the tenant `default`, or one beside which no other has keys or policies."""
 
     engine_api_key: SecretStr | None = None
     """Bearer key that the proxy presents to the engines (vLLM's --api-key)."""

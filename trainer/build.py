@@ -45,7 +45,6 @@ class Parts:
 def make_parts(
     settings: TrainerSettings, policy: NamedPolicy | None = None, shared: Shared | None = None, *, has_buffer: bool
 ) -> Parts:
-    """Return the parts for the default policy, or for a named one."""
     claims = Claims(
         Database(settings.database.get_secret_value()) if shared is None else shared.db,
         settings,

@@ -121,7 +121,6 @@ class Evaluator:
         return [one for one in found if one.status is not SessionStatus.OPEN]
 
     def _wait_until_served(self, version: int) -> None:
-        """Wait until the proxy serves the version, unless it will not: the version failed, or another one is pinned."""
         deadline = time.monotonic() + SERVED_SECONDS
         while time.monotonic() < deadline and not self._stopped.is_set():
             with self._db.read() as conn:
@@ -187,7 +186,6 @@ class Evaluator:
 
 
 def evaluation_environment(proxy_url: str, key: str, version: int) -> dict[str, str]:
-    """Return address, key and version for an evaluation command, also under the names of OpenAI and `turnwise run`."""
     base_url = f"{proxy_url}/v1"
     return {
         "TURNWISE_BASE_URL": base_url,

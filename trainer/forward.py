@@ -154,7 +154,6 @@ def _of_adapter(model: Any) -> set[str]:
 
 
 def _parts(names: Mapping[str, Tensor]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the parts of a model with the names of their tensors: all, each module of the layers, and the others."""
     yield ALL, list(names)
     parts: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:

@@ -141,7 +141,6 @@ def _control_group() -> Any:
 
 @functools.cache
 def _background_group() -> Any:
-    """Return the group of the checkpoint threads, whose messages must not mix with those of the main threads."""
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 

@@ -112,7 +112,6 @@ class Policies:
             raise next(iter(self._errors.values()))
 
     def stop(self) -> None:
-        """End after the batch in progress; safe in a signal handler."""
         self._stopped.set()
 
     def close(self) -> None:

@@ -25,12 +25,11 @@ Sentinel = Literal[
     "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty", "kl"
 ]
 """`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
-`failed_calls`: of tool results that report an error or that the call was refused.
-`questions`: of replies that end with a question mark. `refusals`: of replies that decline, in English.
-`repeats`: of replies that repeat an earlier one of the session. `empty`: of replies that are empty or cut.
-`given_up`: sessions that expired, of those that calls name. `length`: tokens of a reply.
-`certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence a token of the weights from
-what sampled their batch, of the version's own update."""
+`failed_calls`: of tool results that report an error or that the call was refused. `questions`: of replies that end with
+a question mark. `refusals`: of replies that decline, in English. `repeats`: of replies that repeat an earlier one of
+the session. `empty`: of replies that are empty or cut. `given_up`: sessions that expired, of those that calls name.
+`length`: tokens of a reply. `certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence
+a token of the weights from what sampled their batch, of the version's own update."""
 BOUNDS: Mapping[Sentinel, float] = {
     "broken_calls": 0.1,
     "failed_calls": 0.2,

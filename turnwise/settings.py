@@ -204,7 +204,6 @@ def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]
 def explain(
     error: pydantic.ValidationError, model_cls: type[Settings], section: str, origins: Mapping[str, str]
 ) -> str:
-    """Convert pydantic's report to one sentence per line."""
     lines = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"])) or "settings"

@@ -200,7 +200,6 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    """Return a compiled template with the functions that transformers gives to templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -236,7 +235,6 @@ def shape_conversation(messages: Sequence[Json], content_format: ContentFormat, 
 
 
 def _shape_message(message: Json, content_format: ContentFormat) -> Json:
-    """Return the message without the fields that vLLM drops."""
     content = message.get("content")
     if not isinstance(content, str | list | None):
         raise ValueError(f"content {content!r:.80} is neither text nor a list of parts")  # noqa: TRY004  as documented

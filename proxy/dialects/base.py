@@ -41,8 +41,7 @@ class Encoder(Protocol):
 
     def done(self) -> bytes: ...
 
-    def error(self, body: bytes) -> bytes:
-        """Return the event that reports an OpenAI-shaped error in the middle of the stream."""
+    def error(self, body: bytes) -> bytes: ...
 
 
 def template_arguments(fields: Json) -> Json:
@@ -266,11 +265,9 @@ class Dialect(abc.ABC):
         return headers
 
     def merge_url(self, body: Json, route: WireRoute, params: Mapping[str, str], query: Mapping[str, str]) -> Json:  # noqa: ARG002
-        """Return the body with the request parameters that the URL carries."""
         return body
 
     def referenced_turns(self, body: Json) -> list[str]:  # noqa: ARG002
-        """Return the stored turns that the body refers to, and that must be read before it is parsed."""
         return []
 
     def resolve_references(self, body: Json, stored: Mapping[str, Json]) -> Json:  # noqa: ARG002

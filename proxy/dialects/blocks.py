@@ -45,7 +45,6 @@ class Block:
 
 
 def blocks_of(message: Json) -> Iterator[Block]:
-    """Yield the blocks of a message or of a chunk's delta."""
     index = 0
     if thinking := message.get("reasoning"):
         yield Block("thinking", thinking)
@@ -143,8 +142,7 @@ class BlockEncoder(abc.ABC):
         return self.failing(read_error(body))
 
     @abc.abstractmethod
-    def starting(self, chunk: Json) -> bytes:
-        """Return the events before any block; `chunk` is the engine's first chunk."""
+    def starting(self, chunk: Json) -> bytes: ...
 
     @abc.abstractmethod
     def opening(self, block: Block) -> bytes:
@@ -155,16 +153,13 @@ class BlockEncoder(abc.ABC):
         """Return the events that add text to an open block; several may be open. The logprobs are those of text."""
 
     @abc.abstractmethod
-    def closing(self, block: Block) -> bytes:
-        """Return the events that close a complete block."""
+    def closing(self, block: Block) -> bytes: ...
 
     @abc.abstractmethod
-    def ending(self) -> bytes:
-        """Return the events after the last block."""
+    def ending(self) -> bytes: ...
 
     @abc.abstractmethod
-    def failing(self, error: Json) -> bytes:
-        """Return the event that reports an error."""
+    def failing(self, error: Json) -> bytes: ...
 
 
 def text_logprobs(logprobs: Json | None, blocks: Iterable[Block]) -> list[Json]:
@@ -202,11 +197,7 @@ def cut_off_error(finish_reason: str | None) -> str:
 
 
 def parts_of(value: Any, field: str) -> list[Json]:
-    """Return the parts in a field of the request; an empty list for null.
-
-    Raises:
-        InvalidRequest: it is not a list of objects.
-    """
+    """Return the parts in a field of the request; an empty list for null."""
     parts = [] if value is None else value
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise InvalidRequest(f"`{field}` must hold a text or a list of objects, not {value!r:.80}.", param=field)

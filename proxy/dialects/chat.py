@@ -164,18 +164,12 @@ def is_readable(call: Any) -> bool:
 
 
 def check_kinds(body: Json, kinds: Mapping[str, type]) -> None:
-    """Check the JSON types of fields that the proxy itself reads.
-
-    Raises:
-        InvalidRequest: naming the first wrong field.
-    """
     for field, kind in kinds.items():
         if body.get(field) is not None and not isinstance(body[field], kind):
             raise InvalidRequest(f"`{field}` must be a JSON {JSON_NAME[kind]}, not {body[field]!r:.80}.", param=field)
 
 
 def number_of_choices(body: Json, max_choices: int) -> int:
-    """Return `n`."""
     count = body.get("n")
     if count is None:
         return 1

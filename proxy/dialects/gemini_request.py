@@ -56,11 +56,7 @@ def _snake_case(field: str) -> str:
 
 
 def read_object(holder: Json, field: str) -> Json:
-    """Return a field that holds an object; an empty one if the field is absent.
-
-    Raises:
-        InvalidRequest: it holds anything else.
-    """
+    """Return a field that holds an object; an empty one if the field is absent."""
     value = read(holder, field)
     if value is not None and not isinstance(value, dict):
         raise InvalidRequest(f"`{field}` must be a JSON object, not {value!r:.80}.", param=field)
@@ -68,11 +64,7 @@ def read_object(holder: Json, field: str) -> Json:
 
 
 def chat_body(body: Json) -> tuple[Json, list[str]]:
-    """Translate a request to a chat request; return it with the names of the tools that were dropped.
-
-    Raises:
-        InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
-    """
+    """Translate a request to a chat request; return it with the names of the tools that were dropped."""
     if read(body, "cachedContent"):
         raise InvalidRequest("`cachedContent` is not served; send the contents themselves.", param="cachedContent")
     messages = chat_messages(_listed(body.get("contents"), "contents"))
@@ -151,7 +143,6 @@ def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> N
 
 
 def _user_messages(parts: list[Json], calls: _CallIds) -> list[Json]:
-    """Return one message for each function response, then one with all text and images."""
     messages: list[Json] = []
     rest: list[Json] = []
     for part in parts:
@@ -205,7 +196,6 @@ def _system_text(instruction: Any) -> str:
 
 
 def chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
-    """Return the declared functions as chat tools, and the names of the tools that only Google's service runs."""
     functions, dropped = [], []
     for tool in tools:
         for field, value in tool.items():
@@ -244,7 +234,6 @@ def json_schema(schema: Any) -> Any:
 
 
 def _number(field: str, value: str) -> float | int:
-    """Return a number that Google's JSON writes as a string."""
     try:
         number = int(value) if value.lstrip("-").isdigit() else float(value)
     except ValueError:

@@ -269,11 +269,6 @@ def _error(error: Json, kind: str) -> Json:
 
 
 def chat_body(body: Json, failed_tool_text: str) -> Json:
-    """Translate a request to a chat request.
-
-    Raises:
-        InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
-    """
     check_kinds(body, {"messages": list, "tools": list, "thinking": dict, "output_config": dict, "tool_choice": dict})
     chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
     chat["messages"] = [*_system(body.get("system")), *chat_messages(body.get("messages") or [], failed_tool_text)]
@@ -343,7 +338,6 @@ def _chat_tool_call(block: Json) -> Json:
 
 
 def _user_messages(blocks: list[Json], failed_tool_text: str) -> Iterator[Json]:
-    """Yield one message per tool result, then one message with all other blocks."""
     rest = []
     for block in blocks:
         if block.get("type") != "tool_result":

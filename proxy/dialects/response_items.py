@@ -61,11 +61,6 @@ class ToolMap:
 
 
 def read_tools(tools: Any) -> ToolMap:
-    """Return the tools of a request.
-
-    Raises:
-        InvalidRequest: a tool or a namespace has the wrong shape.
-    """
     found = ToolMap()
     _add_tools(found, parts_of(tools, "tools"), "")
     return found
@@ -122,11 +117,7 @@ def custom_arguments(text: str) -> str:
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """Return the tool choice as chat has it.
-
-    Raises:
-        InvalidRequest: the engine cannot be held to this choice.
-    """
+    """Return the tool choice as chat has it."""
     if isinstance(choice, str):
         return choice
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):

@@ -222,11 +222,6 @@ def conversation_id(body: Json) -> str | None:
 
 
 def chat_body(body: Json, tools: ToolMap, failed_tool_text: str) -> Json:
-    """Translate a request to a chat request.
-
-    Raises:
-        InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
-    """
     check_kinds(body, {"text": dict, "reasoning": dict, "include": list, "instructions": str})
     check_kinds(body, {"previous_response_id": str})
     check_kinds(body.get("text") or {}, {"format": dict})

@@ -89,7 +89,6 @@ class Arms:
         return self.pool.state(self.policy_id)
 
     def awaits_retry(self, version: int) -> bool:
-        """Return whether the next attempt to load a version must not start yet."""
         return version == self._failed_version and time.monotonic() < self._not_before
 
     def forget_failures(self) -> None:
@@ -187,7 +186,6 @@ class Arms:
         return seconds
 
     async def _fail(self, target: PolicyVersion, error: TurnwiseError) -> None:
-        """Record that the target was not loaded; the last good version stays served."""
         self.problem = f"version {target.version} was not loaded: {error}"
         self.metrics.reloads.labels("failed").inc()
         log.error("%s; the last good version is served", self.problem)
@@ -245,7 +243,6 @@ class Arms:
         return None if is_served else functools.partial(self.serve, target, active)
 
     async def end_holdout(self, holdout: PolicyVersion) -> None:
-        """Serve all new sessions with the served version; the next version that is served starts another hold-out."""
         log.info("the hold-out of version %d ends", holdout.version)
         await self.lease.write(serving.end_holdout, holdout.version)
         await self.pool.refresh()
@@ -398,7 +395,6 @@ class Arms:
         return is_full and all(engine.base_lane.version != version.version for engine in self.pool.serving)
 
     async def _check_drift(self, canary: PolicyVersion, active: PolicyVersion) -> None:
-        """Check that a version is near enough to the served one for a trial."""
         probe = await self.loader.probe(canary, self.pool.serving[0])
         if active.kind is PolicyKind.LORA:
             await self._place(active, active)

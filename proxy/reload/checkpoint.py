@@ -181,11 +181,7 @@ def check_trainable(path: str) -> None:
 
 
 def check_values(path: str) -> None:
-    """Read all weights: they hold no NaN or infinity, and match the digests of the manifest where there is one.
-
-    Raises:
-        BadCheckpoint: naming the file or tensor.
-    """
+    """Read all weights: they hold no NaN or infinity, and match the digests of the manifest where there is one."""
     directory = Path(path)
     for file, problem in compare_digests(directory):
         if problem is not None:
@@ -200,9 +196,6 @@ def check_tokenizer(path: str, model_path: str | None) -> None:
     """Check that a version's tokenizer gives a text the ids that the served model's tokenizer gives it.
 
     Engines keep the tokenizer that they started with, so weights trained with another one would read other words.
-
-    Raises:
-        BadCheckpoint: naming what differs. Directories without a tokenizer file are not compared.
     """
     ours, served = Path(path) / TOKENIZER, Path(model_path or "") / TOKENIZER
     if not (ours.is_file() and served.is_file()) or ours.read_bytes() == served.read_bytes():

@@ -173,7 +173,6 @@ class Reloader:
         await self._check_engines(self._pool.engines)
 
     async def run(self) -> None:
-        """Check the store and the engines until cancelled."""
         checked_at = 0.0
         while True:
             is_due = time.monotonic() - checked_at >= HEALTH_SECONDS
@@ -195,7 +194,6 @@ class Reloader:
             log.exception("a round of the reloader failed unexpectedly")
 
     async def _follow(self) -> None:
-        """Bring every policy to the version that the store wants, or advance its trial."""
         await self._pool.refresh()
         self._export()
         state = self._default.state
@@ -209,14 +207,12 @@ class Reloader:
                 await self._drive()
 
     def _next_steps(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
-        """Return the next step of each policy for which there is something to do; the default policy's first."""
         numbers = sorted({DEFAULT_POLICY, *self._pool.served})
         self._arms = {number: self._arms.get(number) or self._arms_of(number) for number in numbers}
         steps = ((number, arms.next_step()) for number, arms in self._arms.items())
         return [(number, step) for number, step in steps if step is not None]
 
     async def _drive(self) -> None:
-        """Do the next step of each policy, unless another process drives."""
         unread: FilesNotRead | None = None
         async with self.lease.held() as is_driver:
             if is_driver:  # another process may have driven while the lease was awaited
@@ -352,7 +348,6 @@ class Reloader:
         await engine.resume()
 
     def _is_lost(self, active: PolicyVersion) -> bool:
-        """Return whether the active version was in the memory of a trainer that has been gone for long."""
         if active.is_written:
             return False
         if self._missed is None or self._missed[0] != active.version:

@@ -89,7 +89,6 @@ class DriverLease:
                         await self._change(processes.renew_lease, token, 0)
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
-        """Renew the lease until cancelled; cancel the driver when that is no longer possible."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             started = time.monotonic()

@@ -103,8 +103,7 @@ def mismatch(
     """Return in what an engine differs from a probe; None if it is within the limits.
 
     `found` is how far the engine is from it, and `tolerance` the largest difference, in place of the limits by
-    precision;
-    the others are as in `limit_of`.
+    precision; the others are as in `limit_of`.
     """
     limit = limit_of(probe, engine_dtype, at_base) if tolerance is None else Gap(tolerance, tolerance)
     if found.is_within(limit):
@@ -262,7 +261,6 @@ class Loader:
         return paused
 
     async def _replace_weights(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
-        """Load a version that the engine has received, or from its directory; return the pause, seconds."""
         seconds, started = self._settings.reload_timeout_seconds, time.perf_counter()
         await engine.pause()
         await engine.label_weights(LOADING)
@@ -339,12 +337,7 @@ class Loader:
             engine.take_out(error)
 
     async def load_at_call(self, engine: Engine, version: int) -> Lane:
-        """Return the lane of an adapter; load it if the engine lacks it. Calls at the same time share one load.
-
-        Raises:
-            ReloadFailed: the engine did not load it.
-            EngineUnavailable: it does not answer.
-        """
+        """Return the lane of an adapter; load it if the engine lacks it. Calls at the same time share one load."""
         key = engine.url, version
         task = self._loading.get(key)
         if task is None:
@@ -374,7 +367,6 @@ def is_own_model(version: PolicyVersion, engine: Engine) -> bool:
 
 
 def weights_path(version: PolicyVersion, engine: Engine) -> str:
-    """Return the directory that an engine loads a version's whole weights from."""
     return engine.model_path if is_own_model(version, engine) else version.path
 
 
@@ -384,7 +376,6 @@ def has_loaded(engine: Engine, version: PolicyVersion) -> bool:
 
 
 def serves(engine: Engine, version: PolicyVersion) -> bool:
-    """Return whether an engine has what calls of a version sample with."""
     if version.kind is PolicyKind.LORA:
         return engine.has_own_model and version.version in engine.adapters
     return has_loaded(engine, version)

@@ -113,7 +113,6 @@ class Transfers:
         return problem is None
 
     async def _send(self, offer: Offer, engine: Engine) -> str | None:
-        """Return why the engine did not receive the version, None if it did."""
         request: Json = {"version": offer.version, "num_workers": await engine.num_workers()}
         started = await ask_trainer(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
         if started is None:
@@ -145,7 +144,6 @@ class Transfers:
 
 
 async def ask_trainer(url: str, method: str, path: str, body: Json, seconds: float) -> Json | None:
-    """Return a trainer's answer; None if it refuses, or does not answer."""
     http = HttpClient(url, connect_seconds=CONNECT_SECONDS, silence_seconds=seconds)
     data = orjson.dumps(body) if body else b""
     try:

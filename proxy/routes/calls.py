@@ -130,7 +130,6 @@ class SampleEndpoint(Endpoint):
     async def _begin(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], admission: Admission, reply: ReplySender
     ) -> Attempt | None:
-        """Read the call and return the one that it retries, with its answer, or find the session of a new one."""
         services, principal = self._services, admission.principal
         is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
         may_be_answered = b"idempotency-key" in headers or (is_marked and services.retries.has_undelivered(principal))
@@ -184,7 +183,6 @@ class SampleEndpoint(Endpoint):
     async def _read(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], principal: Principal
     ) -> tuple[Call, bytes]:
-        """Return the call before it is resumed, and the digest of the request."""
         settings = self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         body = await parse_object(raw, **settings.json_limits)

@@ -259,12 +259,6 @@ class CheckedRoute(APIRoute):
         }
 
     async def authorise(self, request: Request) -> None:
-        """Check that the caller may use the route.
-
-        Raises:
-            Unauthorized: no key, or one that is unknown, expired or revoked.
-            Forbidden: the key's role or session does not allow it.
-        """
         await caller(request)
 
     async def decode(self, raw: bytes) -> Any:  # noqa: ARG002

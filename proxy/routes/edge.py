@@ -120,7 +120,6 @@ class Edge:
         return of_empty
 
     async def _has_no_keys(self) -> bool:
-        """Return whether the checks apply; they do while the store does not answer."""
         try:
             return bool(await self._services.authenticator.is_open())
         except StoreError:
@@ -158,7 +157,6 @@ async def _receive_of_empty(read: dict[bytes, bytes], receive: Receive) -> Recei
 
 
 def _check_query(query: bytes) -> None:
-    """Check the number of query parameters before any route decodes them."""
     num_parameters = query.count(b"&") + 1
     if num_parameters > MAX_QUERY_PARAMETERS:
         raise InvalidRequest(
@@ -168,7 +166,6 @@ def _check_query(query: bytes) -> None:
 
 
 def _check_encoding(encodings: list[bytes]) -> None:
-    """Check that the body of a request is not compressed."""
     encoding = b", ".join(each for each in encodings if each.lower() != IDENTITY)
     if encoding:
         raise UnsupportedMediaType(

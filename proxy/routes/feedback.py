@@ -190,7 +190,6 @@ def _hint(connection: Connection, template: ChatTemplate | None, given: Feedback
 def _group(
     connection: Connection, template: ChatTemplate | None, principal: Principal, given: Feedback, original: Session
 ) -> list[feedback.Member]:
-    """Return the sessions of a demonstration's group, the better reply first."""
     over = given.content.get("over", ())
     if given.turn_id in over:
         raise InvalidRequest(f"turn {given.turn_id!r} cannot be preferred to itself; leave it out", param="over")
@@ -233,7 +232,6 @@ def _num_tokens(group: Sequence[feedback.Member]) -> int:
 
 
 def _reply_ids(template: ChatTemplate | None, turn: Turn, text: str) -> list[int]:
-    """Return the tokens of a written reply to a turn's prompt."""
     if template is None or not turn.messages:
         reason = "the proxy has no tokenizer" if template is None else "its prompt is not a conversation"
     else:

@@ -37,7 +37,6 @@ CONVERTOR = re.compile(r":\w+\}")
 
 
 def _operation(dialect: Dialect, route: WireRoute, *, in_session: bool) -> Json:
-    """Return the OpenAPI operation of a dialect's route."""
     path, samples = _path(route), route.action is Action.SAMPLE
     content: Json = {"application/json": {"schema": {"type": "object"}}}
     if samples:

@@ -48,13 +48,7 @@ class PolicyRoute(CheckedRoute):
     """A route of policies: a tenant may serve versions of its own policies, and the owner those of the default one."""
 
     async def authorise(self, request: Request) -> None:
-        """Check the caller, and for the choice of a version its tenant.
-
-        Raises:
-            Unauthorized: no key, or one that is unknown, expired or revoked.
-            Forbidden: the key's role does not allow it, or the version is of the default policy and the model belongs
-                to another tenant. The route finds no version of another tenant's policy, as if there were none.
-        """
+        """Check the caller, and for the choice of a version its tenant."""
         principal, services = await caller(request), services_of(request)
         version: str | None = request.path_params.get("version")
         if version is None or not re.fullmatch(r"[0-9]{1,9}", version):

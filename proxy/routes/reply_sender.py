@@ -112,5 +112,4 @@ class Endpoint(abc.ABC):
             await reply.fail(error, self._services)
 
     @abc.abstractmethod
-    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
-        """Serve one request by sending its reply."""
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None: ...

@@ -160,7 +160,6 @@ def body_digest(raw: bytes) -> bytes:
 
 
 def _pickle_rewards(lines: list[RewardLine], principal: Principal) -> bytes:
-    """Return the rewards of the lines for the writing process."""
     for line in lines:
         if line.session_id is not None:
             principal.require_session(line.session_id)

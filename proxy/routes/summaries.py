@@ -145,7 +145,6 @@ class UpdateSummary:
 
 
 def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
-    """Return the newest updates, oldest first."""
     newest, _ = updates.list_updates(conn, limit=limit, tenant=tenant)
     judged = {update.update_id: updates.judged_sessions(conn, tenant, update.update_id) for update in newest}
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
@@ -177,7 +176,6 @@ def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> lis
 
 
 def _periods(newest: Sequence[UpdateRecord]) -> dict[int, processes.Period]:
-    """Return the time since the update of the same trainer before it, for each update that follows one."""
     periods: dict[int, processes.Period] = {}
     last: dict[str, datetime.datetime] = {}
     for update in reversed(newest):

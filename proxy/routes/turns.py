@@ -273,7 +273,6 @@ def scaffold_flags(
 def _solid_text(
     token_ids: Sequence[int], pieces: Mapping[int, str], decode: Decode
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of tokens without white space, and the range of tokens that each of its characters is in."""
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     for start, end, text in spelled(token_ids, pieces, decode):
@@ -314,7 +313,6 @@ def _find_all(wanted: Sequence[str], text: str) -> list[tuple[int, int]] | None:
 
 
 def _texts(message: Json) -> Iterator[str]:
-    """Yield the texts of a message in the order in which templates print them."""
     thinking = message.get("reasoning") or message.get("reasoning_content")
     if isinstance(thinking, str):
         yield thinking

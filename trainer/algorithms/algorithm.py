@@ -113,7 +113,7 @@ class Algorithm(abc.ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027  most algorithms hold nothing
-        """Release what is held."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,7 +238,6 @@ class Chain:
 
     @functools.cached_property
     def turns(self) -> list[Turn]:
-        """The turns that are trained here, in order."""
         return [Turn(self.experience, index) for index in range(len(self.experience.turn_ids))]
 
     @property

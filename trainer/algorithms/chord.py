@@ -69,6 +69,5 @@ def mu_of(num_batches: int, settings: Chord.Settings) -> float:
 
 
 def phi(logprobs: Tensor) -> Tensor:
-    """Return p (1 − p) without gradient, the weight of an imported token. [M]."""
     probability = logprobs.detach().exp()
     return probability * (1 - probability)

@@ -82,7 +82,6 @@ class Correction(Weighed):
         return taught, gauges | {f"num_teacher_{reason}": count for reason, count in sorted(unscored.items())}
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
-        """Return −log π of the teacher's tokens."""
         return -tokens.logprobs
 
     def close(self) -> None:

@@ -83,8 +83,7 @@ def token_rewards(experience: Experience, places: Indices) -> Floats:
     """Return the reward after each of a chain's trained tokens, which lie at these places. [T].
 
     With step-wise credit a turn's own reward follows its last token, and the reward of a step follows the step's last
-    turn. Otherwise the session's reward follows the chain. The reward of a turn that is not trained follows the
-    trained
+    turn. Otherwise the session's reward follows the chain. The reward of a turn that is not trained follows the trained
     token before it.
     """
     rewards = np.zeros(len(places))

@@ -266,8 +266,7 @@ def by_bucket(
 ) -> Floats:
     """Return the advantages by bucket; a group with one value has none. [N].
 
-    `centre` compares the values of a group. Those of single sessions are compared with `past` too, and divided by
-    their
+    `centre` compares the values of a group. Those of single sessions are compared with `past` too, and divided by their
     spread where `is_scaled`.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)

@@ -247,7 +247,6 @@ def pack(batch: Batch, members: Iterable[int], row_tokens: int | None) -> list[R
 
 
 def _trained(experience: Experience, *, needs_behaviour: bool) -> Indices:
-    """Return the positions that carry loss: sampled tokens whose importance ratio is defined, if it is needed."""
     fit = np.array([reason is None for reason in why_untrainable(experience, needs_behaviour=needs_behaviour)])
     places = np.flatnonzero(experience.loss_mask)
     assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"
@@ -286,7 +285,6 @@ def _row(batch: Batch, members: Sequence[int], layout: Layout, places: Sequence[
 
 
 def _routing(routed: Sequence[npt.NDArray[np.int16] | None], places: Sequence[Indices], length: int) -> Indices | None:
-    """Return the experts of a row's tokens; what several sequences share has the experts of one of them."""
     known = [(each, own) for each, own in zip(routed, places, strict=True) if each is not None]
     if not known:
         return None

@@ -37,8 +37,7 @@ class OutputLayer:
         """Return the model's output layer; None unless it is a plain matrix, and the last to change the logits.
 
         The latter is measured: in one forward pass, which `compute` runs, the layer gives known logits, and the model
-        must
-        return them.
+        must return them.
         """
         module = model.get_output_embeddings()
         if type(module) is not nn.Linear or module.bias is not None:
@@ -59,7 +58,6 @@ class OutputLayer:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Let the model return hidden states in place of logits inside the block."""
         self._is_left_out = True
         try:
             yield

@@ -249,5 +249,4 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None in place of a NaN or an infinity."""
     return value if value is not None and math.isfinite(value) else None

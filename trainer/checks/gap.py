@@ -57,7 +57,6 @@ class BatchGap:
         self.num_refused = 0
 
     def put(self, tokens: npt.NDArray[np.int64], logprobs: Reals, is_own: npt.NDArray[np.bool_] | bool) -> None:
-        """Store the trainer's logprobs of tokens; both index the batch's table."""
         self.gap[tokens] = np.abs(logprobs[tokens] - self.batch.table.behaviour[tokens])
         self.is_own[tokens], self.is_seen[tokens] = is_own, self._has_ratio[tokens]
 
@@ -104,9 +103,8 @@ class GapCheck:
     ) -> dict[GroupKey, str]:
         """Compare the groups of an optimizer step; return those that must not be trained, with the reason.
 
-        `logprobs` are those of the batch's tokens under the present weights, [M]; `has_moved` says whether an
-        optimizer step was
-        taken since the version that the batch is trained from.
+        `logprobs` are those of the batch's tokens under the present weights, [M]; `has_moved` says whether an optimizer
+        step was taken since the version that the batch is trained from.
 
         Raises:
             EngineDisagrees: Nearly all groups differ.

@@ -88,7 +88,6 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
 def alarms(
     now: Sequence[experiences.Played], level: Sequence[experiences.Played], bounds: Mapping[Sentinel, float]
 ) -> list[Alarm]:
-    """Return the sentinels that are beyond their bounds by more than chance."""
     found = []
     for name, bound in bounds.items():
         if name not in MEASURES:

@@ -243,7 +243,6 @@ class Ledger:
         self.stopped.set()
 
     def close(self) -> None:
-        """Release what is held, for the next process to take over; the waits of other policies go on."""
         if self._is_alone:
             self.stop()
         for held in list(self._leases):
@@ -315,7 +314,6 @@ class Ledger:
         return None if state.undone else state.pinned_version
 
     def first_version(self) -> PolicyVersion | None:
-        """Return the adapter that the policy's training starts from; None for the base model."""
         version = None if self.policy is None else self.policy.base_version
         return None if version is None else self.read(lambda conn: versions.get_version(conn, version))
 

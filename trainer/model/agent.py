@@ -175,7 +175,6 @@ class PolicyAgent:
         return None if reason is None else f"{reason}: train the model that was served, or set router_replay=false"
 
     def export(self) -> dict[str, Tensor]:
-        """Return the weights of a version, or its adapter's, whole and on the CPU; in all processes together."""
         return self.policy.trained_state()
 
     def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
@@ -294,7 +293,6 @@ class PolicyAgent:
         return gauges, self.world.sum(logprobs).cpu().numpy()
 
     def _tokens(self, data: RowData) -> TrainedTokens:
-        """Run the row forward and gather what the loss needs of it."""
         logprobs, entropy, values = self._outputs_of(data.inputs, with_values=data.old_values is not None)
         return TrainedTokens(
             logprobs=logprobs,

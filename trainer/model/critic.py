@@ -57,7 +57,6 @@ class Critic:
         return self.values_of(self._policy.hidden(inputs))
 
     def values_of(self, hidden: Tensor) -> Tensor:
-        """Return the values of hidden states. [m, H] to [m]."""
         values: Tensor = self._head(hidden.float())[:, 0]
         return values
 

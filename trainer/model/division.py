@@ -254,11 +254,6 @@ class Division:
 
 
 def check_divisible(config: Any, tensor: int) -> None:
-    """Check that a model's layers can be divided.
-
-    Raises:
-        SettingsError: They cannot.
-    """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_experts"):
         number = getattr(config, name, None)  # configurations of models with and without experts may say None
         if number is not None and number % tensor:
@@ -268,11 +263,7 @@ def check_divisible(config: Any, tensor: int) -> None:
 
 
 def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide linear layers and experts over the mesh as transformers plans it, and replicate all other weights.
-
-    Raises:
-        SettingsError: transformers has no plan for this model, or one with a style that is not tested here.
-    """
+    """Divide linear layers and experts over the mesh as transformers plans it, and replicate all other weights."""
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
     from transformers.distributed.tensor_parallel import (
         apply_expert_parallelism,
@@ -315,7 +306,6 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _on_local_weights(module: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Compute with this process's copies of replicated weights."""
     held: dict[str, Any] = vars(module)["_parameters"]
     weights: dict[str, Any] = dict(module.named_parameters(recurse=False))
     held.update({name: weight.to_local() for name, weight in weights.items()})

@@ -111,7 +111,6 @@ def row_inputs(
 
 
 def _in_lanes(row: Row, temperature: Tensor, target: Tensor, device: torch.device) -> RowInputs:
-    """Return the tensors of chains that lie side by side, as a sequence each, which any causal layer computes."""
     column = row.layout.positions
     lane = np.cumsum(column == 0) - 1
     shape = (int(lane[-1]) + 1, int(column.max()) + 1)

@@ -66,11 +66,7 @@ GRADIENT_BYTES = 4
 
 
 def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
-    """Return the attention implementation: of those that the architecture has, the fastest on the device.
-
-    Raises:
-        BadCheckpoint: There is no such model.
-    """
+    """Return the attention implementation: of those that the architecture has, the fastest on the device."""
     from transformers import AutoModelForCausalLM
 
     if spec.attention != "auto":
@@ -108,11 +104,7 @@ def _flex_attention(
 
 
 def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
-    """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA.
-
-    Raises:
-        BadCheckpoint: There is no such model.
-    """
+    """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA."""
     from transformers import AutoModelForCausalLM
 
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
@@ -123,11 +115,7 @@ def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
 
 
 def empty_model(spec: TrainerSettings, attention: str) -> nn.Module:
-    """Return the same model with weights on the meta device and real buffers.
-
-    Raises:
-        BadCheckpoint: There is no such model.
-    """
+    """Return the same model with weights on the meta device and real buffers."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(spec.model)
@@ -205,7 +193,6 @@ def _check_targets(model: Any, spec: TrainerSettings) -> None:
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:
-    """Turn dropout off: the engine samples without it, so a ratio under dropout would compare two policies."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -270,7 +257,6 @@ class Adapter:
         return cls([place for place in found if place[2].requires_grad])
 
     def copied(self) -> Adapter:
-        """Return an adapter with equal values in tensors of its own, without gradients."""
         return Adapter([(module, name, _copied(parameter)) for module, name, parameter in self._places])
 
     def put(self) -> None:
@@ -312,7 +298,6 @@ def memory_of_training(model: nn.Module, num_shards: int = 1) -> int:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Recompute the activations of each layer in the backward pass."""
     base = base_of(model)
     base.gradient_checkpointing_enable({"use_reentrant": False})
     if base is not model:

@@ -51,8 +51,7 @@ class MemoryLimits:
     def after(self, error: OutOfMemory, *, is_pairs: bool) -> MemoryLimits:
         """Return the limits after a row failed: the first step that was not taken yet.
 
-        The last two steps: several chains or pairs get a shorter row, and one that is too long is left out from now
-        on.
+        The last two steps: several chains or pairs get a shorter row, and one that is too long is left out from now on.
         """
         if error.can_checkpoint:
             return dataclasses.replace(self, checkpoints_layers=True)

@@ -173,7 +173,6 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
-        """Build the model without weights, shard it, and let the first process send each process its shards."""
         self._context = self.division.context_group()
         known = self.attention
         if self._context is not None:
@@ -193,7 +192,6 @@ class Policy:
         self.load_trained_state(weights, from_first=True)
 
     def _tuned(self, model: nn.Module) -> nn.Module:
-        """Return the model with kernels, checkpointing and compiled layers as the settings ask."""
         self._base = base_of(model)
         if self.division.tensor == 1 and has_liger(self.device):
             use_liger(self._base)
@@ -278,11 +276,6 @@ class Policy:
         return self._hidden_states(self._head, inputs)[inputs.which]
 
     def check_gives_hidden_states(self) -> None:
-        """Check that the hidden states before the output layer can be read.
-
-        Raises:
-            SettingsError: They cannot.
-        """
         if self._head is None:
             raise SettingsError(
                 f"a critic needs hidden states, and {self.spec.model!r} is sharded or changes its logits after "
@@ -333,11 +326,7 @@ class Policy:
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Give the base model's logprobs inside the block, by leaving the adapter out.
-
-        Raises:
-            SettingsError: The policy is trained whole, so the base is not in it any more.
-        """
+        """Give the base model's logprobs inside the block, by leaving the adapter out."""
         if self.spec.kind is not PolicyKind.LORA:
             raise SettingsError("a policy that is trained whole needs a reference model of its own")
         with torch.no_grad(), cast("Any", self.model).disable_adapter():

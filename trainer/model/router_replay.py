@@ -71,7 +71,6 @@ class RouterReplay:
         )
 
     def use(self, routing: Tensor | None) -> None:
-        """Follow this routing in the next forward pass, and where that is recomputed in the backward pass."""
         self._routing = routing
 
     def _route(self, router: Any, layer: int, route: Route, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -355,7 +355,6 @@ def _comes_true(check: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def _without_warning() -> Iterator[None]:
-    """Suppress torch's warning that a single process saves alone, which is meant here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -389,7 +388,6 @@ def _unused(place: Path, until: str) -> Path:
 
 @contextlib.contextmanager
 def _writing(place: Path) -> Iterator[None]:
-    """Raise `NotWritten` where a library cannot write files in the block."""
     try:
         yield
     except LIBRARY_ERRORS as error:

@@ -33,11 +33,7 @@ DESCRIPTIONS = {
 
 
 def settings_model(section: str) -> type[Settings]:
-    """Return the settings model of a section.
-
-    Raises:
-        ModuleNotFoundError: the extra with the process is not installed.
-    """
+    """Return the settings model of a section."""
     match section:
         case "up":
             from turnwise.processes.stack import UpSettings

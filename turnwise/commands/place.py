@@ -188,22 +188,14 @@ def filter_of(given: dict[str, Any]) -> SessionFilter:
 
 
 def api_filters(chosen: dict[str, Any]) -> Json:
-    """Return the filters of the API for a command's options, and remove them from `chosen`.
-
-    Raises:
-        SettingsError: another tenant is asked for.
-    """
+    """Return the filters of the API for a command's options, and remove them from `chosen`."""
     found = {name: chosen.pop(name) for name in FILTERS}
     refuse_tenant(found.pop("tenant"))
     return {name: value for name, value in found.items() if value is not None}
 
 
 def refuse_tenant(tenant: str | None) -> None:
-    """Refuse the option `--tenant` over HTTP.
-
-    Raises:
-        SettingsError: a tenant is asked for.
-    """
+    """Refuse the option `--tenant` over HTTP."""
     if tenant is not None:
         raise SettingsError("--tenant needs the database: over HTTP a key reads its own tenant")
 

@@ -34,14 +34,7 @@ class CheckedStack:
 
 
 def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
-    """Refuse a `turnwise up` that cannot succeed, and bring its tables up to date.
-
-    Raises:
-        SettingsError: a wrong setting, a taken port, or a missing package.
-        BadCheckpoint: there is no such model.
-        EngineError: vLLM cannot run here.
-        StoreError: the database cannot be reached, or has a newer release's tables.
-    """
+    """Refuse a `turnwise up` that cannot succeed, and bring its tables up to date."""
     gpus = settings.gpu_plan(engine_command.num_gpus())
     needs = needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds()
     proxy = load_proxy(settings, config)
@@ -70,11 +63,7 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
 
 
 def load_proxy(settings: UpSettings, config: Path | None) -> ProxySettings:
-    """Return the settings of the proxy under `turnwise up`.
-
-    Raises:
-        SettingsError: a wrong setting.
-    """
+    """Return the settings of the proxy under `turnwise up`."""
     from proxy.settings import ProxySettings
 
     overrides = {"host": settings.host, "port": settings.port}
@@ -82,11 +71,7 @@ def load_proxy(settings: UpSettings, config: Path | None) -> ProxySettings:
 
 
 def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:
-    """Return the settings of the trainer under `turnwise up`, once it is sure that it can start with them.
-
-    Raises:
-        SettingsError: a wrong setting, or a missing package.
-    """
+    """Return the settings of the trainer under `turnwise up`, once it is sure that it can start with them."""
     from trainer.main import check_startable
     from trainer.settings import TrainerSettings
 
@@ -109,12 +94,7 @@ def needs_of(trainer: TrainerSettings) -> TrainerNeeds:
 
 
 def check_model(model: str | None) -> None:
-    """Refuse a model that is neither a complete directory nor a known id.
-
-    Raises:
-        BadCheckpoint: it is neither.
-        SettingsError: the demo's model cannot be built here.
-    """
+    """Refuse a model that is neither a complete directory nor a known id."""
     if model is None:
         if importlib.util.find_spec("torch") is None:
             raise SettingsError("building the demo's model needs torch: pip install '.[trainer]', or pass --model")
@@ -146,23 +126,14 @@ def _check_hub_id(model: str) -> None:
 
 
 def check_database_model(database: str, model: str) -> None:
-    """Let a new database belong to a model; refuse a database of another one.
-
-    Raises:
-        SettingsError: the database belongs to another model.
-        StoreError: the database cannot be reached, or has a newer release's tables.
-    """
+    """Let a new database belong to a model; refuse a database of another one."""
     base = base_version(model)
     with opened(database) as store, store.write() as conn:
         versions.adopt_base(conn, base)
 
 
 def check_keys(database: str, host: str) -> None:
-    """Refuse to serve other machines without any API key.
-
-    Raises:
-        SettingsError: there is no key, and the address is not loopback.
-    """
+    """Refuse to serve other machines without any API key."""
     if engine_command.is_loopback(host):
         return
     with opened(database) as store, store.read() as conn:

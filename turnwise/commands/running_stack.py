@@ -53,11 +53,7 @@ def announced(stack: RunningStack) -> Iterator[None]:
 
 
 def check_none_runs() -> None:
-    """Refuse a second `turnwise up` in one directory.
-
-    Raises:
-        SettingsError: one runs.
-    """
+    """Refuse a second `turnwise up` in one directory."""
     if find_running_stack() is not None:
         raise SettingsError(_already_runs())
 

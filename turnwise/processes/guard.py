@@ -107,7 +107,6 @@ def _watch(child: int, grace_seconds: float) -> int:
 
 
 def _reap_until(child: int) -> int | None:
-    """Reap orphans that ended; return the child's wait status once it has ended."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended == child:
@@ -117,7 +116,6 @@ def _reap_until(child: int) -> int | None:
 
 
 def _pass_on(number: int, child: int, grace_seconds: float, deadline: float) -> float:
-    """Forward a signal to the child's group; return the deadline."""
     if number == signal.SIGCHLD:
         return deadline
     _signal_group(child, signal.SIGTERM)

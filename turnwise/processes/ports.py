@@ -33,7 +33,6 @@ def check_port_is_free(who: str, host: str, port: int) -> None:
 
 
 def is_free(port: int) -> bool:
-    """Return whether nothing listens on a port of loopback."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

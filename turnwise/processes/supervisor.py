@@ -278,7 +278,6 @@ class Supervisor:
         return ports.session_listens(run.process.pid, run.child.port)
 
     def _handle_exit(self, run: _ChildRun, code: int) -> None:
-        """Finish a task, restart the child, or give the stack up."""
         lived = time.monotonic() - run.started_at
         if run.child.once:
             if code == 0:
@@ -345,7 +344,6 @@ def is_ready(ready: str | Callable[[], bool] | None) -> bool:
 
 
 def describe_exit(code: int) -> str:
-    """Describe an exit status as the guard reports it."""
     number = -code if code < 0 else code - 128
     if number > 0 and number in set(signal.Signals):
         return f"signal {signal.Signals(number).name}"

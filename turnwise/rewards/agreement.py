@@ -34,11 +34,7 @@ class Agreement:
 
 
 def read_outcomes(path: Path) -> dict[str, float]:
-    """Return the known outcome of each session: lines of JSON with `session_id` and `reward`.
-
-    Raises:
-        SettingsError: the file cannot be read, or a line is no outcome.
-    """
+    """Return the known outcome of each session: lines of JSON with `session_id` and `reward`."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -77,8 +73,7 @@ def session_rewards(unit: Sequence[Json], rewards: Iterable[Grade]) -> dict[str,
 def agreement(outcomes: Mapping[str, float], units: Iterable[Mapping[str, float]]) -> Agreement:
     """Return the agreement over all pairs of each unit.
 
-    `outcomes` are the known outcomes by session, `units` the rewards that the source gave; sessions of different
-    units
+    `outcomes` are the known outcomes by session, `units` the rewards that the source gave; sessions of different units
     are not compared.
     """
     num_sessions, scores = 0, list[float]()

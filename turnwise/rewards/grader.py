@@ -46,7 +46,6 @@ class Grade:
 
 
 def read_verdict(output: bytes, exit_status: int) -> list[Grade]:
-    """Return the rewards that a grader gave."""
     text = output.decode(errors="replace").strip()
     lines = [line for line in text.split("\n") if line.strip()]  # `splitlines` would cut strings at U+2028 too
     if lines and all(line.lstrip().startswith("{") for line in lines):

@@ -159,7 +159,6 @@ def as_text(document: Json) -> str:
 
 
 def read_scores(answer: str, count: int) -> list[float]:
-    """Return the scores of an answer, in the order of the numbers."""
     scores: dict[int, float] = {}
     for found in _OBJECT.findall(answer):
         try:

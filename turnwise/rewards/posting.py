@@ -96,7 +96,6 @@ class Poster:
         return self.counts
 
     async def _handle_all(self) -> None:
-        """Decide on all units of now."""
         self._is_interrupted = False
         units = [unit async for unit in self._units()]
         outcomes = await asyncio.gather(*(self._handle(unit) for unit in units), return_exceptions=True)

@@ -29,8 +29,7 @@ class Source(Protocol):
             GraderFailed: no verdict can be used.
         """
 
-    async def close(self) -> None:
-        """Release what it holds."""
+    async def close(self) -> None: ...
 
 
 class CommandSource:
@@ -94,11 +93,6 @@ async def _in_daemon_thread(name: str, function: Callable[[Json], Any], document
 
 
 def make_source(settings: RewardSettings) -> Source:
-    """Return the source of these settings.
-
-    Raises:
-        SettingsError: its program or function cannot be found.
-    """
     if settings.source == "command":
         return CommandSource(settings)
     if settings.source == "python":

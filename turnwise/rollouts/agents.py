@@ -257,11 +257,7 @@ AGENTS: Mapping[str, Agent] = {
 
 
 def find_agent(argv: Sequence[str], name: str | None = None) -> Agent:
-    """Return the entry of a command: by name, else by the name of its program, else `any`.
-
-    Raises:
-        SettingsError: no agent has this name.
-    """
+    """Return the entry of a command: by name, else by the name of its program, else `any`."""
     if name is not None:
         if name not in AGENTS:
             raise SettingsError(f"--as {name!r} is no known agent; give one of {', '.join(AGENTS)}")
@@ -271,7 +267,6 @@ def find_agent(argv: Sequence[str], name: str | None = None) -> Agent:
 
 
 def variables(agent: Agent, address: Address) -> dict[str, str]:
-    """Return the environment variables of a run that SDKs and the agent read."""
     return {
         "OPENAI_BASE_URL": address.base_url,
         "OPENAI_API_BASE": address.base_url,
@@ -292,7 +287,6 @@ def variables(agent: Agent, address: Address) -> dict[str, str]:
 
 
 def environment(agent: Agent, address: Address, *, scratch_home: bool) -> dict[str, str]:
-    """Return the environment of a run: the inherited one without Turnwise settings, and the variables of the run."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNWISE_")}
     home = {"HOME": str(address.home), "XDG_CONFIG_HOME": str(address.home / ".config")} if scratch_home else {}
     if scratch_home:

@@ -29,7 +29,6 @@ class PlannedRun:
     address: Address
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that describe the run to a command."""
         return {
             **self.task.variables(),
             "TURNWISE_SESSION_ID": self.session_id,
@@ -64,11 +63,9 @@ class Player(Protocol):
             SettingsError: the agent cannot be used.
         """
 
-    async def play(self, run: PlannedRun) -> AgentEnd:
-        """Play one run to its end."""
+    async def play(self, run: PlannedRun) -> AgentEnd: ...
 
-    async def close(self) -> None:
-        """Release its resources."""
+    async def close(self) -> None: ...
 
 
 class CommandPlayer:

@@ -161,13 +161,11 @@ class Runner:
             self._pace.note_uniform_group()
 
     def _record(self, results: list[RunResult]) -> None:
-        """Record finished runs; those without a model call are held back until one run has made a call."""
         self._without_calls = []
         for result in results:
             self._results.add(result)
 
     async def _complete(self, planned: _Planned) -> RunResult:
-        """Complete one run from the state in which an earlier start left it."""
         attempt = 0
         while True:
             attempt += 1
@@ -216,7 +214,6 @@ class Runner:
         return _result(planned, ended, played.termination_reason, played.seconds, played.error or error)
 
     def _prepare(self, run: PlannedRun) -> None:
-        """Create the run's directory; the files of an interrupted attempt are deleted."""
         if run.directory.exists():
             shutil.rmtree(run.directory)
         run.address.home.mkdir(parents=True)

@@ -76,11 +76,9 @@ class RunSettings(Settings):
 
     @property
     def timeout_seconds(self) -> float:
-        """Time limit of a run of a task."""
         return self.timeout or DEFAULT_TIMEOUT_SECONDS
 
     def directory(self) -> Path:
-        """Return the directory of the results."""
         if self.out is not None:
             return self.out
         return Path("runs") / (self.tasks.stem if self.tasks is not None else "run")

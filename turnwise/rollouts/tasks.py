@@ -61,11 +61,7 @@ def unfilled(arguments: Iterable[str], tasks: Iterable[Task]) -> list[str]:
 
 
 def load_tasks(path: Path, split: str | None = None) -> list[Task]:
-    """Return the tasks of a JSON Lines file, only those of one split if it is given.
-
-    Raises:
-        SettingsError: the file cannot be read, a line is not a task, two lines have one id, or no task is left.
-    """
+    """Return the tasks of a JSON Lines file, only those of one split if it is given."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` would cut texts at U+2028 too
     except (OSError, UnicodeDecodeError) as error:

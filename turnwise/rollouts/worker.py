@@ -59,7 +59,6 @@ def take_requests() -> TextIO:
 
 
 def main(target: str, num_threads: int) -> int:
-    """Serve requests until standard input ends."""
     answers = Answers()
     requests = take_requests()
     sys.path[0] = os.getcwd()  # noqa: PTH109  this file's own directory must not shadow the agent's modules

@@ -47,8 +47,7 @@ class CallPlayer:
     ) -> None:
         """Initialise the pool; a worker starts when it is first needed.
 
-        `target` is `module:function`; it is called with the task and a `Run`, and may return rewards. `environment`
-        has
+        `target` is `module:function`; it is called with the task and a `Run`, and may return rewards. `environment` has
         variables in addition to the inherited ones.
 
         Raises:

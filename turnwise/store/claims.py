@@ -340,7 +340,6 @@ def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
 
 
 def _is_recorded(conn: sa.Connection, update: UpdateRecord) -> bool:
-    """Return whether the update is a replay."""
     known = conn.execute(sa.select(updates).where(updates.c.update_id == update.update_id)).one_or_none()
     if known is None:
         return False

@@ -28,8 +28,7 @@ def copy_all(source: Database, target: Database, note: Callable[[str, int], None
     """Copy every table but those of running processes; return the rows by table.
 
     The source may be in use, and later rows are left out. Nothing else may write to the target, whose tables are of
-    this
-    release. `note` gets each table with its rows, once they are copied and compared.
+    this release. `note` gets each table with its rows, once they are copied and compared.
 
     Raises:
         StoreError: the target holds other rows than the source.

@@ -330,8 +330,7 @@ def regression_set(
     """Return one experience per chain of the newest held-out sessions with a reward, and of those with a label.
 
     `num_sessions` is the maximum number of held-out sessions, and of sessions of each label. Sessions with one of
-    `labels`
-    may be of any split, and need no reward.
+    `labels` may be of any split, and need no reward.
     """
     is_over = sessions.c.status != SessionStatus.OPEN.value
     held_out = sa.select(sessions.c.session_pk).where(

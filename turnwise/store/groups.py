@@ -151,7 +151,6 @@ def create(conn: sa.Connection, alone: Sequence[Session]) -> dict[SessionKey, in
 
 
 def _new_group(session: Session) -> dict[str, Any]:
-    """Return the row of the group that a session creates, with the session counted."""
     is_alone = session.group_id is None
     return {
         "tenant": session.tenant,
@@ -212,11 +211,6 @@ def leave(
 
 
 def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
-    """Set the size of a group that has none.
-
-    Raises:
-        Conflict: the group has another size, or is not open.
-    """
     group = conn.execute(sa.select(groups).where(groups.c.group_pk == group_pk).with_for_update()).one()
     _check_joinable(group, session)
     is_complete = group.num_finished >= (session.group_size or 0)
@@ -285,7 +279,6 @@ def progress_of(conn: sa.Connection, session: Session) -> Progress | None:
 
 
 def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, int]:
-    """Return the oldest policy version among the trainable turns of these sessions, by group."""
     found = conn.execute(
         sa.select(sessions.c.group_pk, sa.func.min(turns.c.policy_version_first).label("version"))
         .join_from(turns, sessions)

@@ -142,7 +142,6 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
 
 
 def valid_key(conn: sa.Connection, key_id: str) -> Key | None:
-    """Return the key with this id; None if it is unknown, expired or revoked."""
     row = _row(conn, key_id)
     return None if row is None else _unless_invalid(row)
 

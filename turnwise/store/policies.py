@@ -31,7 +31,6 @@ MAX_DIGITS = 10
 
 
 def get_policy(conn: sa.Connection, policy_id: int) -> Policy:
-    """Return a policy by its number."""
     row = conn.execute(sa.select(policies).where(policies.c.policy_id == policy_id)).one_or_none()
     if row is None or (row.tenant == NO_TENANT and policy_id != DEFAULT_POLICY):
         raise NotFound(f"there is no policy with the number {policy_id!r}", param="policy")
@@ -180,7 +179,6 @@ def _base_number(conn: sa.Connection, tenant: str, base: str) -> int | None:
 
 
 def _check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
-    """Check how many policies a tenant has in use."""
     in_use = policies.c.tenant == tenant, policies.c.archived_at.is_(None)
     number = conn.execute(sa.select(sa.func.count()).select_from(policies).where(*in_use)).scalar_one()
     if number > max_policies:
@@ -193,7 +191,6 @@ def _check_number(conn: sa.Connection, tenant: str, max_policies: int) -> None:
 
 
 def _check_name(tenant: str, name: str) -> None:
-    """Check the name of a policy to create."""
     if tenant == NO_TENANT:
         raise InvalidRequest("a policy needs a tenant; give one with --tenant", param="tenant")
     is_plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()

@@ -205,7 +205,6 @@ def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
 
 
 def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _IS_OVER) -> sa.Select[*tuple[Any, ...]]:
-    """Select the sessions that were over before an instant and that no trainer waits for."""
     waiting = sa.or_(
         groups.c.status.in_([GroupStatus.READY.value, GroupStatus.CLAIMED.value]),
         sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at >= to_micros(before)),

@@ -137,11 +137,7 @@ def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, 
 
 
 def claim_key(conn: sa.Connection, tenant: str, session_id: str, key: str, body_digest: bytes) -> list[int] | None:
-    """Claim an idempotency key, or return the answer of the request that claimed it first.
-
-    Raises:
-        Conflict: the key was used with another body.
-    """
+    """Claim an idempotency key, or return the answer of the request that claimed it first."""
     known = _claim(conn, tenant, session_id, key, body_digest, "[]")
     if known is None:
         return None

@@ -121,11 +121,7 @@ class LockedSession(NamedTuple):
 
 
 def lock_sessions(conn: sa.Connection, wanted: Collection[SessionKey]) -> list[LockedSession]:
-    """Lock these sessions in a fixed order, so that two writers cannot deadlock; this is the hot path.
-
-    Raises:
-        NotFound: one of them is not stored.
-    """
+    """Lock these sessions in a fixed order, so that two writers cannot deadlock; this is the hot path."""
     names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
     found = itertools.starmap(LockedSession, fetch_rows(conn, sessions, LockedSession._fields, names, lock=True))
     locked = [row for row in found if (row.tenant, row.session_id) in wanted]
@@ -142,11 +138,7 @@ def _no_session(session_id: str) -> NotFound:
 def session_rows(
     conn: sa.Connection, wanted: SessionFilter, *, limit: int, after: str | None, max_bytes: int | None = None
 ) -> tuple[list[rows.StoredRow], bool]:
-    """Return the rows that `sessions` makes its page of, and whether there are more.
-
-    Raises:
-        NotFound: no session `after`.
-    """
+    """Return the rows that `sessions` makes its page of, and whether there are more."""
     clauses = wanted.clauses()
     held = sessions.c
     if after is not None:

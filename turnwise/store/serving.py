@@ -57,7 +57,6 @@ class ServingState(NamedTuple):
 
     @property
     def in_use(self) -> set[int]:
-        """The versions that sessions may sample with."""
         return {each.version for each in (self.active, self.canary, self.holdout, self.base) if each is not None}
 
     @property

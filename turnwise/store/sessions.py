@@ -290,7 +290,6 @@ def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> 
 def sessions_with_lines(
     conn: sa.Connection, found: Sequence[rows.StoredRow]
 ) -> Iterator[tuple[Session, list[Reward], Updates]]:
-    """Yield these sessions, each with its reward lines and the updates that trained it."""
     labels = labels_of(conn, [row.session_pk for row in found])
     lines = rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
     updates_of = trained_in(conn, [row.session_pk for row in found if row.group_pk is not None])
@@ -306,7 +305,6 @@ def sessions_with_lines(
 
 
 def labels_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, tuple[Label, ...]]:
-    """Return the labels of these sessions in alphabetical order, by session."""
     found = conn.execute(
         sa.select(session_labels)
         .where(is_among(conn.dialect, session_labels.c.session_pk, session_pks))

@@ -73,11 +73,7 @@ def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> list
 
 
 def execute_many(conn: sa.Connection, sql: str, batch: Sequence[tuple[Any, ...]]) -> None:
-    """Run a statement as `execute` does, once for each of several rows of values; PostgreSQL gets them together.
-
-    Raises:
-        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
-    """
+    """Run a statement as `execute` does, once for each of several rows of values; PostgreSQL gets them together."""
     if len(batch) == 1:
         execute(conn, sql, batch[0])
         return

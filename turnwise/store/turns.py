@@ -125,11 +125,7 @@ def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) 
 def path_to(
     conn: sa.Connection, turn_id: str, *columns: sa.ColumnElement[Any], tenant: str | None = None
 ) -> list[rows.StoredRow]:
-    """Return columns of the turns from the root of a chain to this turn, inclusive.
-
-    Raises:
-        NotFound: no such turn, or none of this tenant.
-    """
+    """Return columns of the turns from the root of a chain to this turn, inclusive."""
     session_pk, _ = place_of_turn(conn, turn_id, tenant)
     through = _with_parents(session_pk, turns.c.turn_id == turn_id)
     return list(conn.execute(sa.select(*columns).select_from(turns).where(*through).order_by(turns.c.seq)))
@@ -342,7 +338,6 @@ class _SessionState:
     last_active_at: int = 0
 
     def place(self, row: dict[str, Any]) -> None:
-        """Set a turn's place in the session."""
         seq = self.stored.num_turns + self.num_new
         self.num_new += 1
         self.num_new_chains += row["chain_id"] == row["turn_id"]
@@ -371,7 +366,6 @@ def _stored_turns(conn: sa.Connection, batch: Sequence[TurnRow]) -> tuple[dict[s
 def _stored_keys(
     conn: sa.Connection, batch: Sequence[TurnRow], states: dict[SessionKey, _SessionState]
 ) -> set[tuple[int, str | None]]:
-    """Return the stored ones of the batch's request keys, with their sessions."""
     keyed = [row for row in batch if row["request_key"] is not None]
     names = {
         "session_pk": [states[_session_of(row)].stored.session_pk for row in keyed],

@@ -200,7 +200,6 @@ def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, 
 
 
 def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -> dict[str, int]:
-    """Return the last update that trained each of these sessions, by session id; untrained sessions are omitted."""
     found = conn.execute(
         sa.select(sessions.c.session_id, sa.func.max(trained_sessions.c.update_id))
         .join_from(sessions, trained_sessions)

@@ -39,9 +39,8 @@ MAX_MEASURED = 1000
 def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
     """Publish a version; return whether it is new. Publishing the same version and path again changes nothing.
 
-    A version that is published before its files are written is published again after that, with their digest.
-    A version with an error was refused by its publisher: it is stored as failed, and never served unless a person
-    chooses it.
+    A version that is published before its files are written is published again after that, with their digest. A version
+    with an error was refused by its publisher: it is stored as failed, and never served unless a person chooses it.
 
     Raises:
         NotFound: the version's policy does not exist.
@@ -267,7 +266,6 @@ def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_P
 
 
 def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> dict[int, float]:
-    """Return the mean reward of each version of a policy that was evaluated."""
     c = policy_versions.c
     found = conn.execute(sa.select(c.version, c.metrics).where(c.policy_id == policy_id)).all()
     gauges = {row.version: json.loads(row.metrics).get("eval", {}) for row in found}

@@ -148,9 +148,8 @@ class _LineFile:
     def __init__(self, descriptor: int, lose: Callable[[str | None], None]) -> None:
         """Start the thread where one is needed.
 
-        `lose` is called for each write that is lost, in any thread: with the reason for the first of several in a
-        row, with
-        None for the others.
+        `lose` is called for each write that is lost, in any thread: with the reason for the first of several in a row,
+        with None for the others.
         """
         self._descriptor = descriptor
         self._lose = lose

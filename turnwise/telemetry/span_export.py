@@ -29,8 +29,7 @@ class CountingSpanProcessor(SpanProcessor):
         """Start the exporting thread.
 
         `count_lost` is called with each number of lost spans, in any thread; the end of the process waits
-        `close_seconds` for
-        the last exports.
+        `close_seconds` for the last exports.
         """
         self._exporter = exporter
         self._count_lost = count_lost
@@ -46,7 +45,6 @@ class CountingSpanProcessor(SpanProcessor):
     def on_start(self, span: Span, parent_context: Context | None = None) -> None: ...
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Let a sampled span wait for its export, if there is room."""
         context = span.get_span_context()
         if context is None or not context.trace_flags.sampled:
             return
@@ -69,7 +67,6 @@ class CountingSpanProcessor(SpanProcessor):
             log.warning("%d spans were not exported before the end of the process", num_left)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Wait until no span waits; return whether that was in time."""
         deadline = time.monotonic() + timeout_millis / 1000
         while self._waiting and time.monotonic() < deadline:
             self._wake.set()

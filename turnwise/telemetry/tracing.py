@@ -145,7 +145,6 @@ class RequestTrace:
 
     @contextlib.contextmanager
     def commit(self, attributes: Mapping[str, AttributeValue]) -> Iterator[None]:
-        """End the engine's span, and record the block as the commit."""
         self._end_engine()
         span = self._tracer.start_child("commit", self._span)
         span.set_attributes(attributes)

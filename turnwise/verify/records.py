@@ -23,8 +23,7 @@ def check_turns(
     """Check the turns of a session: order, parents, lengths, logprobs and versions; return whether all is sound.
 
     The turns are in order of `seq`, `num_turns` is their number as recorded with the session, and `served_at` is when
-    engines
-    began to serve each version, the last time.
+    engines began to serve each version, the last time.
     """
     before = report.num_mismatches
     known: dict[str, Turn] = {}
@@ -98,7 +97,6 @@ def _compare(stored: bytes | None, recomputed: bytes, what: str, place: str, rep
 
 
 def check_update(conn: Connection, update: UpdateRecord, report: Verification) -> None:
-    """Check that an update's turns and advantages are those that it was recorded with."""
     if update.batch_digest is None:
         report.not_checked["updates that trained nothing, or deleted turns"] += 1
         return

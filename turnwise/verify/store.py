@@ -19,11 +19,9 @@ from turnwise.verify.report import Verification
 class Checker(Protocol):
     """Recomputes the logprobs of turns."""
 
-    def check(self, view: TurnView, place: str, report: Verification) -> None:
-        """Compare a trainable turn's logprobs."""
+    def check(self, view: TurnView, place: str, report: Verification) -> None: ...
 
-    def close(self) -> None:
-        """Release what it holds."""
+    def close(self) -> None: ...
 
 
 def verify(

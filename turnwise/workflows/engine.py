@@ -71,7 +71,6 @@ class AgentWorkflowEngine:
         self.workflow_queue: asyncio.Queue[Workflow] | None = None
 
     async def initialize_pool(self) -> None:
-        """Create the workflow objects, once."""
         if self.workflow_queue is not None:
             return
         queue: asyncio.Queue[Workflow] = asyncio.Queue(maxsize=self.n_parallel_tasks)
@@ -172,7 +171,6 @@ class AgentWorkflowEngine:
         return next((found for owner in owners if (found := getattr(owner, "pad_token_id", None)) is not None), 0)
 
     def _identities(self, task_ids: list[str]) -> list[RunIdentity]:
-        """Number the rollouts of each task id; each task id of this batch is one group."""
         batch = uuid.uuid4().hex[:8]
         sizes = collections.Counter(task_ids)
         seen: collections.Counter[str] = collections.Counter()

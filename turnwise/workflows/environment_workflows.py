@@ -63,7 +63,6 @@ class SingleTurnWorkflow(Workflow):
         return self.env.reset(task)
 
     def _attach(self, output: ModelOutput) -> None:
-        """Set the reply on the agent's newest step, so that the step's reward reaches its turn."""
         steps = self.agent.trajectory.steps
         if steps and steps[-1].model_output is None:
             steps[-1].model_output = output

@@ -97,7 +97,6 @@ class Trajectory:
     info: Json = dataclasses.field(default_factory=dict)
 
     def is_cumulative(self) -> bool:
-        """Return whether each step's conversation starts with the previous step's conversation."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return all(b.chat_completions[: len(a.chat_completions)] == a.chat_completions for a, b in pairs)
 

@@ -33,17 +33,14 @@ class EID:
 
     @property
     def sid(self) -> str:
-        """Identifies one step of all runs of a task."""
         return f"{self.batch}/{self.task}/{self.step}"
 
     @property
     def rid(self) -> str:
-        """Identifies one run of a task."""
         return f"{self.batch}/{self.task}/{self.run}"
 
     @property
     def tid(self) -> str:
-        """Identifies all runs of a task, the group of GRPO."""
         return f"{self.batch}/{self.task}"
 
     def __str__(self) -> str:
@@ -138,7 +135,6 @@ def is_complete(turn: Json) -> bool:
 
 
 def experience_of_turn(turn: Json) -> Experience:
-    """Return a turn of the ledger as an experience."""
     return Experience(
         eid=EID(step=turn["step"], suffix=turn["turn_id"]),
         tokens=np.asarray([*turn["prompt_token_ids"], *turn["token_ids"]], np.int32),

@@ -84,7 +84,6 @@ class ModelWrapper:
         self._last_turn_id: str | None = None
 
     def clone_with_isolated_history(self, **session: Any) -> ModelWrapper:
-        """Return a wrapper with the same connections and its own session."""
         clone = copy.copy(self)
         clone.session = {**self.session, **session}  # type: ignore[typeddict-item]
         if "session_id" not in session:

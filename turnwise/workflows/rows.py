@@ -48,7 +48,6 @@ class VerlRow:
 
 
 def rows_of(episode: Episode | None, task_id: str, *, stepwise: bool) -> list[VerlRow]:
-    """Return an episode's rows: one for each step or trajectory with captured tokens."""
     if episode is None:
         return []
     return [
@@ -110,7 +109,6 @@ def _last_chain(outputs: Sequence[ModelOutput], trajectory_id: str) -> list[Mode
 
 
 def join(outputs: Sequence[ModelOutput]) -> Tokens:
-    """Return outputs that extend one another as one sequence."""
     prompt = outputs[0].prompt_ids
     response: list[int] = []
     mask: list[int] = []

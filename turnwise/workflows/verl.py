@@ -81,7 +81,6 @@ def _tensors(rows: list[VerlRow], max_prompt: int, max_response: int, pad_token_
 def _filled(
     rows: Sequence[Sequence[float]], width: int, filler: float, dtype: torch.dtype, *, left: bool = False
 ) -> torch.Tensor:
-    """Return rows cut to a width and padded on one side."""
     filled = torch.full((len(rows), width), filler, dtype=dtype)
     for n, row in enumerate(rows):
         values = torch.tensor(row[:width], dtype=dtype)

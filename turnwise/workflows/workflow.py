@@ -33,23 +33,18 @@ class BaseAgent(ABC):
 
     @property
     @abstractmethod
-    def trajectory(self) -> Trajectory:
-        """The steps so far."""
+    def trajectory(self) -> Trajectory: ...
 
     @abstractmethod
-    def update_from_env(self, observation: Any, reward: float, done: bool, info: Json, **kwargs: Any) -> None:
-        """Record the answer of the environment."""
+    def update_from_env(self, observation: Any, reward: float, done: bool, info: Json, **kwargs: Any) -> None: ...
 
     @abstractmethod
-    def update_from_model(self, response: str, **kwargs: Any) -> Action:
-        """Record the reply of the model and return the action."""
+    def update_from_model(self, response: str, **kwargs: Any) -> Action: ...
 
     @abstractmethod
-    def reset(self) -> None:
-        """Start a new trajectory."""
+    def reset(self) -> None: ...
 
     def get_current_state(self) -> Step | None:
-        """Return the newest step; None before the first."""
         return self.trajectory.steps[-1] if self.trajectory.steps else None
 
 
@@ -65,15 +60,14 @@ class BaseEnv(ABC):
         self._idx = value
 
     @abstractmethod
-    def reset(self, task: Json | None = None) -> tuple[Any, Json]:
-        """Start a task; return the first observation and its info."""
+    def reset(self, task: Json | None = None) -> tuple[Any, Json]: ...
 
     @abstractmethod
     def step(self, action: Any) -> tuple[Any, float, bool, Json]:
         """Perform an action; return observation, reward, whether the task is done, and info."""
 
     def close(self) -> None:  # noqa: B027 most environments have no resources
-        """Release the environment's resources."""
+        ...
 
     @staticmethod
     def from_dict(info: Json) -> BaseEnv:

@@ -52,11 +52,7 @@ class Draft:
 def conversation_of(
     messages: list[Json], tools: list[Json] | None = None, *, untrained: frozenset[int] = frozenset(), model: str = ""
 ) -> ImportedConversation:
-    """Return a conversation whose assistant messages are trained, except those at the indices in `untrained`.
-
-    Raises:
-        BadLine: nothing is left to train.
-    """
+    """Return a conversation whose assistant messages are trained, except those at the indices in `untrained`."""
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = tuple(index for index in replies if index not in untrained)
     if not trained:
@@ -93,7 +89,6 @@ def chat_messages(found: Any) -> list[Json]:
 
 
 def chat_message(found: Any) -> Json:
-    """Return a message in the form of a chat request."""
     if not isinstance(found, dict):
         raise BadLine(f"a message is {_shown(found)}, not an object")
     name = found.get("role", found.get("from"))
@@ -114,11 +109,7 @@ def chat_message(found: Any) -> Json:
 
 
 def tool_schemas(found: Any) -> list[Json] | None:
-    """Return the tool schemas of a document, which may be JSON text; None without any.
-
-    Raises:
-        BadLine: they cannot be tool schemas.
-    """
+    """Return the tool schemas of a document, which may be JSON text; None without any."""
     schemas = value_of_json(found) if isinstance(found, str) else found
     if not schemas:
         return None

@@ -33,11 +33,7 @@ class IndexedDocuments(Documents, Protocol):
 
 
 def open_files(path: Path) -> list[tuple[Path, Documents]]:
-    """Return the documents of a file, or of the files of a directory in the order of their names.
-
-    Raises:
-        InvalidRequest: there is no file of a known kind.
-    """
+    """Return the documents of a file, or of the files of a directory in the order of their names."""
     if not path.is_dir():
         return [(path, open_documents(path))]
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("."))
@@ -47,7 +43,6 @@ def open_files(path: Path) -> list[tuple[Path, Documents]]:
 
 
 def open_documents(path: Path) -> Documents:
-    """Return the documents of one file."""
     if path.suffix == ".parquet":
         return ParquetRows(path)
     return JsonArray(path) if path.suffix == ".json" and _begins_with_bracket(path) else JsonLinesFile(path)

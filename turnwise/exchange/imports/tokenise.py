@@ -124,7 +124,6 @@ class Tokeniser:
     def _from_file(
         self, sampled: SampledTokens, message: Json, last: _Reply | None
     ) -> tuple[_Reply | None, list[int], list[int]]:
-        """Return the turn that is extended, the tokens after it, and the reply's."""
         self._check_ids(sampled, message)
         prompt = sampled.prompt_token_ids
         if last is not None and prompt[: len(last.tokens)] == last.tokens:
@@ -172,7 +171,6 @@ class Tokeniser:
         return (self._encode(added) if end else prompt), ids
 
     def _check_ids(self, sampled: SampledTokens, message: Json) -> None:
-        """Check that a reply's text is in the text of its token ids."""
         try:
             decoded = "".join(self._tokenizer.decode(sampled.token_ids, skip_special_tokens=False).split())
         except (OverflowError, TypeError, KeyError, IndexError) as error:
