@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from turnwise.support import Support, support_json, unpack
 from turnwise.types import Credit, GroupKey, Json, Logprobs, Outcome, SessionKey, Split, TokenIds, TrainedIn, Turn
 
 TRAINABLE_OUTCOMES = frozenset({Outcome.EXACT, Outcome.RETOKENISED})
@@ -48,6 +49,8 @@ class ChainTokens:
     """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
     routed_experts: npt.NDArray[np.int16] | None
     """Experts of each token by layer, -1 where they are not known; None if none is. [L, layers, experts a token]"""
+    support: Support | None
+    """The ids that could be sampled at each token, None where that is not known; None if none is. [L]"""
 
 
 def is_trainable(turn: Turn) -> bool:
@@ -113,6 +116,7 @@ def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = froze
         turn_index=turn_index,
         logprobs=np.concatenate(logprobs),
         routed_experts=_routing(used, len(turn_index)),
+        support=_support(used, index_of),
     )
 
 
@@ -192,6 +196,16 @@ def _routing(path: Sequence[Turn], length: int) -> npt.NDArray[np.int16] | None:
                 routing[start : start + len(own)] = own
         place += turn.prompt_delta.size + turn.token_ids.size
     return routing
+
+
+def _support(path: Sequence[Turn], trained: Collection[str]) -> Support | None:
+    """Return the support of a path's tokens, from what its trained turns have of it."""
+    support: list[TokenIds | None] = []
+    for turn in path:
+        support += [None] * turn.prompt_delta.size
+        own = unpack(turn.support) if turn.support is not None and turn.turn_id in trained else []
+        support += own if len(own) == turn.token_ids.size else [None] * turn.token_ids.size
+    return support if any(ids is not None for ids in support) else None
 
 
 def merge_session(turns: Sequence[Turn]) -> list[ChainTokens]:
@@ -276,6 +290,9 @@ class Experience:
     routed_experts: npt.NDArray[np.int16] | None = None
     """Experts by layer to which the engine routed each token, -1 where they are not known; None if none is.
     [L, layers, experts a token]"""
+    support: Support | None = None
+    """The sorted ids that top-k, top-p and min-p left to sample from at each token, None where that is not known or
+    nothing was cut off; None if it is known of none. [L]"""
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn after credit assignment. [K]"""
     turn_own_rewards: npt.NDArray[np.float64]
@@ -312,7 +329,7 @@ class Experience:
 
 
 def experience_json(experience: Experience) -> Json:
-    """Return an experience as the API's JSON; as in Trinity-RFT, mask and logprobs begin after the prompt."""
+    """Return an experience as the API's JSON; as in Trinity-RFT, mask, logprobs and support begin after the prompt."""
     after = experience.prompt_length
     return {
         "eid": dataclasses.asdict(experience.eid),
@@ -325,6 +342,7 @@ def experience_json(experience: Experience) -> Json:
         "prompt_length": after,
         "loss_mask": experience.loss_mask[after:].tolist(),
         "logprobs": [float(value) for value in experience.logprobs[after:]],
+        "support": support_json(None if experience.support is None else experience.support[after:]),
         "reward": experience.own_reward,
         "return": experience.turn_returns.tolist(),
         "advantage": None if experience.turn_advantages is None else experience.turn_advantages.tolist(),

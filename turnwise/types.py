@@ -303,6 +303,9 @@ class Turn:
     routed_experts: bytes | None = None
     """Experts by layer to which the engine routed this turn's tokens, as an .npy array: from the token before
     `prompt_delta` to the last but one of `token_ids`. None where the engine did not return them."""
+    support: bytes | None = None
+    """The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, as `turnwise.support.pack` writes
+    them; None if they cut nothing off, or the engine did not say what."""
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None before."""
 

@@ -34,6 +34,7 @@ from turnwise.store import keys, policies, selection
 from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
+from turnwise.support import support_json
 from turnwise.types import MAX_REWARD, Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 from turnwise.version_directory import on_disk
 
@@ -179,6 +180,7 @@ def turn_json(view: TurnView) -> Json:
         "trained_in": view.trained_in,
         "rewards": [record_json(reward) for reward in view.rewards],
         "logprobs": view.turn.logprobs.astype(float),
+        "support": support_json(view.turn.support),
     }
 
 

@@ -163,6 +163,11 @@ TurnAnswer = answer_model(
     prompt_token_ids=_field(
         list[int], "Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
     ),
+    support=_field(
+        list[list[int] | None] | None,
+        "The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, null where they are not "
+        "known; null if they cut nothing off, or the engine did not say what. [R]",
+    ),
     trained_in=_field(list[stored_turns.TrainedTurn], "The updates that trained it, oldest first."),
     rewards=_field(
         list[RewardAnswer],  # type: ignore[valid-type]

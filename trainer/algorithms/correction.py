@@ -128,6 +128,7 @@ def with_reply(experience: Experience, reply: TokenIds) -> Experience:
         turn_index=joined(-1, turn, experience.turn_index.dtype.type),
         logprobs=joined(0.0, 0.0, np.float32),
         routed_experts=None,
+        support=None,
         info={name: value for name, value in experience.info.items() if name != "sampling"},
     )
 

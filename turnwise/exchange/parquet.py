@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise import __version__
 from turnwise.chains import Experience
+from turnwise.support import support_json
 from turnwise.types import Json
 
 ROWS_IN_GROUP = 256
@@ -63,6 +64,7 @@ def _row(experience: Experience) -> Json:
         "loss_mask": experience.loss_mask,
         "turn_index": experience.turn_index,
         "logprobs": experience.logprobs,
+        "support": support_json(experience.support),
         "turn_rewards": experience.turn_rewards,
         "returns": experience.turn_returns,
         "advantages": experience.turn_advantages,
@@ -90,6 +92,7 @@ def _columns() -> Json:
         "loss_mask": pyarrow.list_(pyarrow.bool_()),
         "turn_index": pyarrow.list_(pyarrow.int32()),
         "logprobs": pyarrow.list_(pyarrow.float32()),
+        "support": pyarrow.list_(pyarrow.list_(pyarrow.int32())),
         "turn_rewards": pyarrow.list_(pyarrow.float64()),
         "returns": pyarrow.list_(pyarrow.float64()),
         "advantages": pyarrow.list_(pyarrow.float64()),
@@ -124,6 +127,7 @@ ids that the model was given and sampled.
 | `loss_mask` | true where a token was sampled and is trained |
 | `turn_index` | which of `turn_ids` sampled the token, -1 where none did |
 | `logprobs` | logprobs under the policy that sampled; 0 where `loss_mask` is false |
+| `support` | ids that top-k, top-p and min-p left to sample from, null where they are not known or cut nothing off |
 | `turn_rewards`, `returns` | reward and return of each turn in `turn_ids` |
 | `advantages` | advantage of each turn; before training that of `grpo`, null without a group |
 | `reward` | reward of these turns: the session's, or with step-wise credit the sum of their own |

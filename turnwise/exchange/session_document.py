@@ -18,6 +18,7 @@ import numpy as np
 from turnwise.credit import latest_lines
 from turnwise.store import search
 from turnwise.store.turns import TurnView
+from turnwise.support import support_json
 from turnwise.types import Json, Reward, Turn
 
 OF_THE_STORE = frozenset(
@@ -39,6 +40,7 @@ def session_document(record: search.SessionRecord) -> Json:
 
 def _turn(view: TurnView) -> Json:
     return _public(view.turn) | {
+        "support": support_json(view.turn.support),
         "messages": view.messages,
         "tools": view.tools,
         "prompt_token_ids": view.prompt_token_ids.tolist(),

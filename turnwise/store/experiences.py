@@ -231,6 +231,7 @@ def _experience(
         logprobs=sequence.logprobs,
         turn_messages=tuple(turn.messages for turn in sequence.turns),
         routed_experts=sequence.routed_experts,
+        support=sequence.support,
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_own_rewards=np.array([credit.own_rewards.get(turn_id, 0.0) for turn_id in turn_ids], np.float64),
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),

@@ -87,6 +87,7 @@ def written(member: Member, text: str, token_ids: TokenIds) -> Member:
         policy_version_first=NO_POLICY,
         policy_version_last=NO_POLICY,
         routed_experts=None,
+        support=None,
     )
     return dataclasses.replace(member, turn=turn)
 

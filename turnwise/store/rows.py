@@ -61,7 +61,7 @@ TURN_COLUMNS = (
     *("prompt_delta", "prompt_length", "token_ids", "logprobs", "finish_reason", "outcome", "reason"),
     *("policy_version_first", "policy_version_last", "created_at"),
 )
-"""Columns of a turn that never change, unlike its role."""
+"""Columns of a turn that never change, unlike its role; a turn with a support has that besides."""
 _turn_values = operator.itemgetter(*TURN_COLUMNS)
 REWARD_COLUMNS = ("turn_id", "step", "name", "source", "written_by", "created_at")
 """Columns of a reward line beside its value, which is stored as a float."""
@@ -242,7 +242,8 @@ def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
 
 
 def turn_digest(row: Mapping[str, Any]) -> bytes:
-    return _digest(b"turn", _turn_values(row))
+    support = row["support"]
+    return _digest(b"turn", _turn_values(row) if support is None else (*_turn_values(row), support))
 
 
 def reward_digest(row: Mapping[str, Any]) -> bytes:

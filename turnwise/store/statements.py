@@ -28,6 +28,8 @@ ID_BYTES = 2
 """Bytes of JSON for a stored byte of token ids: a number of four bytes has up to six digits and a comma."""
 LOGPROB_BYTES = 5
 """Bytes of JSON for a stored byte of logprobs: a number of four bytes has up to twenty digits."""
+SUPPORT_BYTES = 4
+"""Bytes of JSON for a stored byte of supports: an id of two bytes has up to six digits and a comma."""
 ROW_BYTES = 1_000
 
 

@@ -27,6 +27,7 @@ from turnwise.store.selection import LockedSession, is_session, lock_sessions, s
 from turnwise.store.statements import (
     ID_BYTES,
     LOGPROB_BYTES,
+    SUPPORT_BYTES,
     execute_many,
     fetch_rows,
     insert_rows,
@@ -133,7 +134,7 @@ def path_to(
 
 def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> list[str]:
     held = turns.c
-    arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts
+    arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts, held.support
     size = size_of(conn.dialect, held.messages, held.tools, held.response, *arrays)
     # One by one: SQLite reads a text to measure it, and those behind the last one that fits may be large.
     sizes = (conn.execute(sa.select(size).where(held.turn_id == each)).scalar_one_or_none() or 0 for each in turn_ids)
@@ -146,6 +147,7 @@ def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *,
     prompt = size_of(dialect, held.messages, held.tools) + ID_BYTES * size_of(dialect, held.prompt_delta)
     reply = size_of(dialect, held.response) + ID_BYTES * size_of(dialect, held.token_ids)
     other = size_of(dialect, held.sampling, held.routed_experts) + LOGPROB_BYTES * size_of(dialect, held.logprobs)
+    other = other + SUPPORT_BYTES * size_of(dialect, held.support)
     found = conn.execute(
         sa.select(held.seq, held.turn_id, held.parent_turn_id, prompt, reply, other)
         .where(held.session_pk == session_pk, held.seq >= (0 if whole_prompt else first), held.seq < end)

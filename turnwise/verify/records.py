@@ -12,6 +12,7 @@ from turnwise.chains import is_trainable
 from turnwise.errors import BadCheckpoint
 from turnwise.store import rows, search, updates
 from turnwise.store.database import Connection
+from turnwise.support import unpack
 from turnwise.types import PolicyVersion, Turn, UpdateRecord
 from turnwise.verify.report import Verification
 from turnwise.version_directory import MANIFEST, compare_digests, read_manifest, weights_digest
@@ -76,8 +77,24 @@ def _prompt_problems(turn: Turn, known: dict[str, Turn]) -> list[tuple[str, str]
 def _sample_problems(turn: Turn) -> list[tuple[str, str]]:
     if turn.logprobs.size != turn.token_ids.size:
         return [("logprobs", f"{turn.logprobs.size} logprobs of {turn.token_ids.size} sampled tokens")]
+    if turn.support is not None and (problem := _support_problem(turn)):
+        return [("support", problem)]
     wrong = np.flatnonzero(~np.isfinite(turn.logprobs) | (turn.logprobs > 0))
     return [(f"logprobs[{index}]", f"{turn.logprobs[index]} is no logarithm of a probability") for index in wrong[:1]]
+
+
+def _support_problem(turn: Turn) -> str | None:
+    """Return what is wrong with a turn's support: each token's holds the token, and ids that differ."""
+    try:
+        support = unpack(turn.support or b"")
+    except ValueError as error:
+        return str(error)
+    if len(support) != turn.token_ids.size:
+        return f"of {len(support)} tokens, and {turn.token_ids.size} were sampled"
+    for index, (token, ids) in enumerate(zip(turn.token_ids.tolist(), support, strict=True)):
+        if ids is not None and (token not in ids or (np.diff(ids) <= 0).any()):
+            return f"token {token} at {index} is not among the ids that could be sampled, {ids[:5].tolist()} and others"
+    return None
 
 
 def check_record(record: search.SessionRecord, report: Verification) -> None:
