@@ -9,7 +9,7 @@ export VLLM_NO_USAGE_STATS := 1
 # The tests start hundreds of processes, and each would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # The CPU build of vLLM brings these for another torch; serving text needs none of them, and importing them fails.
-MISMATCHED := torchvision torchaudio torchcodec
+MISMATCHED := torchaudio torchcodec
 # Three processes run the tests on two cores, because many tests wait. tests/support/workers.py groups the tests, so one
 # process starts the shared vLLM.
 WORKERS := -n 3
@@ -31,6 +31,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt --editable '.[demo,engine-cpu]'
 	$(PIP) uninstall --yes $(MISMATCHED)
+	$(BIN)/python -m turnwise.engine_plugin.mend_torchvision
 	touch $@
 
 .venv/.dev: .venv/.demo

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from support.ports import free_port
 
+from turnwise.engine_plugin import mend_torchvision
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
-from turnwise.processes import engine_command
-from turnwise.processes.engine_command import EngineSettings, build_command, check_model_directory, check_startable
+from turnwise.processes import engine_command, served_model
+from turnwise.processes.engine_command import EngineSettings, build_command, check_startable
+from turnwise.processes.served_model import check_model_directory, check_served
 
 
 @pytest.fixture
@@ -124,11 +128,75 @@ def test_an_index_that_names_no_files_is_refused(model_dir):
 
 def test_packages_built_for_another_torch_are_named_with_the_command_that_removes_them(monkeypatch):
     """When the two builds differ, `import vllm` fails with an unclear error about torchvision's operators."""
-    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu", "torchcodec": None}
+    versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0", "torchcodec": None}
     monkeypatch.setattr(engine_command, "installed_version", versions.get)
     problem = engine_command.packages_problem()
     assert problem is not None
-    assert "pip uninstall -y torchvision (" in problem
+    assert "pip uninstall -y torchaudio (" in problem
+
+
+def test_torchvision_of_another_build_is_mended_once_and_accepted_then(tmp_path, monkeypatch):
+    file = tmp_path / "__init__.py"
+    file.write_text("from . import extension\n")
+    monkeypatch.setattr(engine_command, "installed_version", {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.get)
+    monkeypatch.setattr(mend_torchvision, "installed", lambda: file)
+    assert "turnwise.engine_plugin.mend_torchvision" in str(engine_command.packages_problem())
+    mend_torchvision.mend(file)
+    mended = file.read_text()
+    assert engine_command.packages_problem() is None
+    mend_torchvision.mend(file)
+    assert file.read_text() == mended
+    assert mended.endswith("from . import extension\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        *(("qwen2_5", "hermes"), ("qwen3", "hermes"), ("qwen3_vl", "hermes"), ("smolvlm", "hermes")),
+        *(("qwen3_5_think", "qwen3_coder"), ("qwen3_6", "qwen3_coder"), ("nemotron_3_nano", "qwen3_coder")),
+        *(("llama3_1", "llama3_json"), ("llama3_2", "llama3_json"), ("glm4moe", "glm45"), ("gemma4", "gemma4")),
+        *(("lfm2_2_5", "lfm2"), ("deepseekv3", "deepseek_v3")),
+    ],
+)
+def test_the_parser_of_tool_calls_is_the_one_for_what_the_chat_template_writes(model_dir, template, parser):
+    """TRL's package has the chat templates of public models."""
+    templates = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+    shutil.copyfile(templates / f"{template}.jinja", model_dir / "chat_template.jinja")
+    assert _flag(build_command(EngineSettings(model=str(model_dir)), gpu=False).argv, "--tool-call-parser") == parser
+    chosen = EngineSettings(model=str(model_dir), tool_call_parser="pythonic")
+    assert _flag(build_command(chosen, gpu=False).argv, "--tool-call-parser") == "pythonic"
+    none = EngineSettings(model=str(model_dir), tool_call_parser="")
+    assert "--enable-auto-tool-choice" not in build_command(none, gpu=False).argv
+
+
+def test_gpt_oss_gets_the_only_parser_that_vllm_takes_for_it(model_dir):
+    model = _write_config(model_dir, model_type="gpt_oss")
+    assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--tool-call-parser") == "openai"
+
+
+def test_gated_delta_nets_are_served_in_bfloat16_on_a_cpu(model_dir):
+    model = _write_config(model_dir, text_config={"linear_key_head_dim": 128})
+    assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--dtype") == "bfloat16"
+    with pytest.raises(EngineError, match="gated delta nets, which vLLM computes on a CPU in bfloat16 alone"):
+        check_served(model, gpu=False, lora=False, dtype="float32")
+    check_served(model, gpu=True, lora=False, dtype="float32")
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_adapters_of_a_mixture_are_refused_on_a_cpu_before_the_start(model_dir, field):
+    model = _write_config(model_dir, model_type="new_moe", **{field: 8})
+    with pytest.raises(EngineError, match=r"\(new_moe\) is a mixture of experts, .*kind='full'"):
+        check_served(model, gpu=False, lora=True, dtype=None)
+    check_served(model, gpu=True, lora=True, dtype=None)
+    check_served(model, gpu=False, lora=False, dtype=None)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "qwen3_5_text"}, {"model_type": "gemma3", "vision_config": {}}])
+def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeypatch, config):
+    model = _write_config(model_dir, **config)
+    monkeypatch.setattr(served_model.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(EngineError, match=f"type '{config['model_type']}', which vLLM serves only with torchvision"):
+        check_served(model, gpu=False, lora=False, dtype=None)
 
 
 def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir, monkeypatch):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.commands.place import opened
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.processes import engine_command
+from turnwise.processes import engine_command, served_model
 from turnwise.processes.ports import check_port_is_free, free_port
 from turnwise.processes.stack import TrainerNeeds
 from turnwise.settings import load_settings
@@ -47,6 +47,7 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
             "model": settings.model or "demo",
             "port": settings.engine_port or free_port(),
             "tensor_parallel": settings.tensor_parallel,
+            "lora": needs.lora_rank is not None,
         },
     )
     engine_command.check_startable(engine)
@@ -100,7 +101,7 @@ def check_model(model: str | None) -> None:
             raise SettingsError("building the demo's model needs torch: pip install '.[trainer]', or pass --model")
         return
     if engine_command.is_directory(model):
-        engine_command.check_model_directory(Path(model))
+        served_model.check_model_directory(Path(model))
         return
     _check_hub_id(model)
 

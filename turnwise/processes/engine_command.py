@@ -16,16 +16,24 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
-from turnwise.errors import BadCheckpoint, EngineError, SettingsError
+from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP, mend_torchvision
+from turnwise.errors import EngineError, SettingsError
 from turnwise.processes.ports import check_port_is_free
+from turnwise.processes.served_model import (
+    check_model_directory,
+    check_served,
+    cpu_dtype_of,
+    head_size,
+    max_positions,
+    model_config,
+    tool_parser_of,
+)
 from turnwise.settings import Settings
 from turnwise.verify.engine import ENFORCE_STRICT_TOOLS
-from turnwise.version_directory import MODEL_CONFIG, local_files, read_json, read_weight_index, weight_files
 
 CPU_CONTEXT_TOKENS = 2048
 """Longest prompt and reply on a CPU, unless the settings say more."""
@@ -41,12 +49,9 @@ CPU_MALLOC = {
 }
 """Lets glibc reuse the memory of one load of weights for the next. By default it returns large blocks to the system,
 and the page faults of getting them again are most of a load on a CPU."""
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head that vLLM computes on a CPU."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes as the largest rank."""
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-_NO_MATCH_NEEDED = ("torchvision", "torchaudio", "torchcodec")
+_NO_MATCH_NEEDED = ("torchaudio", "torchcodec")
 """Packages that the CPU build installs for another torch build; serving text does not use them."""
 
 
@@ -72,15 +77,17 @@ class EngineSettings(Settings):
     gpu_memory: float | None = Field(default=None, gt=0, le=1)
     """Share of each GPU's memory that the engine takes; by default vLLM's own, nearly all."""
     dtype: str | None = None
-    """Number format of the weights; by default float32 on a CPU and the checkpoint's own on a GPU."""
+    """Number format of the weights; by default the checkpoint's own on a GPU, and on a CPU float32, or bfloat16 for
+    gated delta nets."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt and reply together, tokens; by default the model's own, on a CPU at most 2048."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """Behaviour logprobs are the processed ones; raw ones ignore the temperature, and the proxy refuses them."""
     max_logprobs: int = Field(default=20, ge=0)
     """Most alternatives that a call may ask for at each token."""
-    tool_call_parser: str | None = "hermes"
-    """vLLM's parser of the model's tool calls; empty for none."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of the model's tool calls; by default the one for the calls in its chat template, empty for
+    none."""
     reasoning_parser: str | None = None
     """vLLM's parser of the model's thinking."""
     lora: bool = False
@@ -190,8 +197,9 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
     flags += ["--logprobs-mode", settings.logprobs_mode, "--max-logprobs", str(settings.max_logprobs)]
     # Requests without sampling parameters are sampled at temperature 1, whatever generation_config.json says.
     flags += ["--generation-config", "vllm"]
-    if settings.tool_call_parser:
-        flags += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser]
+    parser = tool_parser_of(settings.model) if settings.tool_call_parser is None else settings.tool_call_parser
+    if parser:
+        flags += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     if settings.lora:
         rank = min((size for size in LORA_RANKS if size >= settings.max_lora_rank), default=settings.max_lora_rank)
         flags += ["--enable-lora", "--max-lora-rank", str(rank)]
@@ -223,7 +231,7 @@ def _gpu_flags(settings: EngineSettings) -> list[str]:
 def _cpu_flags(settings: EngineSettings) -> list[str]:
     """Return the flags for a CPU with few cores; vLLM's default executor spins on all of them."""
     return [
-        *("--dtype", settings.dtype or "float32"),
+        *("--dtype", settings.dtype or cpu_dtype_of(settings.model)),
         *("--max-model-len", str(settings.max_model_len or _cpu_context(settings.model))),
         "--enforce-eager",
         *("--distributed-executor-backend", "uni"),
@@ -241,52 +249,21 @@ def _cpu_kv_cache_bytes(settings: EngineSettings) -> int:
     return min(max(4 * num_values * tokens, CPU_KV_CACHE_BYTES[0]), CPU_KV_CACHE_BYTES[1])
 
 
-def head_size(config: dict[str, Any]) -> int | None:
-    """Return the size of an attention head; None where the configuration does not say it."""
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    size: int | None = config.get("head_dim") or (width // heads if heads and width else None)
-    return size
-
-
 def _cpu_context(model: str) -> int:
     return min(CPU_CONTEXT_TOKENS, max_positions(model) or CPU_CONTEXT_TOKENS)
 
 
-def model_config(model: str) -> dict[str, Any]:
-    """Return the configuration of a model, or of its text part; empty for a public model that is not in the cache."""
-    directory = local_files(model)
-    file = None if directory is None else directory / MODEL_CONFIG
-    if file is None or not file.is_file():
-        return {}
-    found = read_json(file)
-    text = found.get("text_config", found)
-    return text if isinstance(text, dict) else {}
-
-
-def max_positions(model: str) -> int | None:
-    """Return how many positions a model has; None where its configuration does not say it."""
-    config = model_config(model)
-    stated = [config[name] for name in _POSITIONS if isinstance(config.get(name), int)]
-    return min(stated, default=None)
-
-
 def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
-    """Refuse a model that vLLM would refuse only after its start."""
-    config = model_config(settings.model)
+    """Refuse a model that vLLM would refuse only after its start, or at the first call."""
     positions = max_positions(settings.model)
-    is_scaled = bool(config.get("rope_scaling"))
+    is_scaled = bool(model_config(settings.model).get("rope_scaling"))
     asked = settings.max_model_len or 0
     if positions is not None and asked > positions and not is_scaled:
         raise SettingsError(
             f"max_model_len={asked} is more than the {positions} positions of the model {settings.model!r}; set at "
             f"most {positions}, or leave it out"
         )
-    size = head_size(config)
-    if not gpu and size is not None and size not in CPU_HEAD_SIZES:
-        raise EngineError(
-            f"the model {settings.model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "
-            f"sizes {', '.join(map(str, CPU_HEAD_SIZES))}; serve another model, or use a GPU"
-        )
+    check_served(settings.model, gpu=gpu, lora=settings.lora, dtype=settings.dtype)
 
 
 def _optional(flag: str, value: object) -> list[str]:
@@ -345,6 +322,13 @@ def packages_problem() -> str | None:
     if torch_build is None:
         return "torch is not installed in this environment; install vLLM again, it pins the torch that it needs"
     wrong = [name for name in _NO_MATCH_NEEDED if _build_differs(installed_version(name), torch_build)]
+    vision = mend_torchvision.installed()
+    is_other = vision is not None and _build_differs(installed_version("torchvision"), torch_build)
+    if vision is not None and is_other and not mend_torchvision.is_mended(vision):
+        return (
+            f"torchvision was built for another torch than {torch_build}, and vLLM fails when it imports it; "
+            "run `python -m turnwise.engine_plugin.mend_torchvision`"
+        )
     if wrong:
         return (
             f"{', '.join(wrong)} was built for another torch than {torch_build}, and vLLM fails when it imports it; "
@@ -362,26 +346,6 @@ def installed_version(distribution: str) -> str | None:
 
 def _build_differs(version: str | None, torch_version: str) -> bool:
     return version is not None and version.partition("+")[2] != torch_version.partition("+")[2]
-
-
-def check_model_directory(directory: Path) -> None:
-    """Refuse a directory without a complete model.
-
-    Raises:
-        BadCheckpoint: a file is missing, with its name, or the index of its weights cannot be read.
-    """
-    if not directory.is_dir():
-        raise BadCheckpoint(f"there is no model directory {str(directory)!r}; name an existing one, or a model's id")
-    missing = [name for name in (MODEL_CONFIG, "tokenizer_config.json") if not (directory / name).is_file()]
-    if shards := set(read_weight_index(directory).values()):
-        missing += sorted(shard for shard in shards if not (directory / shard).is_file())
-    elif not weight_files(directory):
-        missing.append("model.safetensors")
-    if missing:
-        raise BadCheckpoint(
-            f"the model directory {str(directory)!r} is incomplete: no {', '.join(missing)}; "
-            "copy it again, or build it again"
-        )
 
 
 def is_directory(model: str) -> bool:

@@ -1,0 +1,153 @@
+"""What vLLM needs in order to serve a model, read from the model's own files before any process starts.
+
+A family is recognised by what its files say, not by a list of names, so a new model of a known kind needs no release:
+the parser of tool calls by the marks in the chat template, the number format by the kinds of layers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import BadCheckpoint, EngineError
+from turnwise.version_directory import MODEL_CONFIG, local_files, read_json, read_weight_index, weight_files
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that vLLM computes on a CPU."""
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+"""Names by which configurations state the number of positions."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names by which configurations state the number of experts."""
+DELTA_NET = "linear_key_head_dim"
+"""A field that configurations with gated delta nets have."""
+HARMONY = "gpt_oss"
+"""The model type whose prompts and replies vLLM handles in a way of their own, with one parser."""
+PARSERS = (
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<tool_call>", "hermes"),
+    ("<|tool_call>", "gemma4"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_call|>", "granite"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "deepseek_v3"),
+    ("<start_function_call>", "functiongemma"),
+    ("<function_calls>", "olmo3"),
+    ('"parameters": dictionary of argument', "llama3_json"),
+    ("<|python_tag|>", "llama3_json"),
+)
+"""What a chat template writes around tool calls, and vLLM's parser of it. The first one that is found counts."""
+OTHER_PARSER = "hermes"
+WITHOUT_TORCHVISION = ("idefics3",)
+"""Types of models with images that vLLM serves without torchvision."""
+
+
+def whole_config(model: str) -> dict[str, Any]:
+    """Return the configuration of a model; empty for a public model that is not in the cache."""
+    directory = local_files(model)
+    file = None if directory is None else directory / MODEL_CONFIG
+    return {} if file is None or not file.is_file() else read_json(file)
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """Return the configuration of a model's text part, or of a model that is one; empty as `whole_config`."""
+    found = whole_config(model)
+    text = found.get("text_config", found)
+    return text if isinstance(text, dict) else {}
+
+
+def max_positions(model: str) -> int | None:
+    """Return how many positions a model has; None where its configuration does not say it."""
+    config = model_config(model)
+    stated = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
+    return min(stated, default=None)
+
+
+def head_size(config: dict[str, Any]) -> int | None:
+    """Return the size of an attention head; None where the configuration does not say it."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    size: int | None = config.get("head_dim") or (width // heads if heads and width else None)
+    return size
+
+
+def tool_parser_of(model: str) -> str:
+    """Return the name of vLLM's parser of the tool calls that a model writes."""
+    if model_config(model).get("model_type") == HARMONY:
+        return "openai"
+    template = _chat_template(local_files(model))
+    return next((parser for mark, parser in PARSERS if mark in template), OTHER_PARSER)
+
+
+def _chat_template(directory: Path | None) -> str:
+    if directory is None:
+        return ""
+    file, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return str(read_json(settings).get("chat_template") or "") if settings.is_file() else ""
+
+
+def cpu_dtype_of(model: str) -> str:
+    """Return the number format in which vLLM computes a model on a CPU; it has gated delta nets in bfloat16 alone."""
+    return "bfloat16" if DELTA_NET in model_config(model) else "float32"
+
+
+def has_experts(model: str) -> bool:
+    config = model_config(model)
+    return any(isinstance(config.get(name), int) and config[name] > 1 for name in EXPERTS)
+
+
+def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> None:
+    """Refuse a model that vLLM would refuse only after its start, or at the first call.
+
+    Raises:
+        EngineError: vLLM cannot compute it here, or needs a package that is not installed.
+    """
+    config = whole_config(model)
+    kind = str(config.get("model_type"))
+    has_images = "vision_config" in config and kind not in WITHOUT_TORCHVISION
+    if (has_images or kind.startswith("qwen3_5")) and importlib.util.find_spec("torchvision") is None:
+        raise EngineError(
+            f"the model {model!r} is of the type {kind!r}, which vLLM serves only with torchvision; install the "
+            "release that belongs to this torch with pip, or run `make setup`"
+        )
+    if gpu:
+        return
+    size = head_size(model_config(model))
+    if size is not None and size not in CPU_HEAD_SIZES:
+        raise EngineError(
+            f"the model {model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "
+            f"sizes {', '.join(map(str, CPU_HEAD_SIZES))}; serve another model, or use a GPU"
+        )
+    if lora and has_experts(model):
+        raise EngineError(
+            f"the model {model!r} ({kind}) is a mixture of experts, and on a CPU vLLM has no kernel for adapters of "
+            "one; train all weights (kind='full') and serve without --lora, or use a GPU"
+        )
+    needed = cpu_dtype_of(model)
+    if dtype not in (None, needed) and needed != "float32":
+        raise EngineError(
+            f"the model {model!r} ({kind}) has gated delta nets, which vLLM computes on a CPU in {needed} alone, and "
+            f"dtype={dtype!r}; leave it out"
+        )
+
+
+def check_model_directory(directory: Path) -> None:
+    """Refuse a directory without a complete model.
+
+    Raises:
+        BadCheckpoint: a file is missing, with its name, or the index of its weights cannot be read.
+    """
+    if not directory.is_dir():
+        raise BadCheckpoint(f"there is no model directory {str(directory)!r}; name an existing one, or a model's id")
+    missing = [name for name in (MODEL_CONFIG, "tokenizer_config.json") if not (directory / name).is_file()]
+    if shards := set(read_weight_index(directory).values()):
+        missing += sorted(shard for shard in shards if not (directory / shard).is_file())
+    elif not weight_files(directory):
+        missing.append("model.safetensors")
+    if missing:
+        raise BadCheckpoint(
+            f"the model directory {str(directory)!r} is incomplete: no {', '.join(missing)}; "
+            "copy it again, or build it again"
+        )
