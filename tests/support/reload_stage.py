@@ -30,16 +30,17 @@ from turnwise.types import PolicyKind, PolicyVersion, Session
 class Process:
     """The reloader of a proxy process, without its timer."""
 
-    def __init__(self, database: Database, url: str, engines: list[RunningFakeEngine], **settings: object) -> None:
+    def __init__(self, stage: Stage, **settings: object) -> None:
         metrics = Metrics()
-        given = ProxySettings(engine=[engine.url for engine in engines], **settings)  # type: ignore[arg-type]
-        self.writer = Writer(ProxySettings(database=url), metrics)
-        self.pool = EnginePool(given.engine, metrics, database, timeout_seconds=60)
+        self._publish = stage.publish
+        given = ProxySettings(engine=[engine.url for engine in stage.engines], **settings)  # type: ignore[arg-type]
+        self.writer = Writer(ProxySettings(database=stage.url), metrics)
+        self.pool = EnginePool(given.engine, metrics, stage.database, timeout_seconds=60)
         self.unsuitable: str | None = None
         self.others: list[Process] = []
         """The other workers of the same proxy, which are told what this one loads."""
         self.reloader = Reloader(
-            database,
+            stage.database,
             self.writer,
             self.pool,
             given,
@@ -66,6 +67,12 @@ class Process:
 
     async def follow(self) -> None:
         await self.reloader._follow()
+
+    async def serve(self, *versions: int, kind: PolicyKind = PolicyKind.FULL) -> None:
+        """Publish versions, with a round after each."""
+        for version in versions:
+            self._publish(version, kind)
+            await self.follow()
 
     async def version_of(self, session: Session) -> int:
         lane = await self.pool.admit(session)
@@ -98,7 +105,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def process(self, **settings: object) -> AsyncIterator[Process]:
-        process = Process(self.database, self.url, self.engines, **settings)
+        process = Process(self, **settings)
         await process.writer.start()
         try:
             await process.reloader.start()

@@ -22,8 +22,7 @@ from turnwise.types import PolicyKind
 async def two_workers(stage: Stage, kind: PolicyKind) -> AsyncIterator[tuple[Process, Process]]:
     async with stage.process(canary_share=0.5) as driver, stage.process(canary_share=0.5) as other:
         driver.others.append(other)
-        stage.publish(1, kind)
-        await driver.follow()
+        await driver.serve(1, kind=kind)
         await other.follow()
         assert (driver.versions, other.versions) == ([1, 1], [1, 1])
         stage.publish(2, kind)
@@ -34,9 +33,7 @@ async def two_workers(stage: Stage, kind: PolicyKind) -> AsyncIterator[tuple[Pro
 async def on_trial(stage: Stage) -> AsyncIterator[Process]:
     """Start a proxy of one worker that serves version 1, with version 2 on trial."""
     async with stage.process(canary_share=0.5) as driver:
-        for version in (1, 2):
-            stage.publish(version)
-            await driver.follow()
+        await driver.serve(1, 2)
         yield driver
 
 
@@ -124,10 +121,8 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
     async with stage.process(
         canary_share=0.5, canary_min_sessions=2, canary_max_sessions=2, holdout_share=0.0
     ) as driver:
-        stage.publish(1, PolicyKind.LORA)
-        await driver.follow()
-        stage.publish(2, PolicyKind.LORA)
-        await driver.follow()
+        await driver.serve(1, kind=PolicyKind.LORA)
+        await driver.serve(2, kind=PolicyKind.LORA)
         taken, control = await driver.open_sessions("s")
         write, seen = driver.reloader.lease.write, []
 

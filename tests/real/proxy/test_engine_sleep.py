@@ -26,8 +26,7 @@ def stage(tmp_path) -> Iterator[Stage]:
 @pytest_asyncio.fixture
 async def process(stage: Stage) -> AsyncIterator[Process]:
     async with stage.process(engine_sleep=True) as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         assert process.versions == [1]
         yield process
 

@@ -25,9 +25,7 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
 ) -> None:
     """Whole weights keep one of two engines for it. A held-out session is not trained; one of a group is not taken."""
     async with stage.process(holdout_share=SHARE) as process:
-        for version in (1, 2, 3):
-            stage.publish(version, kind)
-            await process.follow()
+        await process.serve(1, 2, 3, kind=kind)
         assert stage.statuses() == ["holdout", "retired", "active"]
         held, others = await process.open_sessions("s")
         assert len(held) > 2
@@ -41,8 +39,7 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
         assert {(one.arm, one.split) for one, _ in groups} == {(None, Split.TRAIN)}
         if kind is PolicyKind.FULL:
             assert sorted(process.versions) == [1, 3]
-        stage.publish(4, kind)
-        await process.follow()
+        await process.serve(4, kind=kind)
         assert stage.statuses() == ["holdout", "retired", "retired", "active"]
         assert await process.versions_of(held) == {1}
         assert await process.versions_of(others) == {4}
@@ -55,17 +52,13 @@ async def test_by_default_adapters_have_a_hold_out_and_whole_weights_keep_their_
     stage: Stage, kind: PolicyKind, statuses: list[str]
 ) -> None:
     async with stage.process() as process:
-        for version in (1, 2):
-            stage.publish(version, kind)
-            await process.follow()
+        await process.serve(1, 2, kind=kind)
         assert stage.statuses() == statuses
 
 
 async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_again(stage: Stage) -> None:
     async with stage.process(holdout_share=SHARE) as process:
-        for version in (1, 2):
-            stage.publish(version)
-            await process.follow()
+        await process.serve(1, 2)
         assert stage.statuses() == ["holdout", "active"]
         stage.pin(1)
         await process.follow()
@@ -84,9 +77,7 @@ async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_a
 async def test_one_engine_with_whole_weights_has_no_hold_out(stage: Stage) -> None:
     stage.engines.pop()
     async with stage.process(holdout_share=SHARE) as process:
-        for version in (1, 2):
-            stage.publish(version)
-            await process.follow()
+        await process.serve(1, 2)
         assert stage.statuses() == ["retired", "active"]
 
 
@@ -97,8 +88,7 @@ async def test_an_engine_that_takes_no_adapters_any_more_is_not_admitted_for_a_h
             base = dataclasses.replace(process.pool.engines[1].own_model, model_digest="0" * 64)
             versions.publish_version(connection, base)
         await process.follow()
-        stage.publish(1, PolicyKind.LORA)
-        await process.follow()
+        await process.serve(1, kind=PolicyKind.LORA)
         assert stage.statuses() == ["holdout", "active"]
         restarted = stage.engines[1].state
         restarted.adapters.clear()
@@ -122,9 +112,7 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
     monkeypatch.setattr("proxy.reload.arms.LIFT_SECONDS", 0.0)
     monkeypatch.setattr("proxy.reload.verdict.MIN_REWARDS", 2)
     async with stage.process(holdout_share=SHARE) as process:
-        for version in (1, 2):
-            stage.publish(version)
-            await process.follow()
+        await process.serve(1, 2)
         held, others = await process.open_sessions("s")
         with stage.database.write() as conn:
             grouped = create_session(conn, Session(session_id="g", group_id="g", group_size=2))[0]
@@ -147,8 +135,7 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
     assert set(arms["lift"]) == {"reward", "stars"}
     assert arms["lift"]["reward"]["low"] < arms["lift"]["reward"]["mean"] < arms["lift"]["reward"]["high"]
     async with stage.process(holdout_share=SHARE) as process:
-        stage.publish(3)
-        await process.follow()
+        await process.serve(3)
         assert stage.statuses() == statuses
 
 

@@ -59,8 +59,7 @@ async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
             await process.follow()
             assert (process.versions, stage.loads) == ([2, 2], [["v2"], ["v2"]])
         assert stage.statuses() == ["published", "active"]
-        stage.publish(3)
-        await process.follow()
+        await process.serve(3)
         assert stage.statuses() == ["published", "retired", "active"]
 
 
@@ -81,8 +80,7 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
 
     monkeypatch.setattr(Path, "open", open_with_errors)
     async with stage.process(canary_share=share) as process, asyncio.timeout(60):
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         stage.publish(2)
         while stage.statuses()[1] == "published":
             await process.follow()
@@ -97,8 +95,7 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
     """The engines' labels say what they have loaded, so nothing has to be read before calls are served."""
     monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
     async with stage.process() as process:
-        stage.publish(0)
-        await process.follow()
+        await process.serve(0)
         assert (process.versions, stage.statuses()) == ([0, 0], ["active"])
     answers, is_dir = threading.Event(), Path.is_dir
 
@@ -109,8 +106,7 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
     try:
         async with stage.process() as process, asyncio.timeout(60):
             assert process.versions == [0, 0]
-            stage.publish(1)
-            await process.follow()
+            await process.serve(1)
             assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
     finally:
         answers.set()
@@ -119,8 +115,7 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
 async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(stage: Stage):
     """No engine loads it, and it is not tried again, pinned or not; the reason stays readable until a version works."""
     async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         stage.publish(2, whole=False)
         stage.pin(2)
         for _ in range(2):
@@ -129,8 +124,7 @@ async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(st
         assert "version 2 was not loaded" in (process.reloader.problem or "")
         assert stage.loads == [["v1"], ["v1"]]
         stage.pin(None)
-        stage.publish(3)
-        await process.follow()
+        await process.serve(3)
         assert (process.versions, process.reloader.problem) == ([3, 3], None)
 
 
@@ -196,8 +190,7 @@ async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_be
 async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it_has_the_active_version(stage: Stage):
     """A restarted engine has its original weights and no label; one whose driver died during a load has no version."""
     async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         for label in ("default", LOADING):
             engine = stage.engines[1].state
             engine.weights_path, engine.weight_version = engine.model_path, label
@@ -244,8 +237,7 @@ async def test_an_engine_whose_last_good_version_cannot_be_restored_while_the_st
 ):
     """It is paused and has no version then; the next round restores it."""
     async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         stage.publish(2)
         first, read = process.pool.engines[0], processes.weight_urls
 
@@ -273,8 +265,7 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
         first, second = process.pool.engines
         assert first.problem is None
         assert "cannot be reached" in (second.problem or "")
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         assert (process.versions, stage.statuses()) == ([1, None], ["active"])
         with running_fake_engine(port=port) as started:
             await process.look()
@@ -288,11 +279,9 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
 async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_zero(stage: Stage):
     """The trial runs beside the served adapter; a pin serves a version to all, and a share of zero means no trial."""
     async with stage.process(canary_share=0.5) as process:
-        stage.publish(1, PolicyKind.LORA)
-        await process.follow()
+        await process.serve(1, kind=PolicyKind.LORA)
         assert (process.versions, stage.statuses()) == ([1, 1], ["active"])
-        stage.publish(2, PolicyKind.LORA)
-        await process.follow()
+        await process.serve(2, kind=PolicyKind.LORA)
         assert (process.versions, stage.statuses()) == ([1, 1], ["active", "canary"])
         assert [sorted(engine.adapters) for engine in process.pool.engines] == [[1, 2], [1, 2]]
         stage.pin(1)
@@ -315,8 +304,7 @@ def versions_sampled(pool: EnginePool) -> set[int]:
 async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_chosen(stage: Stage):
     """An engine may hold the weights of the trial already: its start failed, and the next attempt succeeds."""
     async with stage.process(canary_share=0.5) as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         stage.publish(2)
         with stage.rejecting_trials():
             for _ in range(2):
@@ -332,8 +320,7 @@ async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_ch
 @pytest.mark.parametrize("pinned", [1, 2])
 async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_trial(stage: Stage, pinned: int):
     async with stage.process(canary_share=0.5) as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         stage.publish(2)
         with stage.rejecting_trials(), pytest.raises(StoreError):
             await process.follow()

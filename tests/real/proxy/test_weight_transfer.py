@@ -136,8 +136,7 @@ async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_ha
 async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage: Stage, trainer: WeightServer):
     """The trainer is killed before the directory is complete, and its next process gives the version up."""
     async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         trainer.held.hold(2, weights(2), NO_PROBE)
         publish_unwritten(stage, 2)
         await process.follow()
@@ -167,8 +166,7 @@ async def test_an_engine_without_the_backend_reads_directories(stage: Stage, tra
     for engine in stage.engines:
         engine.state.script.weight_transfer = False
     async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         assert process.versions == [1, 1]
         assert stage.loads == [["v1"], ["v1"]]
 
@@ -203,8 +201,7 @@ async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_s
     No engine ever pauses for a version that did not arrive.
     """
     async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         with dying_trainer(stage, moment) as sender:
             stage.publish(2) if has_directory else publish_unwritten(stage, 2)
             await process.follow()
@@ -227,8 +224,7 @@ async def test_bytes_that_change_on_the_way_are_noticed_before_the_model_is_touc
     monkeypatch.setattr(channel.Channel, "broadcast", corrupt)
     trainer.held.hold(1, weights(1), NO_PROBE)
     async with stage.process() as process:
-        stage.publish(1)
-        await process.follow()
+        await process.serve(1)
         assert stage.loads == [["v1"], ["v1"]]
 
 
