@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 
 from trainer.algorithms.loading import provided
 from trainer.settings import TrainerSettings
+from turnwise import store
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -60,3 +62,9 @@ def test_contributing_names_every_room_of_the_contracts_and_every_path_of_its_ta
 @pytest.mark.parametrize("reason", ["edited_history", "system_changed", "tools_changed", "thinking_stripped", "media"])
 def test_every_reason_is_explained(reason):
     assert f"`{reason}`" in (ROOT / "docs" / "exactness.md").read_text()
+
+
+def test_the_docstring_of_the_store_names_each_of_its_modules_once() -> None:
+    lines = re.findall(r"^ ([a-z_, ]+?)  ", store.__doc__ or "", re.MULTILINE)
+    named = [name for line in lines for name in line.split(", ")]
+    assert sorted(named) == sorted(module.name for module in pkgutil.iter_modules(store.__path__))

@@ -1,12 +1,29 @@
-"""The memory of sessions and of their tokens: what counts, and what is dropped first above the limits."""
+"""The memory of sessions, tokens and conversations: its size, what leaves first, and for which calls it is used."""
 
 from __future__ import annotations
 
-import numpy as np
+import asyncio
+from typing import Any
 
+import numpy as np
+import orjson
+import pytest
+from support.conversations import digest_history
+
+from proxy.dialects import registry
+from proxy.dialects.base import Dialect
+from proxy.dialects.chat import ChatCompletions
+from proxy.sessions.conversation import (
+    NO_FIELDS,
+    ConversationDigests,
+    Conversations,
+    Owner,
+    message_digest,
+    read_conversation,
+)
 from proxy.sessions.forest import PIECE_BYTES, EncodedIds, KnownTurn, encode_ids
 from proxy.sessions.memory import LiveSession, LiveSessions
-from turnwise.types import Session
+from turnwise.types import Json, Session
 
 TEN_IDS = np.full(10, 1234, np.int32)
 SIZE = 49 + PIECE_BYTES
@@ -83,3 +100,127 @@ def test_the_tokens_of_the_least_recently_used_session_are_dropped_first():
     second = added(cache, sessions[1], "2")
     third = added(cache, sessions[0], "3", first)
     assert [turn.tokens is not None for turn in (first, second, third)] == [True, False, True]
+
+
+OWNER = ("tenant", "session", "s", b"")
+FIRST: list[Json] = [{"role": "user", "content": "A", "x": 1}, {"role": "assistant", "content": "B"}]
+SECOND: list[Json] = [*FIRST, {"role": "system", "content": "C"}, {"role": "user", "content": "D"}]
+TEXTS = [f"text {number} {'x' * 50}" for number in range(300)]
+ROLES = ["assistant" if number % 2 else "user" for number in range(300)]
+
+
+def read_chat(messages: list[Json], conversations: Conversations, owner: Owner = OWNER) -> ConversationDigests:
+    call = ChatCompletions().parse({"messages": messages}, max_choices=1, max_messages=99)
+    return asyncio.run(read_conversation(call, NO_FIELDS, conversations, owner))
+
+
+def kept() -> Conversations:
+    conversations = Conversations(10**6)
+    read_chat(FIRST, conversations)
+    return conversations
+
+
+def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
+    conversations = kept()
+    earlier = conversations.find(OWNER, orjson.dumps(SECOND))[0]
+    continued, whole = read_chat(SECOND, conversations), digest_history(SECOND, b"")
+    assert (continued.full, continued.messages, continued.dialogue) == (whole.full, whole.messages, whole.dialogue)
+    assert earlier is not None
+    assert continued.num_old_bytes == earlier.num_bytes
+    assert len(earlier.full) == 2  # it was not changed
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        FIRST[:1],
+        [{**FIRST[0], "x": True}, FIRST[1]],
+        [{**FIRST[0], "x": 1.0}, FIRST[1]],
+        [{**FIRST[0], "content": "a"}, FIRST[1]],
+        [FIRST[0], {"role": "assistant", "content": "other"}, FIRST[0]],
+        [FIRST[0], {**FIRST[1], "x": 1}],
+    ],
+)
+def test_other_messages_are_digested_as_a_whole(messages: list[Json]) -> None:
+    """Also those that Python calls equal: JSON distinguishes 1, 1.0 and true, and so does the engine."""
+    assert kept().find(OWNER, orjson.dumps(messages))[0] is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("other", "session", "s", b""),
+        ("tenant", "key", "s", b""),
+        ("tenant", "session", "t", b""),
+        ("tenant", "session", "s", b"x"),
+    ],
+)
+def test_the_messages_of_another_owner_are_not_used(other: Owner) -> None:
+    assert kept().find(other, orjson.dumps(SECOND))[0] is None
+
+
+def test_the_longest_conversation_is_found_and_replaced_by_what_extends_it() -> None:
+    conversations = kept()
+    second = read_chat(SECOND, conversations)
+    assert conversations.find(OWNER, orjson.dumps(SECOND))[0] is second
+    assert conversations[OWNER] == (second,)
+    third = read_chat(SECOND, conversations)
+    assert conversations[OWNER] == (third,)
+    other = read_chat(FIRST[:1], conversations)
+    assert conversations[OWNER] == (third, other)
+    assert conversations.find(OWNER, orjson.dumps(SECOND))[0] is third
+
+
+def test_the_conversations_of_the_owner_that_called_first_are_dropped_above_the_limit() -> None:
+    """Each takes 1,200 bytes and 210 for each of two messages: 4,000 bytes hold two."""
+    conversations = Conversations(4_000)
+    for name in "abc":
+        read_chat(FIRST, conversations, ("tenant", "session", name, b""))
+    assert [name for *_, name, _ in conversations] == ["b", "c"]
+    read_chat(FIRST * 8, conversations)  # too long to be kept
+    assert len(conversations) == 2
+
+
+def body_of(dialect: Dialect, num_messages: int) -> Json:
+    turns: list[Json] = [{"role": role, "content": text} for role, text in zip(ROLES, TEXTS, strict=True)]
+    turns = turns[:num_messages]
+    match dialect.name:
+        case "responses":
+            return {"input": turns, "instructions": "Be brief."}
+        case "gemini":
+            parts = [{"text": turn["content"]} for turn in turns]
+            roles = ["model" if turn["role"] == "assistant" else "user" for turn in turns]
+            return {"contents": [{"role": role, "parts": [part]} for role, part in zip(roles, parts, strict=True)]}
+        case _:
+            return {"messages": turns, "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [each for each in registry.DIALECTS if each.name != "completions"],
+    ids=[each.name for each in registry.DIALECTS if each.name != "completions"],
+)
+def test_every_dialect_digests_only_the_messages_that_are_new(
+    dialect: Dialect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The history and the engine's messages are those of a call that nothing is known of."""
+    digested: list[Json] = []
+
+    def digest(message: Json, *args: Any) -> bytes:
+        digested.append(message)
+        return message_digest(message, *args)
+
+    def read(num_messages: int, conversations: Conversations) -> tuple[ConversationDigests, bytes, list[Json]]:
+        call = dialect.parse(body_of(dialect, num_messages), max_choices=1, max_messages=10_000)
+        found = asyncio.run(read_conversation(call, NO_FIELDS, conversations, OWNER))
+        return found, call.messages_json, call.messages
+
+    monkeypatch.setattr("proxy.sessions.conversation.message_digest", digest)
+    conversations = Conversations(10**7)
+    read(281, conversations)
+    digested.clear()
+    again, sent, messages = read(283, conversations)
+    assert [message["content"] for message in digested] == TEXTS[281:283]
+    fresh, expected, _ = read(283, Conversations(10**7))
+    assert (again.full, again.replies) == (fresh.full, fresh.replies)
+    assert sent == expected == orjson.dumps(messages)

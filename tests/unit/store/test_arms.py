@@ -1,4 +1,4 @@
-"""The statistics of a canary from the ledger, and the states of a version under trial."""
+"""Which sessions a trial takes, its statistics in the ledger, and the states of a version under trial."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import dataclasses
 import datetime
 
 import pytest
+import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
-from turnwise.store import serving, sessions, turns, versions
+from turnwise.store import arms, serving, sessions, turns, versions
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
-from turnwise.types import FORKED, IMPORT, Outcome, PolicyStatus, PolicyVersion, utc_now
+from turnwise.store.sessions import create_session, read_session
+from turnwise.types import FORKED, IMPORT, Outcome, PolicyStatus, PolicyVersion, Session, Split, utc_now
 
 SINCE = utc_now() - datetime.timedelta(hours=1)
 
@@ -35,7 +37,7 @@ def play(
         finish(database, session_id, value)
 
 
-def arms(database: Database, since: datetime.datetime = SINCE) -> tuple[Arm, Arm]:
+def compared(database: Database, since: datetime.datetime = SINCE) -> tuple[Arm, Arm]:
     with database.read() as connection:
         return arms_since(connection, since, (8, 7))
 
@@ -45,7 +47,7 @@ def test_finished_sessions_count_for_the_version_that_they_sampled_with(database
     play(database, "b", 7, 1.0)
     play(database, "c", 7, 0.0)
     play(database, "d", 6, 0.0)
-    canary, control = arms(database)
+    canary, control = compared(database)
     assert canary == Arm((0.5,), 1, 1, 0, {"reward": [0.5]})
     assert dataclasses.replace(control, rewards=(), by_name={}) == Arm((), 2, 2, 0)
     assert sorted(control.rewards) == [0.0, 1.0]
@@ -57,14 +59,14 @@ def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database: Da
     with database.write() as connection:
         turn = make_turn("t9", session_id="open", policy_version_last=8)
         turns.append_turns(connection, [dataclasses.replace(turn, turn_id="open-t9")])
-    assert arms(database)[0] == Arm((), 1, 1, 0)
+    assert compared(database)[0] == Arm((), 1, 1, 0)
 
 
 def test_copies_of_turns_do_not_count(database: Database) -> None:
     """Those of a demonstration were sampled in another session, and so were the turns that a fork begins with."""
     play(database, "demonstration", 8, opened_by=IMPORT)
     play(database, "fork", 8, outcome=Outcome.UNTRAINABLE, reason=FORKED)
-    assert arms(database) == (Arm(), Arm())
+    assert compared(database) == (Arm(), Arm())
 
 
 def test_the_summary_of_an_arm_has_the_share_of_broken_turns() -> None:
@@ -76,13 +78,13 @@ def test_failed_untrainable_and_cut_turns_are_broken(database: Database) -> None
     play(database, "b", 8, outcome=Outcome.UNTRAINABLE)
     play(database, "c", 8, finish_reason="length")
     play(database, "d", 8, outcome=Outcome.RETOKENISED)
-    canary, _ = arms(database)
+    canary, _ = compared(database)
     assert (canary.num_turns, canary.num_broken) == (4, 3)
 
 
 def test_sessions_from_before_the_trial_are_not_compared(database: Database) -> None:
     play(database, "a", 8)
-    assert arms(database, utc_now() + datetime.timedelta(hours=1)) == (Arm(), Arm())
+    assert compared(database, utc_now() + datetime.timedelta(hours=1)) == (Arm(), Arm())
 
 
 def test_a_trial_is_started_cancelled_and_permitted_again(database: Database) -> None:
@@ -109,3 +111,46 @@ def test_a_trial_is_started_cancelled_and_permitted_again(database: Database) ->
             serving.try_version(connection, 9, None)
         with pytest.raises(NotFound, match="version 9"):
             serving.reconsider_version(connection, 9)
+
+
+def create_one(conn: sa.Connection, session: Session) -> Session:
+    return create_session(conn, session)[0]
+
+
+def numbered(count: int) -> list[Session]:
+    return [Session(session_id=f"s{number}") for number in range(count)]
+
+
+def test_a_trial_gets_its_share_of_new_sessions_and_always_the_same_ones():
+    """Of 10,000 a share of 0.2 is 2,000 ± 40 (one standard deviation); the tolerance is five of them."""
+    taken = [arms.takes(7, 0.2, session) for session in numbered(10_000)]
+    assert abs(sum(taken) - 2000) < 200
+    assert taken == [arms.takes(7, 0.2, session) for session in numbered(10_000)]
+
+
+def test_another_version_is_tried_by_other_sessions():
+    """Of independent draws of 0.2 each, 0.04 are in both: 400 of 10,000, ± 20."""
+    both = [arms.takes(7, 0.2, session) and arms.takes(8, 0.2, session) for session in numbered(10_000)]
+    assert abs(sum(both) - 400) < 100
+
+
+def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: Database) -> None:
+    """A trial that is only prepared takes none; what a session was assigned to stays."""
+    found = {}
+    with database.write() as connection:
+        versions.publish_version(connection, PolicyVersion(version=1, path="/1"))
+        found["before"] = create_one(connection, Session(session_id="before"))
+        serving.try_version(connection, 1, None)
+        found["prepared"] = create_one(connection, Session(session_id="prepared"))
+        serving.try_version(connection, 1, 1.0)
+        found["during"] = create_one(connection, Session(session_id="during"))
+        found["judged"] = create_one(connection, Session(session_id="judged", split=Split.EVAL))
+        found["imported"] = create_one(connection, Session(session_id="imported", opened_by=IMPORT))
+        found["before again"] = create_one(connection, Session(session_id="before"))
+        serving.fail_version(connection, 1, "worse")
+        found["after"] = create_one(connection, Session(session_id="after"))
+        found["during again"] = create_one(connection, Session(session_id="during"))
+        for session in found.values():
+            assert read_session(connection, "default", session.session_id).arm == session.arm
+    assert {name for name, session in found.items() if session.arm == 1} == {"during", "during again", "judged"}
+    assert all(session.arm in (None, 1) for session in found.values())

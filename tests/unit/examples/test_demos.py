@@ -14,6 +14,7 @@ from examples.bosses import tasks as bosses
 from examples.demos.plain_agent import NUM_SHUFFLED, ShuffledRewards
 from examples.demos.real import RealDemoSettings
 from examples.demos.report import Report
+from examples.policies import tasks as preferences
 
 AGENT = Path("examples/bosses/agent.py")
 
@@ -87,3 +88,11 @@ def test_a_control_gives_every_reward_to_another_session():
 def test_the_demo_must_learn_and_its_control_must_not(control: bool, after: float, is_met: bool):
     report = Report(title="", seed=0, reward_before=0.3, reward_after=after)
     assert (RealDemoSettings(control=control).missed(report) is None) is is_met
+
+
+def test_each_answer_is_right_for_one_preference_alone():
+    for index in range(20):
+        task = preferences.make_task("eval", index, 0)
+        for preference, answer in task.answers.items():
+            rewards = {one: preferences.reward(task, f'The answer is "{answer}".', one) for one in task.answers}
+            assert rewards == {one: float(one == preference) for one in task.answers}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message, Send
 from support.conversations import conversation_of
 
 from proxy.calls.capture import Running, take_events
@@ -21,8 +24,10 @@ from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.engines.engine import Engine, Lane
+from proxy.routes.reply_sender import ReplySender
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace
+from proxy.writer.frames import Frames, frame
 from turnwise.types import Json, Session
 
 TRAPS = [
@@ -162,3 +167,68 @@ def test_the_tokens_of_thoughts_are_counted_apart_in_googles_usage():
         "totalTokenCount": 12,
         "thoughtsTokenCount": 4,
     }
+
+
+EVENTS = [b'{"a": 1}', '{"text": "ž\\n"}'.encode(), b"[DONE]"]
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@given(cuts=st.lists(st.integers(min_value=1, max_value=60), max_size=8))
+def test_any_cut_gives_the_same_events(line_end: bytes, cuts: list[int]):
+    stream = b"".join(map(sse.event, EVENTS)).replace(b"\n", line_end)
+    buffer, found, at = sse.EventBuffer(), [], 0
+    for size in [*cuts, len(stream)]:
+        found += buffer.feed(stream[at : at + size])
+        at += size
+    assert found == EVENTS
+    assert not b"".join(buffer.pending)
+
+
+def test_comments_and_windows_line_ends_are_parsed_and_incomplete_data_is_kept():
+    buffer = sse.EventBuffer()
+    events = buffer.feed(b": ping\r\n\r\ndata: x\r\n\r\ndata: y")
+    assert events == [b"x"]
+    assert b"".join(buffer.pending) == b"data: y"
+    assert sse.EventBuffer().feed(b"data: x\r\n\r\ndata: y\n\n") == [b"x", b"y"]
+
+
+def test_a_stream_is_written_as_it_is_read():
+    verbatim = sse.Verbatim()
+    written = verbatim.chunks(EVENTS[:2]) + verbatim.done() + verbatim.error(b'{"error": {}}')
+    assert sse.EventBuffer().feed(written) == [*EVENTS, b'{"error": {}}']
+    assert sse.named_event("ping", {"n": 1}) == b'event: ping\ndata: {"type":"ping","n":1}\n\n'
+
+
+OBJECTS = [(1, 2.5, ["text", b"bytes"]), {"key": None}, "x" * 3000]
+
+
+def test_objects_are_decoded_wherever_the_stream_is_cut():
+    stream = b"".join(piece for each in OBJECTS for piece in frame(each))
+    for size in (1, 7, 8, 9, 100, len(stream) - 1, len(stream)):
+        frames, found = Frames(), []
+        for start in range(0, len(stream), size):
+            found += frames.feed(stream[start : start + size])
+        assert found == OBJECTS, f"cut into pieces of {size} bytes"
+
+
+def reply_to(send: Send) -> ReplySender:
+    dialect = ChatCompletions()
+    reply = ReplySender(send, dialect)
+    reply.call = dialect.parse({"messages": [], "stream": True}, max_choices=1, max_messages=1)
+    return reply
+
+
+async def test_the_events_of_a_stream_are_freed_without_a_garbage_collection() -> None:
+    async def send(_: Message) -> None:
+        """Send nothing."""
+
+    gc.disable()
+    try:
+        reply = reply_to(send)
+        with reply.kept_alive(60.0):
+            await reply.part(b"data: {}\n\n")
+        freed = weakref.ref(reply)
+        del reply
+        assert freed() is None
+    finally:
+        gc.enable()

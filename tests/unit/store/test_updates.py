@@ -1,20 +1,26 @@
-"""Records of training: every session, turn and experience names its updates, and every update its groups."""
+"""Records of training: what names its updates, what an update names, reports of trainers, and expected advantages."""
 
 from __future__ import annotations
 
+import datetime
+import json
 from pathlib import Path
 
 import pytest
+from support.algorithms import assigned
 from support.ledger_samples import add_session, finish, update_record
 
+from turnwise.chains import experience_json
 from turnwise.errors import Conflict
 from turnwise.exchange.session_document import session_document
 from turnwise.store import claims, experiences, overview, policies, rewards, serving, sessions, turns, versions
 from turnwise.store.database import Database
+from turnwise.store.experiences import PER_CHAIN, with_advantages
+from turnwise.store.processes import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
 from turnwise.store.search import session_records
 from turnwise.store.selection import SessionFilter
 from turnwise.store.updates import TrainedSession, UpdateGroup, last_updates, list_update_views
-from turnwise.types import GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
+from turnwise.types import Credit, GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
 
 KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-1-t1": -0.5}}
 
@@ -130,3 +136,63 @@ def test_an_update_is_recorded_although_an_imported_session_in_it_was_deleted_me
     with database.read() as connection:
         (update,), _ = list_update_views(connection, "acme")
     assert [session.session_id for session in update.sessions] == ["kim-0"]
+
+
+NOON = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
+
+
+def status(trainer_id: str, text: str, minute: int, state: TrainerState = TrainerState.RUNNING) -> TrainerStatus:
+    at = NOON + datetime.timedelta(minutes=minute)
+    return TrainerStatus(trainer_id=trainer_id, text=text, state=state, starts_at=at, reported_at=at)
+
+
+def test_the_last_report_of_each_trainer_is_returned_newest_first(database: Database) -> None:
+    with database.write() as connection:
+        for each in (status("a", "1 of 4", 0), status("b", "2 of 4", 1), status("a", "3 of 4", 2)):
+            report_status(connection, each)
+        found = trainer_statuses(connection, now=NOON + datetime.timedelta(minutes=2))
+    assert found == [status("a", "3 of 4", 2), status("b", "2 of 4", 1)]
+
+
+def test_only_a_trainer_that_said_nothing_at_its_end_is_silent_after_a_minute(database: Database) -> None:
+    with database.write() as connection:
+        for name, state in (("killed", "running"), ("ended", "stopped"), ("failed", "died")):
+            report_status(connection, status(name, name, 0, TrainerState(state)))
+        found = trainer_statuses(connection, now=NOON + datetime.timedelta(seconds=SILENT_SECONDS + 1))
+    assert {each.trainer_id: each.state.value for each in found} == {
+        "killed": "silent",
+        "ended": "stopped",
+        "failed": "died",
+    }
+
+
+def reward_steps(database: Database, session_id: str, *values: float, is_over: bool = True) -> None:
+    with database.write() as connection:
+        lines = [Reward(session_id=session_id, step=step, value=value) for step, value in enumerate(values)]
+        rewards.add_rewards(connection, lines)
+        if is_over:
+            sessions.end_session(connection, "default", session_id)
+
+
+@pytest.mark.parametrize("credit", Credit)
+def test_the_expected_advantage_is_that_of_grpo_and_a_turn_shows_its_own_reward(database: Database, credit: Credit):
+    """Three of four sessions of a group are over; the open one is shown by its name, without an advantage."""
+    for name in ("a", "b", "c", "open"):
+        add_session(database, name, turns=2, group_id="g", group_size=4, credit=credit)
+    for name, values in (("a", (0.0, 1.0)), ("b", (2.0, 1.0)), ("c", (1.0, 4.0))):
+        reward_steps(database, name, *values)
+    reward_steps(database, "open", 1.0, 1.0, is_over=False)
+    with database.read() as connection:
+        shown = list(with_advantages(connection, SessionFilter(group_id="g"), PER_CHAIN))
+        trained = list(experiences.experiences(connection, SessionFilter(group_id="g"), PER_CHAIN))
+        lines = [experience_json(one) for one in with_advantages(connection, SessionFilter(session_id="b"))]
+        (waiting,) = with_advantages(connection, SessionFilter(session_id="open"), PER_CHAIN)
+    expected = [turns.tolist() for turns in assigned(trained, "grpo")]
+    assert [experience_json(one)["advantage"] for one in shown] == expected
+    assert [line["advantage"] for line in lines] == [[value] for value in expected[1]]
+    own = [2.0, 1.0] if credit is Credit.STEP_WISE else [3.0, 3.0]
+    assert [(line["reward"], line["return"], line["session_reward"]) for line in lines] == [
+        (value, [value], 3.0) for value in own
+    ]
+    assert json.dumps(lines[0]).index('"reward"') < json.dumps(lines[0]).index('"session_reward"')
+    assert (experience_json(waiting)["status"], experience_json(waiting)["advantage"]) == ("open", None)
