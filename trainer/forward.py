@@ -38,9 +38,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 class ForwardChecker:
     """Recomputes the logprobs of turns from the files of the version that sampled them.
 
-    Args:
-        versions: All policy versions, by number.
-        tolerance: Largest difference of logprobs, in nats, that is no mismatch.
+    `tolerance` is the largest difference of logprobs, in nats, that is no mismatch.
     """
 
     def __init__(self, versions: Mapping[int, PolicyVersion], *, tolerance: float) -> None:

@@ -33,9 +33,8 @@ class World:
     def __init__(self, row_group: int = 1, tensor: int = 1) -> None:
         """Join the others.
 
-        Args:
-            row_group: Number of neighbouring processes that compute one row together.
-            tensor: Number of neighbouring processes that divide each layer, all of them in one row group.
+        `row_group` neighbouring processes compute one row together. `tensor` neighbours, all of one row group, divide
+        each layer.
         """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
@@ -148,9 +147,8 @@ def _background_group() -> Any:
 def context_group(tensor: int, context: int) -> Any:
     """Create the groups of all contexts, in the same order in all processes; return this process's.
 
-    Args:
-        tensor: Neighbouring processes that divide each layer.
-        context: Processes that compute one row together, each of another group of those neighbours.
+    `tensor` neighbours divide each layer. `context` processes compute one row, each of another group of these
+    neighbours.
     """
     own = None
     for first in range(0, dist.get_world_size(), tensor * context):

@@ -55,11 +55,10 @@ class Policies:
         settings: TrainerSettings,
         recorders: Callable[[TrainerSettings], list[Recorder]] = lambda _: [],
     ) -> None:
-        """Prepare the default policy's training; nothing is loaded yet.
+        """Prepare the default policy's training under these settings; nothing is loaded yet.
 
-        Args:
-            settings: Of the default policy; those of the others differ in names and directories alone.
-            recorders: Makes a policy's recorders from its settings, besides the file in its directory.
+        The settings of the other policies differ in names and directories alone. `recorders` makes a policy's
+        recorders from its settings, besides the file in its directory.
         """
         self._settings = settings
         self._recorders = recorders

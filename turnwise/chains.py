@@ -67,9 +67,6 @@ def chain_paths(turns: Sequence[Turn]) -> list[list[Turn]]:
 
     Turns that are not trainable and have no trainable descendants are removed first, so that an aborted attempt does
     not split the chain that its retry continues.
-
-    Args:
-        turns: The session's turns in order of `seq`, parents before children.
     """
     wanted = _leading_to_trainable(turns)
     by_id = {turn.turn_id: turn for turn in turns}
@@ -152,11 +149,9 @@ class RoutingProblem(enum.StrEnum):
 def pack_routing(encoded: str | bytes, start: int, num_tokens: int) -> bytes | RoutingProblem:
     """Return the part of an engine's routing that a turn stores, or why it cannot be stored.
 
-    Args:
-        encoded: An .npy array in base64: the routing of all tokens of the call but the last, or of those that the turn
-            stores.
-        start: Place of the turn's first token that is not its parent's.
-        num_tokens: Number of the call's prompt tokens and sampled tokens.
+    The routing is an .npy array in base64, of all tokens of the call but the last, or of those that the turn stores.
+    `start` is the place of the turn's first token that is not its parent's; `num_tokens` counts the call's prompt and
+    sampled tokens.
     """
     try:
         array = base64.b64decode(encoded, validate=True)

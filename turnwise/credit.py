@@ -63,10 +63,8 @@ def session_reward(lines: Iterable[Reward], credit: Credit) -> float | None:
 def shape_returns(raw: Sequence[float], gamma: float = 0.0, reward_bonus_coeff: float = 0.0) -> list[float]:
     """Return the step rewards after bonus and discount; the value 0 disables each of them, as in rLLM.
 
-    Args:
-        raw: Reward of each step, in order.
-        gamma: Discount γ of the return.
-        reward_bonus_coeff: Weight c of the improvement over the previous step, computed from the raw rewards.
+    `gamma` is γ. The bonus has the weight c and is the improvement over the previous step, computed from the raw
+    rewards.
     """
     shaped = list(raw)
     if reward_bonus_coeff > 0:
@@ -86,14 +84,9 @@ def assign_credit(
     gamma: float = 0.0,
     reward_bonus_coeff: float = 0.0,
 ) -> SessionCredit:
-    """Compute the reward and the return of each turn of a session.
+    """Compute the reward and the return of each turn of a session from its reward lines in order of arrival.
 
-    Args:
-        turns: All turns of the session.
-        lines: Its reward lines in order of arrival.
-        credit: `step_wise`, or `propagate` (each turn gets the session's reward).
-        gamma: Discount over steps; `propagate` does not use it.
-        reward_bonus_coeff: Bonus over steps; `propagate` does not use it.
+    With `propagate` each turn gets the session's reward; discount and bonus are over steps, and are not used.
     """
     in_force = latest_lines(lines)
     reward = session_reward(in_force, credit) or 0.0

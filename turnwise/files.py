@@ -86,12 +86,9 @@ def write_once(path: Path, text: str, mode: int) -> None:
 
 
 def append_lines(path: Path, lines: Iterable[str], *, is_durable: bool = False) -> None:
-    """Append lines, after the end of a last line that was cut.
+    """Append lines without line ends, after the end of a last line that was cut.
 
-    Args:
-        path: A file, which may not exist yet, or a pipe or a device.
-        lines: Without line ends.
-        is_durable: Return only when the lines are on the disk.
+    The file may not exist yet, or be a pipe or a device. With `is_durable` the lines are on the disk at the return.
 
     Raises:
         OSError: the lines are not written, or only a part of them.

@@ -84,14 +84,10 @@ def field_docs(record: type, root: type | None = None) -> dict[str, str]:
 def load_settings(
     model_cls: type[SettingsT], *, config: Path | None, section: str, overrides: Mapping[str, Any]
 ) -> SettingsT:
-    """Return the settings of one process, resolved from all sources.
+    """Return the settings of one process, which is a section of `SECTIONS`, resolved from all sources.
 
-    Args:
-        model_cls: The process's model of settings.
-        config: A TOML file with `[section]` tables, or one without tables, which belongs to this section; None reads
-            `turnwise.toml` in the working directory if it exists.
-        section: The process: one of `SECTIONS`.
-        overrides: The flags of the command line; None means that a flag was not given.
+    `config` is a TOML file with `[section]` tables, or one without tables, which belongs to this section; None reads
+    `turnwise.toml` in the working directory if it exists. A flag that was not given is None in `overrides`.
 
     Raises:
         SettingsError: an undeclared key, an invalid value, or a file that cannot be read.

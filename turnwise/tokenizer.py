@@ -222,10 +222,7 @@ def _refuse(message: str) -> NoReturn:
 def shape_conversation(messages: Sequence[Json], content_format: ContentFormat, *, has_developer: bool) -> list[Json]:
     """Return a conversation as vLLM passes it to the template.
 
-    Args:
-        messages: The messages of a chat request.
-        content_format: How the template reads contents.
-        has_developer: Whether the template knows the role `developer`; otherwise such messages become system messages.
+    For a template that does not know the role `developer`, such messages become system messages.
 
     Raises:
         ValueError: a content is neither text nor a list of parts.

@@ -115,11 +115,8 @@ def remove_files(deleted: Iterable[PolicyVersion], in_use: Collection[str] = ())
     """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
 
     A trainer's directory of a policy has its number as its name. What was published from elsewhere, or is on another
-    machine, is left. As `on_disk`, it reads the file system.
-
-    Args:
-        deleted: the deleted versions.
-        in_use: directories that other policies' versions have too: nobody is to remove them, so they are not returned.
+    machine, is left. A directory that another policy's version has too is in use: nobody is to remove it, so it is
+    not returned. As `on_disk`, it reads the file system.
     """
     left = []
     for version in deleted:

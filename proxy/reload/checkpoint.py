@@ -145,12 +145,7 @@ def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
 
 
 def check_headers(path: str, kind: PolicyKind, model_path: str | None = None) -> None:
-    """Check a directory's headers for consistency, and against the served model.
-
-    Args:
-        path: the directory of the version.
-        kind: whether it holds a whole model or an adapter.
-        model_path: where the engine loaded its model from; compared if that is a directory here.
+    """Check a directory's headers for consistency, and against the served model if its directory is readable here.
 
     Raises:
         BadCheckpoint: naming the file or tensor and what is wrong with it.
@@ -355,13 +350,9 @@ class VersionFiles:
         return any(one.path == path and not one.ended.is_set() for one in self._readings.values())
 
     async def read(self, key: tuple[str, ...], path: str, read: Callable[[], T], *, seconds: float | None) -> T:
-        """Return what a function reads in a directory.
+        """Return what a function, called in a thread, reads in a directory.
 
-        Args:
-            key: What it reads; a second call with the same key waits for the same read.
-            path: The directory.
-            read: The function, called in a thread.
-            seconds: How long to wait for it; None waits without a limit.
+        A second call with the same key waits for the same read. Without `seconds` the wait has no limit.
 
         Raises:
             FilesNotRead: It goes on, or the file system does not answer; call again.

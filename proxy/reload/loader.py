@@ -74,12 +74,9 @@ def gap_to(probe: Probe, logprobs: Mapping[int, float]) -> Gap:
 
 
 def limit_of(probe: Probe, engine_dtype: str | None, at_base: Gap | None) -> Gap:
-    """Return how far an engine may be from a probe.
+    """Return how far an engine with weights of this number format may be from a probe.
 
-    Args:
-        probe: Of the version.
-        engine_dtype: Number format of the engine's weights; None if it is not known.
-        at_base: How far it was from the probe of version 0; None if that was not compared.
+    `at_base` is how far it was from the probe of version 0; None if that was not compared.
     """
     limits = COARSE_PROBE
     if probe.dtype == FLOAT32:

@@ -73,11 +73,7 @@ class Page(Answer):
 def answer_model(name: str, record: type, doc: str | None = None, **extra: Any) -> type[Answer]:
     """Return the model of a record's JSON: the record's public fields, with their docstrings as descriptions.
 
-    Args:
-        name: The model's name in the OpenAPI document.
-        record: The record's dataclass.
-        doc: What one of them is; by default as the record says.
-        extra: Further fields, or other types of the record's own, as `pydantic.create_model` takes them.
+    `extra` has further fields, or other types of the record's own, as `pydantic.create_model` takes them.
     """
     kinds, docs = typing.get_type_hints(record), field_docs(record)
     fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in PUBLIC.get(record, kinds)}

@@ -250,14 +250,10 @@ def scaffold_flags(
     special: frozenset[str],
     decode: Decode,
 ) -> list[bool]:
-    """Return for each token of a prompt whether the chat template added it.
+    """Return for each token of a prompt, or of the part that a turn added, whether the chat template added it.
 
-    Args:
-        token_ids: The prompt, or the part of it that a turn added.
-        messages: The messages that it was rendered from.
-        pieces: Text of each token on its own.
-        special: Texts of the special tokens.
-        decode: Returns the text of some tokens.
+    `pieces` has the text of each token on its own, `special` the texts of the special tokens; `decode` returns the
+    text of several tokens.
     """
     text, spans = _solid_text(token_ids, pieces, decode)
     found = _find_all([_without_space(each) for message in messages for each in _texts(message)], text)

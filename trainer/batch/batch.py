@@ -120,17 +120,12 @@ def build(
     mu: float = 0.0,
     needs_behaviour: bool = True,
 ) -> Batch:
-    """Return the batch of these experiences.
+    """Return the batch of these chains; each sampled token is in exactly one of them.
 
-    Args:
-        experiences: Chains, each sampled token in exactly one of them.
-        advantages: Of each experience those of its turns, [K], or of its tokens, [L].
-        policy_version: The version that is trained now.
-        pairs: For pairs, the pair of each experience.
-        chosen: For DPO, whether it is of its pair's better session.
-        num_imported: Number of imported experiences, which come last.
-        mu: Weight of their loss.
-        needs_behaviour: Whether an importance ratio is formed for each token of the others.
+    `advantages` are those of each chain's turns, [K], or of its tokens, [L]. For DPO `pairs` and `chosen` say which
+    pair a chain is of, and whether it is of the better session. The last `num_imported` chains are imported, and `mu`
+    is the weight of their loss. `needs_behaviour` says whether an importance ratio is formed for each token of the
+    others.
     """
     sessions: dict[tuple[int, SessionKey], int] = {}
     members = [(0 if pairs is None else pairs[n], each.session_key) for n, each in enumerate(experiences)]

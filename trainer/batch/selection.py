@@ -158,15 +158,10 @@ def offer(
     *,
     needs_behaviour: bool = True,
 ) -> Offer:
-    """Return what can be trained of the claimed groups.
+    """Return what can be trained of the claimed groups, which hold these experiences.
 
-    Args:
-        experiences: Everything that the claimed groups hold.
-        keys: The claimed groups.
-        rule: How rewards are shaped, and what is left out.
-        window: Values of earlier single sessions.
-        reward: Returns a session's reward from its rewards by name and its metadata; None: as it is stored.
-        needs_behaviour: Whether an importance ratio is formed for each token.
+    `window` has the values of earlier single sessions. `reward` returns a session's reward from its rewards by name and
+    its metadata; None: as it is stored. `needs_behaviour` says whether an importance ratio is formed for each token.
     """
     shaped = shape_rewards(experiences, rule, reward)
     too_large = _groups_too_large(shaped)

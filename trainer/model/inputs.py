@@ -82,15 +82,10 @@ def part_inputs(
 def row_inputs(
     row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device, *, shares: bool = True
 ) -> RowInputs:
-    """Return a row's tensors.
+    """Return a row's tensors; `temperature` and `target` are those of each trained token, [m].
 
-    Args:
-        row: The packed row.
-        temperature: Of each trained token. [m]
-        target: The sampled tokens. [m]
-        attention: Name of the implementation, which decides the kind of mask.
-        device: The model's.
-        shares: Whether the model can compute a forest as one sequence. Else nothing is shared in the row.
+    The name of the implementation of `attention` decides the kind of mask. Without `shares` the model cannot compute
+    a forest as one sequence, so nothing is shared in the row.
     """
     if not (shares or row.layout.is_one_sequence):
         return _in_lanes(row, temperature, target, device)

@@ -91,11 +91,9 @@ class Policy:
     def load(self, seed: int, *, with_weights: bool = True) -> None:
         """Load the base model, with a fresh adapter for LoRA, compiled and sharded as was asked for.
 
-        Where the model is in memory already, it gets another fresh adapter, beside those of earlier calls.
-
-        Args:
-            seed: Of the adapter's first weights.
-            with_weights: False where a saved state replaces all weights: a sharded model then reads none here.
+        Where the model is in memory already, it gets another fresh adapter, beside those of earlier calls. The seed
+        is that of the adapter's first weights. Without `with_weights` a saved state replaces all weights, and a
+        sharded model reads none here.
 
         Raises:
             BadCheckpoint: There is no such model.
@@ -240,13 +238,7 @@ class Policy:
         fully_shard(self.model, mesh=shards, mp_policy=precision)
 
     def inputs(self, row: Row, temperature: Tensor, target: Tensor) -> RowInputs:
-        """Return a row's tensors on the device; may be called in a thread while another row is computed.
-
-        Args:
-            row: The packed row.
-            temperature: Of each trained token. [m]
-            target: The sampled tokens. [m]
-        """
+        """Return a row's tensors on the device; may be called in a thread while another row is computed."""
         if self._context is None:
             return row_inputs(row, temperature, target, self.attention, self.device, shares=self.why_alone is None)
         config = self.config

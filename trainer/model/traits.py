@@ -41,10 +41,7 @@ def why_alone(config: Any) -> str | None:
 def measured_alone(logprobs: Callable[[Row, Tensor], Tensor], vocabulary: int, dtype: torch.dtype) -> str | None:
     """Return by how much the chains of a packed row differ from a row each; None where they do not.
 
-    Args:
-        logprobs: Returns the logprobs of these tokens in a row. [m]
-        vocabulary: Number of token ids.
-        dtype: The least precise one of the computation.
+    `logprobs` returns those of these tokens in a row, [m]; `dtype` is the least precise one of the computation.
     """
     random = np.random.default_rng(0)
     trunk, left, right, other = (random.integers(vocabulary, size=length, dtype=np.int32) for length in LENGTHS)

@@ -17,12 +17,9 @@ HEAD = "lm_head"
 
 
 def merge_adapter(version_directory: Path, destination: Path, *, model: str | None = None) -> None:
-    """Write the merged model in the Hugging Face layout, in the precision of the base model.
+    """Write the merged model of a version of kind `lora` in the Hugging Face layout.
 
-    Args:
-        version_directory: The directory of a version of kind `lora`.
-        destination: A new or empty directory.
-        model: The base model; None is the one that the version names.
+    It has the precision of the base model, which for None is the one that the version names.
 
     Raises:
         BadCheckpoint: The version is no adapter, or the base model cannot be loaded.

@@ -101,13 +101,9 @@ class State:
         return {"model": self.policy.shards(), "optimizer": optimizer, **own}
 
     def restored(self, saved: dict[str, Any], fill: Callable[[dict[str, Any]], None]) -> State:
-        """Return this state with the saved weights, optimizer moments and counts.
+        """Return this state with the saved weights, optimizer moments and counts, which `values` returned.
 
         The optimizer's settings and the seed stay as they are now. The learning rate follows from the count of updates.
-
-        Args:
-            saved: What `values` returned.
-            fill: Gives tensors their saved values.
         """
         settings = [_settings_of(group) for group in self.optimizer.param_groups]
         self._load_tensors(fill, has_critic=saved["has_critic"] and self.critic is not None)

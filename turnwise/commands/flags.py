@@ -83,17 +83,10 @@ class SettingsCommand(click.Command):
     ) -> None:
         """Declare the command.
 
-        Args:
-            name: The command.
-            section: The settings' table in `turnwise.toml`.
-            settings: Returns their model; by default that of the section.
-            run: Called with the resolved settings (and the extra arguments, where the command takes some).
-            show: Returns what `--dry-run` prints in addition: by `shell` a line for a shell, by `notes` texts by
-            name.
-            takes_extra: Name of the arguments after `--`, None where there are none.
-            takes_config: Whether `run` and `show` take the path of the settings file as well.
-            prints_json: Whether `run` takes `as_json`: its own output is printed as JSON.
-            help: What the command does.
+        `settings` returns the model of the settings, by default that of the section. `run` gets the resolved
+        settings, the arguments after `--` where `takes_extra` names them, and as `takes_config` and `prints_json` say
+        the path of the settings file and `as_json`. `show` returns what `--dry-run` prints in addition: by `shell` a
+        line for a shell, by `notes` texts by name.
         """
         super().__init__(name, help=help, callback=self._invoke)
         self._settings = settings or functools.partial(settings_model, section)

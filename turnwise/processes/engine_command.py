@@ -144,12 +144,9 @@ def num_gpus() -> int:
 
 
 def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu: bool | None = None) -> EngineCommand:
-    """Return the command that starts vLLM.
+    """Return the command that starts vLLM; `extra` are flags of vLLM that follow ours and override them.
 
-    Args:
-        settings: The settings of the engine.
-        extra: Flags of vLLM that follow ours and override them.
-        gpu: Whether to run on a GPU; None decides by the settings and the machine.
+    Without `gpu` the settings and the machine decide.
     """
     gpu = runs_on_gpu(settings, gpu)
     program = _gpu_program(settings) if gpu else _cpu_program(settings)

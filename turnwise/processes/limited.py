@@ -52,15 +52,9 @@ async def run_limited(
 ) -> Ended:
     """Run a command and return how it ended.
 
-    Args:
-        argv: Program and arguments.
-        cwd: Its working directory.
-        environment: All of its environment.
-        log: Standard error is appended to this file, and standard output unless it is captured.
-        timeout_seconds: The process tree is ended after this time; None waits without a limit.
-        stdin: What it reads; None gives it an empty standard input.
-        capture: Return standard output.
-        grace_seconds: Time from the term signal to the kill, where this call is cancelled or takes too long.
+    Standard error is appended to the log, and standard output unless it is captured. The environment is all that the
+    command has. Without `stdin` its input is empty, and without `timeout_seconds` there is no limit. Where this call
+    takes too long or is cancelled, `grace_seconds` is the time from the term signal to the kill.
     """
     started = time.monotonic()
     with log.open("ab") as written:

@@ -48,15 +48,12 @@ def plan_gpus(
     tensor_parallel: int = 1,
     engine_memory: float | None = None,
 ) -> GpuPlan:
-    """Return which process gets which GPUs.
+    """Return which process gets which of this machine's GPUs; what is None is chosen here.
 
-    Args:
-        num_gpus: GPUs of this machine.
-        has_trainer: Whether a trainer runs here too.
-        engine_gpus: GPUs of all engines; None chooses them.
-        trainer_gpus: GPUs of the trainer; None chooses them.
-        tensor_parallel: GPUs of one engine.
-        engine_memory: Share of each engine GPU's memory; None chooses it.
+    An engine has `tensor_parallel` GPUs, and takes the share `engine_memory` of the memory of each.
+
+    Raises:
+        SettingsError: a GPU is named that this machine does not have, or the engine's GPUs cannot be divided.
     """
     named = (*(engine_gpus or ()), *(trainer_gpus or ()))
     if missing := sorted(gpu for gpu in named if gpu >= num_gpus):
@@ -179,14 +176,9 @@ class Stack:
     ) -> None:
         """Choose the ports.
 
-        Args:
-            settings: The settings of `turnwise up`.
-            model: Model directory or id.
-            gpus: Which process gets which GPUs.
-            needs: What the trainer's settings ask of the other processes.
-            config: Settings file that the children read too; None: each reads `turnwise.toml` where there is one.
-            engine_wait_seconds: How long calls wait for an engine that starts; None: as the proxy's settings say.
-            vllm_flags: Further flags of each engine's vLLM.
+        The children read the settings file `config` too; None: each reads `turnwise.toml` where there is one. Calls
+        wait `engine_wait_seconds` for an engine that starts; None: as the proxy's settings say. `vllm_flags` are
+        further flags of each engine's vLLM.
         """
         self._settings = settings
         self._model = model

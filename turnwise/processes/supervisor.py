@@ -109,16 +109,11 @@ class Supervisor:
         alike_seconds: float = 600.0,
         first_delay_seconds: float = 0.5,
     ) -> None:
-        """Plan the children, in the order in which they start.
+        """Plan the children; each starts when the one before it is ready.
 
-        Args:
-            children: What to run; each starts when the one before it is ready.
-            log_directory: Directory of the log files, `NAME.log`.
-            say: Prints a line; None prints nothing.
-            max_quick_deaths: Number of quick deaths in a row after which the stack is given up.
-            quick_seconds: A death this soon after the start is a quick one; so is any death before it was ready.
-            alike_seconds: A death this soon after the start counts as quick if it has the error of the one before.
-            first_delay_seconds: Delay before the first restart; doubles with each death, up to 30 s.
+        The stack is given up after `max_quick_deaths` quick deaths in a row. A death is quick before the child was
+        ready, `quick_seconds` after the start, and, with the error of the death before, `alike_seconds` after it. The
+        delay before a restart begins with `first_delay_seconds` and doubles with each death, up to 30 s.
         """
         self._runs = [_ChildRun(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory

@@ -68,17 +68,7 @@ class Runner:
         pace: Pace | None = None,
         on_result: OnResult = lambda _: None,
     ) -> None:
-        """Initialise the runner.
-
-        Args:
-            settings: The settings.
-            client: The proxy.
-            player: Plays the runs.
-            results: Records the finished runs.
-            model: Name and context length of the served model.
-            pace: Delays training groups until the trainer has used earlier ones; None means no delay.
-            on_result: Called with each finished run.
-        """
+        """Initialise the runner; None as `pace` delays no groups, and `on_result` is called with each finished run."""
         self._settings = settings
         self._client = client
         self._player = player

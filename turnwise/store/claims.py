@@ -97,21 +97,11 @@ def claim(
     held: Collection[int] = (),
     now: datetime.datetime | None = None,
 ) -> Claim | None:
-    """Claim the groups of a policy that have been ready longest; None if no group is.
+    """Claim the groups of a policy that have been ready longest, or whose lease has expired; None if no group is.
 
-    A group with an expired lease is ready.
-
-    Args:
-        db: The store.
-        trainer_id: The trainer that claims them.
-        max_groups: Maximum number of groups.
-        singles_per_group: Number of single sessions that count as one group.
-        lease_seconds: Length of the lease without renewal, at most `LONGEST_LEASE_SECONDS`.
-        min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
-        with_imported: Claim groups of imported sessions too.
-        policy_id: The policy.
-        held: Keys of the groups that the trainer holds, which it does not claim again.
-        now: Replaces the database's own time in tests.
+    `singles_per_group` single sessions count as one of the `max_groups`. The lease is at most `LONGEST_LEASE_SECONDS`.
+    Groups with a trainable turn older than `min_policy_version` are dropped with the reason `stale`. Groups with the
+    keys `held` are the trainer's already, and are not claimed again. `now` replaces the database's time in tests.
     """
     with db.write() as conn:
         instant = clock(conn, now)
@@ -265,17 +255,10 @@ def ack(
 ) -> bool:
     """Record an update with the groups it trained, and publish its policy version, in one transaction.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        held: The groups that the update was trained on.
-        update: The update; a replay has the same id.
-        policy: The version that the update made, if it is to be served.
-        refused: Groups that were not trained, with the reason; they are dropped.
-        trained: The sessions that were trained, with the advantages of their turns.
-        state: What the batch left in the trainer that no checkpoint holds, as `processes.keep_state` takes it.
-
-    Returns:
-        False if this trainer has committed the same update before; then nothing is written.
+    Return False, and write nothing, if this trainer has recorded an update with this id before. Groups in `refused`
+    were not trained, for these reasons, and are dropped. `trained` has the sessions that were trained, with the
+    advantages of their turns. `state` is what the batch left that no checkpoint holds, as `processes.keep_state`
+    takes it.
 
     Raises:
         LeaseLost: another trainer has claimed one of the groups.

@@ -104,17 +104,10 @@ def add(
 ) -> Feedback:
     """Store feedback in place of an earlier one of the same target, kind and name; return what is in force.
 
-    A demonstration's sessions are stored in the same transaction, so none is left of feedback that is refused. The same
-    demonstration again keeps its sessions, which may have been trained.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        given: The feedback.
-        reward: Its value in the reward ledger; None writes no reward.
-        group: A demonstration's sessions.
-        idempotency_key: A replay with the same key and session writes nothing.
-        body_digest: Digest of the request's body, as for rewards.
-        retrain: Whether a trained session becomes ready again, to be trained with the new reward.
+    A demonstration's sessions, the group, are stored in the same transaction, so none is left of feedback that is
+    refused. The same demonstration again keeps its sessions, which may have been trained. A replay with the same key
+    and session writes nothing, and None as the reward writes no reward. With `retrain` a trained session becomes
+    ready again.
 
     Raises:
         NotFound: no such session, or no such turn.

@@ -48,17 +48,10 @@ def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bo
 def copy_turns(
     conn: sa.Connection, session: Session, root_id: str | None, turn_ids: Sequence[str]
 ) -> tuple[Session, int]:
-    """Create the new session if it is not stored, and copy the first of these turns, each once.
+    """Create the new session if it is not stored, and copy the first of these turns, each once; return it and how many.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        session: The new session.
-        root_id: The first turn of the path; None if the path is empty. A session that exists and holds no copy of it
-            is another one, and stays as it is.
-        turn_ids: The next turns of the path, `SLICE_TURNS` at most.
-
-    Returns:
-        The stored session, and how many of the turns are copied.
+    A session that exists and holds no copy of the path's first turn, `root_id`, is another one, and stays as it is.
+    At most `SLICE_TURNS` turns are given.
 
     Raises:
         NotFound: a turn was deleted.

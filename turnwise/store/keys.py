@@ -88,15 +88,8 @@ def create_key(
 ) -> tuple[str, str]:
     """Create a key; return its id and the whole key, which cannot be read again.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        tenant: The key's tenant.
-        role: What the key may do.
-        name: For people.
-        expires_at: When it expires; None for never.
-        token_budget: Tokens that its calls may take; None for any number.
-        key: The whole key as an operator chose it; None for a random one.
-        policy: The name of the tenant's policy that its sessions sample with.
+    An operator may choose the whole key, which is random otherwise. Its sessions sample with the tenant's policy of
+    this name. Without `expires_at` it never expires, and without `token_budget` it has no limit.
 
     Raises:
         NotFound: the tenant has no policy of this name.

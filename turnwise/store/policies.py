@@ -120,19 +120,11 @@ def create_policy(
     adapter: str | None = None,
     max_policies: int | None = None,
 ) -> tuple[Policy, bool]:
-    """Create a policy; a repeated creation with the same base or adapter changes nothing.
+    """Create a policy; a repeated creation with the same base or adapter changes nothing. Return whether it is new too.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        tenant: Its owner.
-        name: Its name, unique within the tenant.
-        base: What it starts from as people write it: `POLICY@VERSION`, or `POLICY` for its served adapter, or without
-            one for what the policy itself started from. Version 0 is the engine's own model.
-        adapter: The directory of an adapter that it starts from instead, and that becomes its first version.
-        max_policies: How many policies the tenant may have, without archived ones; None for any number.
-
-    Returns:
-        The policy, and whether this call created it.
+    `base` is what it starts from as people write it: `POLICY@VERSION`, or `POLICY` for its served adapter, or without
+    one for what the policy itself started from. Version 0 is the engine's own model. The adapter in a directory takes
+    the place of the base, and becomes the first version. Archived policies do not count for `max_policies`.
 
     Raises:
         InvalidRequest: the name is not usable, or the base is no adapter.

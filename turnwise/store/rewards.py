@@ -41,17 +41,11 @@ def add_rewards(
     body_digest: bytes = b"",
     retrain: bool = False,
 ) -> list[int]:
-    """Append all reward lines in one transaction.
+    """Append all reward lines of one tenant; return the number of turns that each line applies to.
 
-    Args:
-        conn: A transaction of `Database.write`.
-        lines: Lines of one tenant. A line with a turn id may have an empty session id.
-        idempotency_key: A replay with the same key and sessions gets the first answer and writes nothing.
-        body_digest: Digest of the request's body; it distinguishes a replay from another body with the same key.
-        retrain: Whether trained groups become ready again, to be trained with the new rewards.
-
-    Returns:
-        The number of turns that each line applies to.
+    A line with a turn id may have an empty session id. A replay with the same idempotency key and sessions gets the
+    first answer and writes nothing; `body_digest` distinguishes it from another body with the same key. With
+    `retrain` trained groups become ready again, to be trained with the new rewards.
 
     Raises:
         NotFound: an unknown session, turn or step.

@@ -137,14 +137,9 @@ class RowFormat(Generic[R]):
         free_text: tuple[str, ...] = (),
         encode_document: Convert = dump,
     ) -> None:
-        """Determine the conversions.
+        """Determine the conversions from a record's fields, which are the names of the table's columns.
 
-        Args:
-            record: The record's dataclass.
-            table: The table; its columns have the names of the record's fields.
-            joined: Fields from another table, which a row has too.
-            free_text: Columns with text from an engine or a client.
-            encode_document: How `row` encodes lists and objects.
+        `joined` are fields from another table, which a row has too; `free_text` has text from an engine or a client.
         """
         self._record = record
         kinds = typing.get_type_hints(record)

@@ -139,14 +139,9 @@ def activate_version(
 ) -> PolicyVersion:
     """Record that engines serve this version now, and retire its policy's previous one, or make it the hold-out.
 
-    A hold-out stays until a version is served that is not newer. A version that failed while engines loaded it stays
-    failed.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        version: The version.
-        reload_seconds: How long engines were paused.
-        holdout_share: Share of new sessions that stays on the previous version if there is no hold-out; 0 for none.
+    A hold-out stays until a version is served that is not newer; without one, the previous version keeps this share
+    of new sessions. A version that failed while engines loaded it stays failed. `reload_seconds` is how long engines
+    paused.
 
     Raises:
         NotFound: no such version.

@@ -45,10 +45,7 @@ _GROUPING = frozenset({"group_id", "group_size", "split"})
 
 
 def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
-    """Create a session and add it to its group; idempotent by tenant and session id.
-
-    Returns:
-        The stored session, and whether this call created it.
+    """Create a session and add it to its group, once for its tenant and id; return it and whether it is new.
 
     Raises:
         Conflict: its group is complete, has another size, or is the group of a single session.

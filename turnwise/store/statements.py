@@ -63,11 +63,7 @@ def _sequence_of(key: sa.Column[int]) -> sa.Function[Any]:
 def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Run a statement of the hot path directly on the driver, because SQLAlchemy would take longer than the database.
 
-    Returns:
-        Its rows; none for a statement without any.
-
-    Raises:
-        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
+    Its errors are those that SQLAlchemy would raise.
     """
     with _translated(conn, sql):  # SQLite's driver computes the later rows as they are read
         cursor: Any = conn.connection.dbapi_connection.execute(sql, values)  # type: ignore[union-attr]
@@ -104,15 +100,11 @@ def fetch_rows(
     *,
     lock: bool = False,
 ) -> list[tuple[Any, ...]]:
-    """Return columns of the rows with these keys; this is the hot path.
+    """Return columns, as SQL expressions, of the rows with these keys; this is the hot path.
 
-    Args:
-        conn: A transaction.
-        table: The table to read.
-        columns: SQL expressions of its columns.
-        keys: The columns of the key, each with its value in every wanted row. PostgreSQL also returns rows that
-            combine the values in another way.
-        lock: Lock the rows until the transaction ends, in the order of the primary key.
+    `keys` are the columns of the key, each with its value in every wanted row; PostgreSQL also returns rows that
+    combine the values in another way. `lock` locks the rows until the transaction ends, in the order of the primary
+    key.
     """
     selected = f"SELECT {', '.join(columns)} FROM"
     if conn.dialect.name == "postgresql":

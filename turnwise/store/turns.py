@@ -280,18 +280,14 @@ def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:
 def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     """Store turns of many sessions, each exactly once by its turn id and by its session and request key.
 
-    A turn of a session that is over is stored as untrainable with the reason `session_ended`.
-
-    Args:
-        conn: A transaction of `Database.write`.
-        batch: Turns in order of arrival, parents before children. Place, chain, digest and changed outcomes are set.
-            A row may have the instant `session_created_at` of the session that its call had found.
-
-    Returns:
-        Whether each turn was added; a replay was not, and `find_turn` returns the turn that is stored.
+    Return for each turn whether it was added; `find_turn` returns what a replay finds. Parents come before children,
+    and place, chain, digest and changed outcomes are set. A row may have the instant `session_created_at` of the
+    session that its call had found. A turn of a session that is over is stored as untrainable with the reason
+    `session_ended`.
 
     Raises:
-        NotFound: a session or a parent is not stored, or the session was deleted and there is another one of its name.
+        NotFound: a session or a parent is not stored, or the session was deleted and there is another one of its
+        name.
         Conflict: another session has a turn with this id.
     """
     locked = lock_sessions(conn, set(map(_session_of, batch)))

@@ -137,11 +137,8 @@ SamplingCheck = Generator[Json, Json, tuple[Json | None, Requirement]]
 def check_sampling_defaults(model: str, configured: Json) -> SamplingCheck:
     """Find the sampling parameters that the engine uses where a request sets none.
 
-    A call without parameters is compared with one that sets neutral values, and then with one that sets `configured`.
-
-    Args:
-        model: the name that the engine serves.
-        configured: what `generation_config.json` sets; empty if it is not known.
+    A call without parameters is compared with one that sets neutral values, and then with one that sets `configured`:
+    what `generation_config.json` sets, empty if it is not known.
     """
     neutral = _alternatives((yield _sampling_call(model, NEUTRAL)))
     unset = _alternatives((yield _sampling_call(model, {})))

@@ -28,11 +28,8 @@ TIMEOUT_SECONDS = 300.0
 class LogprobChecker:
     """Recomputes the logprobs of turns on one engine.
 
-    Args:
-        engine_url: The engine.
-        tolerance: Largest difference of logprobs, in nats, that is no mismatch.
-        version_distance: Turns are checked whose policy version is at most this far from the engine's.
-        options: Further options of the `httpx2.Client`.
+    `tolerance` is the largest difference, in nats, that is no mismatch. Turns are checked whose policy version is at
+    most `version_distance` from the engine's.
 
     Raises:
         EngineUnavailable: the engine does not answer.

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 class ServedLogprobs:
     """Compares logprobs with those that the proxy's engine computes under the served version; needs an admin key.
 
-    Args:
-        client: The proxy.
-        tolerance: Largest difference of logprobs, in nats, that is no mismatch.
-        version_distance: Turns are compared whose policy version is at most this far from the served one.
+    The arguments are those of `LogprobChecker`.
     """
 
     def __init__(self, client: Client, *, tolerance: float, version_distance: int) -> None:
@@ -66,16 +63,7 @@ def verify_served(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> Verification:
-    """Check sessions that a proxy returns.
-
-    Args:
-        client: The proxy.
-        sessions: Their JSON.
-        checker: What recomputes logprobs; None leaves them out.
-        share: Share of the trainable turns whose logprobs are recomputed.
-        seed: Chooses them.
-        progress: Called after each session with the number of checked sessions and of all.
-    """
+    """Check sessions that a proxy returns; the arguments are those of `turnwise.verify.store.verify`."""
     report, draw = Verification(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
     report.checked["sessions"] = 0
     instants = ((each["version"], each["activated_at"]) for each in client.policies())

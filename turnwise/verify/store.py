@@ -35,13 +35,8 @@ def verify(
 ) -> Verification:
     """Check what a database holds.
 
-    Args:
-        database: The database.
-        wanted: Which sessions.
-        checker: What recomputes logprobs; None leaves them out. It is closed.
-        share: Share of the trainable turns whose logprobs are recomputed.
-        seed: Chooses them.
-        progress: Called after each session with the number of checked sessions and of all.
+    The checker recomputes the logprobs of a share of the trainable turns, chosen by the seed, and is closed; None
+    leaves them out. `progress` is called after each session with the number of checked sessions and of all.
 
     Raises:
         EngineUnavailable: the engine does not answer.

@@ -47,17 +47,11 @@ class AgentWorkflowEngine:
     ) -> None:
         """Store the parts of a run.
 
-        Args:
-            workflow_cls: class of the workflow.
-            workflow_args: arguments of each workflow object, in addition to engine and executor.
-            rollout_engine: engine that samples replies: any object with rLLM's `get_model_response`. Its other
-            methods
-                (`begin_run`, `end_run`, `wake_up`, `sleep`) are called where it has them.
-            config: verl's configuration with `data` and `rllm`; required only for verl batches.
-            n_parallel_tasks: number of concurrent runs, and of threads for their blocking calls.
-            retry_limit: maximum number of attempts at a run that ends in an error.
-            raise_on_error: whether a run that fails on every attempt ends the batch.
-            kwargs: kept for subclasses.
+        The workflow objects get `workflow_args`, engine and executor. The engine samples replies: any object with
+        rLLM's `get_model_response`, whose methods `begin_run`, `end_run`, `wake_up` and `sleep` are called where it
+        has them. Only verl batches need `config`, verl's configuration with `data` and `rllm`. `n_parallel_tasks`
+        runs, and as many threads for their blocking calls, are active at a time. A run that ends in an error has
+        `retry_limit` attempts; with `raise_on_error` the last one ends the batch. Other arguments are for subclasses.
         """
         self.workflow_cls = workflow_cls
         self.workflow_args = workflow_args or {}

@@ -58,14 +58,10 @@ class ModelWrapper:
         generate_kwargs: Json | None = None,
         session: wire.SessionFields | None = None,
     ) -> None:
-        """Use a new session, which starts with the first call or with `open`.
+        """Use a new session with these fields, which starts with the first call or with `open`.
 
-        Args:
-            client: client of the proxy, or the proxy's base URL; clones share it.
-            model: the served model's name; None reads it from the proxy.
-            enable_history: whether experiences may be extracted. The ledger stores them in any case.
-            generate_kwargs: default parameters of `chat` and `generate`.
-            session: fields of new sessions.
+        Clones share the client, which may be given by the proxy's base URL. Without `model` its name is read from the
+        proxy. Experiences may be extracted only with `enable_history`, but the ledger stores them in any case.
         """
         self.client = Client(client) if isinstance(client, str) else client
         self._model = model

@@ -87,14 +87,10 @@ class SessionRolloutEngine(RolloutEngine):
         val_sampling_params: Json | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        """Use a client, or create one for this base URL.
+        """Use a client, which all runs share, or create one for this base URL.
 
-        Args:
-            client: client of the proxy; all runs share it.
-            model: the served model's name; None reads it from the proxy.
-            sampling_params: default parameters of all calls.
-            val_sampling_params: default parameters if `validate` is on.
-            pad_token_id: padding of verl's batches.
+        Without `model` its name is read from the proxy. Calls have `sampling_params` by default, or
+        `val_sampling_params` if `validate` is on.
         """
         self.client = AsyncClient(client) if isinstance(client, str) else client
         self.model = model

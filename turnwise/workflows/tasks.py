@@ -190,16 +190,10 @@ class WorkflowRunner:
         *,
         collect_partial_runs: bool = True,
     ) -> tuple[Status, list[Experience]]:
-        """Run a task `repeat_times` times; run numbers start at `run_id_base`.
+        """Run a task `repeat_times` times; return the status and the experiences of the completed runs.
 
-        Args:
-            task: the task.
-            repeat_times: number of runs.
-            run_id_base: number of the first run; the runs of a task may be split over several calls.
-            collect_partial_runs: whether runs after a failed one still count.
-
-        Returns:
-            The status, and the experiences of the completed runs; no experiences for an evaluation.
+        An evaluation has no experiences. Run numbers start at `run_id_base`, so the runs of a task may be split over
+        several calls. Runs after a failed one still count with `collect_partial_runs`.
         """
         numbers = range(run_id_base, run_id_base + repeat_times)
         runs = await self._runs(task, numbers, collect_partial_runs=collect_partial_runs)

@@ -22,14 +22,10 @@ from turnwise.workflows.rows import VerlRow, is_kept, rows_of, task_of
 
 
 def to_data_proto(episodes: Sequence[Episode], task_ids: Sequence[str], config: Any, pad_token_id: int) -> DataProto:
-    """Return the rows of all episodes as one batch.
+    """Return the rows of all episodes as one batch, in the order of the verl batch, whose tasks have these ids.
 
-    Args:
-        episodes: episodes in the order of the verl batch.
-        task_ids: the task id of each episode.
-        config: verl's configuration with `data.max_prompt_length`, `data.max_response_length`,
-            `rllm.stepwise_advantage` and `rllm.compact_filtering`.
-        pad_token_id: padding of rows; masks are computed from lengths, so the token may occur in text.
+    Of verl's configuration `data.max_prompt_length`, `data.max_response_length`, `rllm.stepwise_advantage` and
+    `rllm.compact_filtering` are read. Masks are computed from lengths, so the padding token may occur in text.
 
     Raises:
         InvalidRequest: no episode has a captured token.

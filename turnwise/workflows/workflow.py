@@ -98,12 +98,9 @@ class Workflow(ABC):
     ) -> None:
         """Store the parts of a run; other arguments are for subclasses.
 
-        Args:
-            rollout_engine: engine that samples replies.
-            executor: executor for blocking calls of environments and tools.
-            timeout: maximum seconds of one run.
-            gamma: discount of step returns; 0 disables it.
-            reward_bonus_coeff: weight of each step's improvement over the previous step; 0 disables it.
+        Blocking calls of environments and tools run in the executor, and a run takes at most `timeout` seconds.
+        `gamma` is the discount of step returns, and `reward_bonus_coeff` the weight of a step's improvement over the
+        previous step; 0 disables each.
         """
         self.rollout_engine = rollout_engine
         self.executor = executor
