@@ -43,6 +43,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What Python raises where a value from outside has another shape than the code that reads it expects."""
+
 
 class TurnwiseError(Exception):
     """Base class of all errors that Turnwise raises on purpose."""

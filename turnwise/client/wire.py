@@ -6,6 +6,7 @@ sleep, so the rules for paths, retries and errors are written once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -210,21 +211,23 @@ def reward_line(
     Raises:
         InvalidRequest: neither a session nor a turn is given, or the value is not a finite number.
     """
-    _check_finite(value)
+    value = _finite(value)
     if session_id is None and turn_id is None:
         raise errors.InvalidRequest("a reward needs a target: give session_id or turn_id", param="session_id")
     fields = {"turn_id": turn_id} if turn_id else {"session_id": session_id}
-    return {**fields, **given({"step": step, "name": name, "source": source}), "value": float(value)}
+    return {**fields, **given({"step": step, "name": name, "source": source}), "value": value}
 
 
 def end_session(session_id: str, reason: str | None, reward: float | None) -> ApiCall:
-    _check_finite(reward)
-    return write(session_path(session_id, "/end"), given({"termination_reason": reason, "reward": reward}))
+    value = None if reward is None else _finite(reward)
+    return write(session_path(session_id, "/end"), given({"termination_reason": reason, "reward": value}))
 
 
-def _check_finite(value: float | None) -> None:
-    if value is not None and not math.isfinite(value):
-        raise errors.InvalidRequest(f"a reward is a finite number, not {value!r}; leave it out", param="value")
+def _finite(value: float) -> float:
+    with contextlib.suppress(OverflowError):  # an integer of hundreds of digits
+        if math.isfinite(value):
+            return float(value)
+    raise errors.InvalidRequest(f"a reward is a finite number, not {value!r:.40}; leave it out", param="value")
 
 
 def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> ApiCall:

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from turnwise.errors import GraderFailed, SettingsError
-from turnwise.rewards.grader import Grade
+from turnwise.errors import MALFORMED, GraderFailed, SettingsError
+from turnwise.rewards.grader import Grade, finite
 from turnwise.types import Json
 
 
@@ -44,8 +44,8 @@ def read_outcomes(path: Path) -> dict[str, float]:
         if line.strip():
             try:
                 outcome = json.loads(line)
-                found[str(outcome["session_id"])] = float(outcome["reward"])
-            except (ValueError, KeyError, TypeError) as error:
+                found[str(outcome["session_id"])] = finite(float(outcome["reward"]))
+            except (GraderFailed, *MALFORMED) as error:
                 raise SettingsError(
                     f'{path}:{number} is no known outcome; write {{"session_id": "…", "reward": 1}}'
                 ) from error

@@ -7,7 +7,9 @@ policy anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import GraderFailed
+from turnwise.errors import MALFORMED, GraderFailed
 from turnwise.processes.limited import run_limited
 from turnwise.types import Json
 
@@ -66,26 +68,34 @@ def as_rewards(value: Any) -> list[Grade]:
     Raises:
         GraderFailed: it is none of these.
     """
+    value = plain(value)
     if value is None:
         return []
     if isinstance(value, bool | int | float):
-        return [Grade(finite(float(value)))]
-    if isinstance(value, dict):
+        return [Grade(finite(value))]
+    if isinstance(value, Mapping):
         return [_from_object(value)]
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        return [reward for each in value for reward in as_rewards(each)]
-    raise GraderFailed(f"it returned {value!r}; return a number, a dict with `value`, a list of these, or None")
+        return [reward for each in itertools.islice(value, MAX_LINES) for reward in as_rewards(each)]
+    raise GraderFailed(f"it returned {value!r:.200}; return a number, a dict with `value`, a list of these, or None")
+
+
+def plain(value: Any) -> Any:
+    """Return the Python value of a number or boolean of NumPy or PyTorch, and other values as they are."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def finite(value: float) -> float:
-    """Return the value.
+    """Return the value as a float.
 
     Raises:
-        GraderFailed: it is NaN or infinite.
+        GraderFailed: it is NaN or infinite, or too large for a float.
     """
-    if not math.isfinite(value):
-        raise GraderFailed(f"its reward is {value!r}; a reward is a finite number")
-    return value
+    with contextlib.suppress(OverflowError):
+        if math.isfinite(value):
+            return float(value)
+    shown = value if isinstance(value, float) else "an integer of too many digits"
+    raise GraderFailed(f"its reward is {shown!r}; a reward is a finite number")
 
 
 def _check_success(exit_status: int) -> None:
@@ -106,20 +116,35 @@ def _from_lines(lines: list[str]) -> list[Grade]:
     rewards = []
     for line in lines:
         try:
-            rewards.append(_from_object(json.loads(line)))
-        except ValueError as error:
+            given = json.loads(line)
+        except MALFORMED as error:
             raise GraderFailed(f"its line {line[:200]!r} is not JSON: {error}") from error
+        rewards.append(_from_object(given))
     return rewards
 
 
-def _from_object(given: Json) -> Grade:
-    strangers = [key for key in given if key not in _KEYS]
-    if strangers:
-        raise GraderFailed(f"a reward has no field {strangers[0]!r}; it has {', '.join(_KEYS)}")
-    value = given.get("value")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise GraderFailed(f"a reward's `value` is {value!r}; give a number")
-    return Grade(**{**given, "value": finite(float(value))})
+def _from_object(given: Mapping[str, Any]) -> Grade:
+    fields = {key: plain(value) for key, value in given.items()}
+    for key, value in fields.items():
+        if key not in _KEYS:
+            raise GraderFailed(f"a reward has no field {key!r:.80}; it has {', '.join(_KEYS)}")
+        if key == "value":
+            continue
+        if value is not None and not (_is_number(value, int) if key == "step" else _is_text(value)):
+            raise GraderFailed(f"a reward's `{key}` is {value!r:.80}; give {'an integer' if key == 'step' else 'text'}")
+    value = fields.get("value")
+    if not _is_number(value, int | float):
+        raise GraderFailed(f"a reward's `value` is {value!r:.80}; give a number")
+    return Grade(**{**fields, "value": finite(value)})
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is text that can be sent: Python's strings may hold half of a surrogate pair."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +161,7 @@ class CommandGrader:
             environment=environment,
             log=log,
             timeout_seconds=self.timeout_seconds,
-            stdin=json.dumps(document, ensure_ascii=False).encode(),
+            stdin=json.dumps(document, ensure_ascii=False).encode(errors="backslashreplace"),
             capture=True,
         )
         if ended.timed_out:

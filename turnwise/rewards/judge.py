@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 
-from turnwise.errors import GraderFailed
+from turnwise.errors import MALFORMED, GraderFailed
 from turnwise.files import append_lines, read_objects
 from turnwise.rewards.grader import Grade, finite
 from turnwise.rewards.settings import RewardSettings
@@ -76,7 +76,7 @@ class Judge:
         await self._http.aclose()
 
     async def _vote(self, documents: Sequence[Json], vote: int) -> list[float]:
-        text = prompt(self._rubric, documents)
+        text = prompt(self._rubric, documents).encode(errors="replace").decode()
         is_repeated = vote > 0 and len(documents) == 1
         name = blake2b("\0".join((*self._identity, str(vote), text)).encode(), digest_size=16).hexdigest()
         answer = self._cache.get(name)
@@ -102,8 +102,8 @@ class Judge:
                 "max_tokens": MAX_REPLY_TOKENS,
             }
             answer = (await self._http.post(f"{url}/chat/completions", json=body)).raise_for_status()
-            return str(answer.json()["choices"][0]["message"]["content"] or "")
-        except (httpx2.HTTPError, ValueError, KeyError, IndexError) as error:
+            return text_of(answer.json()["choices"][0]["message"]["content"])
+        except (httpx2.HTTPError, *MALFORMED) as error:
             raise GraderFailed(
                 f"the judge at {self._url or self._proxy} failed: {type(error).__name__}: {error}"
             ) from error
@@ -163,8 +163,10 @@ def read_scores(answer: str, count: int) -> list[float]:
     for found in _OBJECT.findall(answer):
         try:
             given: Any = json.loads(found)
-            scores[int(given.get("number", 1))] = finite(float(given["score"]))
-        except (ValueError, TypeError, KeyError):
+            number, score = given.get("number", 1), given["score"]
+            if not isinstance(number, bool) and not isinstance(score, bool):
+                scores[int(number)] = finite(float(score))
+        except (GraderFailed, *MALFORMED):
             continue
     missing = [number for number in range(1, count + 1) if not 0 <= scores.get(number, -1) <= MAX_SCORE]
     if missing:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.client import AsyncClient
-from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, ProxyUnavailable, TooLarge
+from turnwise.errors import MALFORMED, Conflict, GraderFailed, InvalidRequest, NotFound, ProxyUnavailable, TooLarge
 from turnwise.files import append_lines, read_objects
 from turnwise.rewards import transcript
 from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
@@ -193,9 +193,9 @@ class Poster:
             try:
                 async with asyncio.timeout(self._settings.timeout * max(self._settings.votes, 1) + 5.0):
                     return await self._source.decide(documents)
-            except (GraderFailed, TimeoutError) as error:
+            except (GraderFailed, TimeoutError, *MALFORMED) as error:
                 if attempt == self._settings.attempts:
-                    raise GraderFailed(str(error) or "no verdict within the time limit") from error
+                    raise GraderFailed(_reason(error)) from error
                 self.counts.num_retries += 1
                 await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("an attempt returns or raises")
@@ -255,6 +255,12 @@ async def post_once(client: AsyncClient, session_id: str, lines: Sequence[Json],
         if (await client.session(session_id))["reward"] is None:
             raise
         return []
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no verdict within the time limit"
+    return str(error) if isinstance(error, GraderFailed) else f"{type(error).__name__}: {error}"
 
 
 def _named(reward: Grade, name: str) -> Grade:

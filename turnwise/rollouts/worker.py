@@ -18,6 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+MAX_ANSWER_CHARS = 16 * 2**20
+"""The parent reads lines of at most 64 MiB."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -97,16 +100,36 @@ def serve(function: Any, request: dict[str, Any], answers: Answers, loop: asynci
         value = function(request["task"], Run(**request["run"]))
         if inspect.isawaitable(value):
             value = asyncio.run_coroutine_threadsafe(_awaited(value), loop).result()
-        json.dumps(value)
-        answer = {"id": request["id"], "value": value}
-    except Exception as error:  # noqa: BLE001  the agent is anybody's code; its failure is the run's result
-        answer = {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+        answer = {"id": request["id"], "value": json.loads(_json(value))}
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the agent is anybody's code; the run has its failure
+        answer = {"id": request["id"], "error": f"{type(error).__name__}: {error}"[:MAX_ANSWER_CHARS]}
     with contextlib.suppress(BrokenPipeError):
         answers.write(answer)
 
 
 async def _awaited(value: Any) -> Any:
-    return await value
+    try:
+        return await value
+    except SystemExit as error:  # it would end the loop of all runs
+        raise RuntimeError(f"SystemExit: {error}") from error
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON, also numbers, booleans and arrays of NumPy and PyTorch.
+
+    Raises:
+        TypeError, ValueError: it is no JSON value, or too long for an answer.
+    """
+    text = json.dumps(value, default=_plain)
+    if len(text) > MAX_ANSWER_CHARS:
+        raise ValueError(f"it returned {len(text)} characters of JSON; at most {MAX_ANSWER_CHARS} are taken")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"it returned {value!r:.200}, which is no JSON value")
+    return value.tolist()
 
 
 if __name__ == "__main__":

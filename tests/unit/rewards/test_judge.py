@@ -13,7 +13,15 @@ def test_scores_are_read_by_number_with_other_text_around_them():
     assert read_scores(answer, 2) == [8.5, 3.0]
 
 
-@pytest.mark.parametrize("answer", ["", "7 of 10", '{"number": 2, "score": 5}', '{"number": 1, "score": 11}'])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("", "7 of 10", '{"number": 2, "score": 5}', '{"number": 1, "score": 11}'),
+        *('{"score": true}', '{"number": true, "score": 5}', '{"score": Infinity}', '{"score": NaN}'),
+        *('{"number": Infinity, "score": 5}', '{"score": [5]}', '{"score": null}'),
+        *(f'{{"score": {"7" * 400}}}', f'{{"score": {"[" * 100_000}}}'),
+    ],
+)
 def test_an_answer_without_a_score_for_every_conversation_is_not_a_verdict(answer):
     with pytest.raises(GraderFailed, match="conversation 1"):
         read_scores(answer, 1)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from turnwise.errors import GraderFailed
 from turnwise.rewards.grader import Grade, as_rewards, read_verdict
@@ -34,11 +36,38 @@ def test_a_grader_answers_with_its_status_a_number_or_lines(output, status, rewa
         (b'{"value": "high"}', 0, "'high'"),
         (b'{"value": true}', 0, "True"),
         (b'{"reward": 1}', 0, "'reward'"),
+        (b'{"value": ' + b"7" * 400 + b"}", 0, "finite"),
+        (b"7" * 400, 0, "finite"),
+        (b'{"value": 1e400}', 0, "finite"),
+        (b'{"value": Infinity}', 0, "finite"),
+        (b'{"value": 1, "step": ' + b"[" * 100_000 + b"}", 0, "not JSON"),
+        (b'{"value": 1, "step": 1.5}', 0, "step.*1.5"),
+        (b'{"value": 1, "step": true}', 0, "step.*True"),
+        (b'{"value": 1, "turn_id": ["t"]}', 0, "turn_id"),
+        (b'{"value": 1, "session_id": {}}', 0, "session_id"),
+        (b'{"value": 1, "name": "\\ud83d"}', 0, "name"),  # half of a surrogate pair cannot be sent
     ],
 )
 def test_a_broken_grader_gives_no_reward(output, status, named):
     with pytest.raises(GraderFailed, match=named):
         read_verdict(output, status)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)])
+def test_numbers_of_numpy_and_pytorch_are_numbers(number):
+    assert as_rewards(number) == as_rewards([number]) == as_rewards({"value": number}) == [Grade(0.5)]
+
+
+def test_booleans_and_integers_of_numpy_are_truth_values_and_numbers():
+    assert as_rewards(np.bool_(True)) == as_rewards(np.True_ & np.True_) == as_rewards(np.int64(1)) == [Grade(1.0)]
+    assert as_rewards(np.array([0.5, 0.25])) == [Grade(0.5), Grade(0.25)]
+    assert as_rewards({"value": np.int32(1), "step": np.int64(2)}) == [Grade(1.0, step=2)]
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), np.float32("inf"), {"value": 10**400}, 1j, "1"])
+def test_what_is_no_finite_number_is_no_reward(value):
+    with pytest.raises(GraderFailed):
+        as_rewards(value)
 
 
 def test_a_function_may_return_a_number_a_mapping_or_a_list():
