@@ -34,7 +34,7 @@ class DPO(Algorithm):
         beta: float = Field(default=0.1, gt=0)
         """DPO's β."""
         reference: Literal["base", "behaviour"] = "base"
-        """The reference policy: the base model, or the policy that sampled."""
+        """The reference policy: what the policy started from, the base model or an adapter, or the one that sampled."""
         pairs: Literal["best_worst", "all"] = "best_worst"
         """One pair a group, its best and its worst session, or every two sessions of different reward."""
 

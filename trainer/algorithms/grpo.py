@@ -57,8 +57,8 @@ class PolicyGradient(Weighed):
         entropy_coef: float = 0.0
         """Weight of the entropy bonus."""
         kl_coef: float = Field(default=0.0, ge=0)
-        """Weight of the KL to the base model. Above 0, full training holds the base model in memory beside the policy;
-        LoRA uses its own base."""
+        """Weight of the KL to what the policy started from. Above 0, full training holds the base model in memory
+        beside the policy; LoRA uses its own base, or the adapter that it started from."""
         kl_in: Literal["loss", "reward"] = "loss"
         """Add the KL to the loss, or subtract it from the advantages: from each token, the KL of all later ones."""
 
@@ -235,7 +235,7 @@ class GDPO(GRPO):
     """GDPO: Σ_n w_n GRPO(reward n), normalised over the batch. Liu et al. 2026 (arXiv:2601.05242).
 
     Each named reward is compared apart: summed first, those of small spread would vanish beside those of large spread.
-    Sessions only; step rewards count towards their session's.
+    Sessions only; step rewards count towards their session's. A session without one of the names is not compared by it.
     """
 
     name = "gdpo"
@@ -255,10 +255,11 @@ class GDPO(GRPO):
         rewards = [rewards_by_name(first[member]) for member in sessions]
         total = np.zeros(len(sessions))
         for name in sorted({name for one in rewards for name in one}):
-            values = np.array([one.get(name, 0.0) for one in rewards], np.float64)
-            buckets = [bucket_for(first[member], f"reward {name}", offer.kind_pattern) for member in sessions]
+            having = [(n, member) for member, n in sessions.items() if name in rewards[n]]
+            values = np.array([rewards[n][name] for n, _ in having], np.float64)
+            buckets = [bucket_for(first[member], f"reward {name}", offer.kind_pattern) for _, member in having]
             weight = self.settings.reward_weights.get(name, 1.0)
-            total += weight * by_bucket(values, buckets, self.centre, past, is_scaled=True)
+            total[[n for n, _ in having]] += weight * by_bucket(values, buckets, self.centre, past, is_scaled=True)
         advantages = whiten(total)
         return [
             np.full(len(one.turn_ids), advantages[sessions[member]])

@@ -22,6 +22,7 @@ from trainer.batch.forest import Forest
 from trainer.batch.ratios import Gauges, TrainedTokens
 from trainer.model.critic import Critic
 from trainer.model.inputs import RowInputs, ahead, on_device
+from trainer.model.loading import Adapter
 from trainer.model.memory import MemoryLimits, OutOfMemory
 from trainer.model.model import Policy
 from trainer.parallel import World
@@ -52,6 +53,8 @@ class PolicyAgent:
         self.critic = critic
         self.algorithm: Algorithm = rule.algorithm
         self._reference = reference
+        self.start: Adapter | None = None
+        """The adapter that the policy started from, as the reference; None for the base model."""
         self.world = World()
         self._gauge_names = try_algorithm(self.algorithm)
         self._memory = MemoryLimits()
@@ -170,6 +173,12 @@ class PolicyAgent:
         highest, size = int(experience.tokens.max(initial=0)), self.policy.num_ids
         if highest >= size:
             return f"other_model: token {highest} is not in the vocabulary of {size}: train the model that was served"
+        positions = self.policy.num_positions
+        if positions is not None and len(experience.tokens) > positions:
+            return (
+                f"beyond_positions: a chain has {len(experience.tokens)} tokens, and the model {positions} positions: "
+                f"train the model that was served, or set max_chain_tokens={positions}"
+            )
         replay = self.policy.replay
         reason = None if replay is None else replay.refusal(experience)
         return None if reason is None else f"{reason}: train the model that was served, or set router_replay=false"
@@ -319,7 +328,7 @@ class PolicyAgent:
 
     def _reference_logprobs(self, inputs: RowInputs) -> Tensor:
         if self.policy.spec.kind is PolicyKind.LORA:
-            with self.policy.as_reference():
+            with self.policy.as_reference(self.start):
                 return self.policy.logprobs(inputs)[0]
         assert self._reference is not None, "the loss needs a reference and none was built"
         with torch.no_grad():

@@ -56,6 +56,9 @@ from turnwise.version_directory import ADAPTER_CONFIG, read_json, why_not_plain
 
 log = logging.getLogger(__name__)
 
+STRETCHED_ROPE = ("linear", "dynamic", "yarn")
+"""Rotary embeddings whose factor may come on top of `max_position_embeddings`."""
+
 
 class Policy:
     """A causal LM that gives logprobs of packed rows.
@@ -158,6 +161,16 @@ class Policy:
     def config(self) -> Any:
         config = self._base.config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    @property
+    def num_positions(self) -> int | None:
+        """Tokens of the longest chain that the model has positions for, scaled as its configuration says; None: any."""
+        config = self.config
+        known = getattr(config, "max_position_embeddings", None)
+        scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        if not known or scaling.get("rope_type", scaling.get("type")) not in STRETCHED_ROPE:
+            return known
+        return max(known, int((scaling.get("original_max_position_embeddings") or known) * scaling.get("factor", 1)))
 
     @property
     def can_checkpoint(self) -> bool:
@@ -317,12 +330,21 @@ class Policy:
         return torch.log_softmax(output.logits[0].float(), dim=-1).cpu()
 
     @contextlib.contextmanager
-    def as_reference(self) -> Iterator[None]:
-        """Give the base model's logprobs inside the block, by leaving the adapter out."""
+    def as_reference(self, start: Adapter | None) -> Iterator[None]:
+        """Give the logprobs of what the policy started from inside the block: an adapter, or None for the base model."""
         if self.spec.kind is not PolicyKind.LORA:
             raise SettingsError("a policy that is trained whole needs a reference model of its own")
-        with torch.no_grad(), cast("Any", self.model).disable_adapter():
-            yield
+        if start is None:
+            with torch.no_grad(), cast("Any", self.model).disable_adapter():
+                yield
+            return
+        present = Adapter.in_place(self.model)
+        start.put()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            present.put()
 
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""

@@ -218,12 +218,18 @@ class States:
         state = self._new(seed)
         if self.first is None:
             return state
-        self._learner.policy.load_adapter(Path(self.first.path))
         return state.with_progress(policy_version=self.first.version, recent_versions=(self.first.version,))
 
     def _new(self, seed: int, *, with_weights: bool = True) -> State:
-        """Return the state of a new run: the base model, unless a saved state replaces it, and a fresh optimizer."""
+        """Return the state of a new run, unless a saved state replaces its weights, and a fresh optimizer.
+
+        A new run starts from the base model or from an adapter, which is the reference of the whole run.
+        """
         self._learner.load(seed, with_weights=with_weights)
+        if self.first is not None and (with_weights or self._learner.algorithm.needs_reference):
+            self._learner.policy.load_adapter(Path(self.first.path))
+            adapter = self._learner.policy.adapter
+            self._learner.start = None if adapter is None else adapter.copied()
         optimizer = self._new_optimizer(self._learner.policy.parameters())
         critic = self._learner.critic
         if critic is not None:

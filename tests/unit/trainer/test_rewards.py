@@ -51,6 +51,18 @@ def test_rewards_are_normalised_separately_by_hand():
     assert abs(summed[1] - summed[2]) > 1.7  # summed first, a hides b
 
 
+def test_a_session_without_a_named_reward_is_not_compared_by_that_name():
+    """Of a: 1, 0 and none; of b: 0, 0, 1. Left out, a gives ± 0.707107 and nothing to the third.
+
+    As a third 0 it would give the third the same as the second. Of b: mean 1/3, deviation 0.577350, so -0.577350 twice
+    and 1.154701. Sums 0.129757, -1.284457, 1.154701, squares 3.000008, deviation sqrt(1.5) = 1.224746 over the batch.
+    """
+    named_rewards = ({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}, {"b": 1.0})
+    group = [named(f"s{number}", rewards) for number, rewards in enumerate(named_rewards)]
+    advantages = [turns[0] for turns in assigned(group, "gdpo")]
+    np.testing.assert_allclose(advantages, [0.105946, -1.048755, 0.942809], atol=1e-4)
+
+
 def test_long_and_truncated_chains_are_not_trained_but_count_in_the_baseline():
     """Rewards 1, 0, 0: without the two that are left out, nothing would be left to compare the first with."""
     good = experience(session_id="good", reward=1.0)
