@@ -331,7 +331,7 @@ class Policy:
 
     @contextlib.contextmanager
     def as_reference(self, start: Adapter | None) -> Iterator[None]:
-        """Give the logprobs of what the policy started from inside the block: an adapter, or None for the base model."""
+        """Give the logprobs of what the policy started from in the block; None is the base model."""
         if self.spec.kind is not PolicyKind.LORA:
             raise SettingsError("a policy that is trained whole needs a reference model of its own")
         if start is None:
