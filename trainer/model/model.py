@@ -166,7 +166,7 @@ class Policy:
     def num_positions(self) -> int | None:
         """Tokens of the longest chain that the model has positions for, scaled as its configuration says; None: any."""
         config = self.config
-        known = getattr(config, "max_position_embeddings", None)
+        known: int | None = getattr(config, "max_position_embeddings", None)
         scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         if not known or scaling.get("rope_type", scaling.get("type")) not in STRETCHED_ROPE:
             return known

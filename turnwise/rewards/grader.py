@@ -135,6 +135,7 @@ def _from_object(given: Mapping[str, Any]) -> Grade:
     value = fields.get("value")
     if not _is_number(value, int | float):
         raise GraderFailed(f"a reward's `value` is {value!r:.80}; give a number")
+    assert value is not None, "it is a number"
     return Grade(**{**fields, "value": finite(value)})
 
 
