@@ -164,7 +164,7 @@ class Relay:
         )
         running.version_first = running.version_last = lane.sampled_version
         self._faults.point("before_engine")
-        headers = {"content-type": "application/json", "x-request-id": running.attempt.call_id}
+        headers = {"x-request-id": running.attempt.call_id}
         try:
             sent = await lane.engine.sample(call, place, lane.model, headers)
         except EngineRefused as refused:

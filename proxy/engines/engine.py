@@ -293,8 +293,7 @@ class Engine:
             path += "?" + urlencode(query)
         try:
             async with asyncio.timeout(seconds):
-                headers = {"content-type": "application/json"}
-                with await self._http.request(method, path, data, headers, silence_seconds=seconds) as answer:
+                with await self._http.request(method, path, data, silence_seconds=seconds) as answer:
                     raw = await answer.read()
         except (Disconnected, TimeoutError) as error:
             raise self._unavailable(error) from error

@@ -90,8 +90,8 @@ class Answer:
         self._error: Disconnected | None = None
         """Why this side has ended the answer."""
         self._response: aiohttp.ClientResponse | None = None
-        self._opening: asyncio.Timeout | None = None
-        """Ends the wait for the head."""
+        self._opening: asyncio.Task[Any] | None = None
+        """The task that waits for the head."""
         self._timer = self._loop.call_later(patience, self._check)
 
     def __enter__(self) -> Self:
@@ -102,8 +102,8 @@ class Answer:
     ) -> None:
         self._timer.cancel()
         self._client.running.discard(self)
-        if self._response is not None:
-            self._response.close()  # a complete body has given its connection back already
+        if self._response is not None and not self._response.closed:  # closed: its body is complete
+            self._response.close()
 
     @property
     def num_seconds(self) -> float:
@@ -149,13 +149,15 @@ class Answer:
             aiohttp.ClientError: the connection was not opened, or broke.
             Disconnected: this side has ended the wait.
         """
+        self._opening = task = asyncio.current_task()
+        assert task is not None, "a task sends the request"
+        num_cancelled = task.cancelling()
         try:
-            async with asyncio.timeout(None) as self._opening:
-                self._response = response = await request
-        except TimeoutError as error:
-            if self._error is None:  # aiohttp's own
+            self._response = response = await request
+        except asyncio.CancelledError:
+            if self._error is None or task.uncancel() > num_cancelled:  # the task itself is cancelled
                 raise
-            raise self._error from error
+            raise self._error from None
         finally:
             self._opening, self._waiting_since = None, math.inf
         self.status = response.status
@@ -166,7 +168,7 @@ class Answer:
         """End the answer: its reader gets the error."""
         self._error = self._error or error
         if self._opening is not None:
-            self._opening.reschedule(self._loop.time())
+            self._opening.cancel()
         elif self._response is not None:
             self._response.close()
 
@@ -207,7 +209,7 @@ class HttpClient:
         access = access or Access()
         self._base = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
         self._tls = access.tls
-        self._headers: dict[str, str] = {}
+        self._headers = {"content-type": "application/json"}
         if parts.username is not None:
             secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
             self._headers["authorization"] = f"Basic {base64.b64encode(secret).decode()}"
@@ -224,7 +226,13 @@ class HttpClient:
         """When anything that the server has sent was read last, on the event loop's clock."""
 
     async def request(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        silence_seconds: float | None = None,
     ) -> Answer:
         """Send a request and return its answer once the head has arrived; use the answer in a `with` block.
 
@@ -250,7 +258,7 @@ class HttpClient:
         return answer
 
     async def _try(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], patience: float
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None, patience: float
     ) -> tuple[Answer, Exception | None]:
         """Return the answer and None, or an answer without a head and the error."""
         answer = Answer(self, patience)
@@ -260,7 +268,7 @@ class HttpClient:
             method,
             self._target(path),
             data=io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None,
-            headers={**self._headers, **headers},
+            headers=headers,
             allow_redirects=False,
             read_bufsize=BUFFERED_BYTES // 2,
         )
@@ -287,6 +295,8 @@ class HttpClient:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                request_class=_Request,
                 connector=aiohttp.TCPConnector(
                     limit=0,
                     keepalive_timeout=IDLE_SECONDS,
@@ -296,7 +306,6 @@ class HttpClient:
                 timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_seconds),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         return self._session
 
@@ -319,6 +328,13 @@ class HttpClient:
     def abort_requests(self, reason: str) -> None:
         for answer in list(self.running):
             answer.fail(Disconnected(reason))
+
+
+class _Request(aiohttp.ClientRequest):
+    """A request with the given headers only."""
+
+    def update_auto_headers(self, skip_auto_headers: object) -> None:
+        pass
 
 
 _opening: contextvars.ContextVar[Answer] = contextvars.ContextVar("_opening")

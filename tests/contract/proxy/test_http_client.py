@@ -102,7 +102,8 @@ async def test_a_request_is_sent_with_exactly_these_headers():
     assert line == b"POST /below/v1/x?y=1 HTTP/1.1"
     sent = dict(header.lower().split(b": ") for header in headers)
     assert sent.pop(b"host").startswith(b"127.0.0.1:")
-    assert sent == {b"authorization": b"basic bwu6cebzcw==", b"x-request-id": b"7", b"content-length": b"4"}
+    own = {b"authorization": b"basic bwu6cebzcw==", b"content-type": b"application/json"}
+    assert sent == own | {b"x-request-id": b"7", b"content-length": b"4"}
     assert body == b"body"
 
 
