@@ -1,9 +1,10 @@
 """Stored logprobs against a forward pass of the published files: `turnwise verify --forward`.
 
-`transformers` computes them, with none of the code that trains or serves. So an engine that samples with other weights
-than it was given is seen, which a comparison of the engine with itself cannot show. Where an engine does not compute a
-version, the part of the model that it did not load is named: the proxy keeps what the engine answered to the version's
-probe, and each part in turn gets the weights that the engine had before, until a forward pass gives that answer.
+`transformers` computes them, with none of the code that trains or serves but the processors of logits. So an engine
+that samples with other weights than it was given is seen, which a comparison of the engine with itself cannot show.
+Where an engine does not compute a version, the part of the model that it did not load is named: the proxy keeps what
+the engine answered to the version's probe, and each part in turn gets the weights that the engine had before, until a
+forward pass gives that answer.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import cachetools
+import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.batch.processors import SampledTurn, apply_to_turn
+from trainer.batch.sampling import TurnProcessors, Vocabulary, processors, temperature_of
 from turnwise.store.turns import TurnView
-from turnwise.types import Json, PolicyKind, PolicyVersion
-from turnwise.verify.engine import NOT_REPEATABLE
+from turnwise.support import unpack
+from turnwise.types import PolicyKind, PolicyVersion
 from turnwise.verify.report import Verification
 from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
 
 MODELS_KEPT = 2
 """Versions in memory: sessions that were played at the same time have neighbouring ones."""
-MASKS: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Sampling parameters that cut the distribution, with the values that do not."""
 ALL = "all of the model"
 EXPLAINED = 0.1
 """A part explains an answer if its old weights leave at most this share of the difference."""
@@ -51,30 +53,38 @@ class ForwardChecker:
 
     def check(self, view: TurnView, place: str, report: Verification) -> None:
         turn = view.turn
-        if reason := self._why_not(view):
-            report.not_checked[reason] += 1
+        found = self._processors(view)
+        if isinstance(found, str):
+            report.not_checked[found] += 1
             return
         tokens = torch.tensor([*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()])
+        is_known = np.ones(len(turn.token_ids), np.bool_)
         with torch.inference_mode():
-            logits_TV = self._model(turn.policy_version_first)(tokens[None]).logits[0, turn.prompt_length - 1 : -1]
-        log_p_TV = torch.log_softmax(logits_TV.float() / _temperature(turn.sampling), -1)
-        now = log_p_TV.gather(1, tokens[turn.prompt_length :, None])[:, 0].tolist()
-        for index, (stored, computed) in enumerate(zip(turn.logprobs.tolist(), now, strict=True)):
-            report.compare_logprobs(stored, computed, self._tolerance, f"{place} logprobs[{index}]", "the files give")
+            output = self._model(turn.policy_version_first)(tokens[None])
+            logits_RV = output.logits[0, turn.prompt_length - 1 : -1].float()
+            if found is not None:
+                sampled = SampledTurn(processors=found, prompt=view.prompt_token_ids, sampled=turn.token_ids)
+                apply_to_turn(logits_RV, sampled)
+                is_known = is_known if found.is_known is None else found.is_known
+            log_p_RV = torch.log_softmax(logits_RV / (temperature_of(turn.sampling) or 1.0), -1)
+        now = log_p_RV.gather(1, tokens[turn.prompt_length :, None])[:, 0].tolist()
+        for index in np.flatnonzero(is_known):
+            where, stored = f"{place} logprobs[{index}]", float(turn.logprobs[index])
+            report.compare_logprobs(stored, now[index], self._tolerance, where, "the files give")
         report.checked["turns with logprobs recomputed"] += 1
 
-    def _why_not(self, view: TurnView) -> str | None:
+    def _processors(self, view: TurnView) -> TurnProcessors | str | None:
+        """Return what the engine applied to the turn's logits beside a scale, or why it cannot be applied again."""
         turn = view.turn
         if turn.policy_version_first != turn.policy_version_last:
             return "sampled under two versions"
         version = self._versions.get(turn.policy_version_first)
         if version is None or not Path(version.path).is_dir():
             return f"the files of version {turn.policy_version_first} are not on this machine"
-        if any(turn.sampling.get(field) for field in NOT_REPEATABLE):
-            return "sampled with a constraint that depends on earlier tokens"
-        if any(turn.sampling.get(field, whole) not in (None, whole, -1) for field, whole in MASKS.items()):
-            return "sampled from a part of the distribution"
-        return None
+        vocabulary = Vocabulary(_base_of(version))
+        support = None if turn.support is None else unpack(turn.support)
+        found = processors(turn.sampling, turn.token_ids, support, vocabulary)
+        return f"sampled with {found}, which cannot be applied again" if isinstance(found, str) else found
 
     def _model(self, version: int) -> Any:
         if version not in self._models:
@@ -85,19 +95,21 @@ class ForwardChecker:
 def load_version(version: PolicyVersion) -> Any:
     from transformers import AutoModelForCausalLM
 
-    is_adapter = version.kind is PolicyKind.LORA and version.version > 0
-    base = str(read_json(Path(version.path, MANIFEST))["base_model"]) if is_adapter else version.path
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    if is_adapter:
+    model = AutoModelForCausalLM.from_pretrained(_base_of(version), dtype=torch.float32).eval()
+    if _is_adapter(version):
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, version.path).eval()
     return model
 
 
-def _temperature(sampling: Json) -> float:
-    value = sampling.get("temperature")
-    return float(value) if value else 1.0
+def _is_adapter(version: PolicyVersion) -> bool:
+    return version.kind is PolicyKind.LORA and version.version > 0
+
+
+def _base_of(version: PolicyVersion) -> str:
+    """Return the directory of the whole model that a version is, or is an adapter of."""
+    return str(read_json(Path(version.path, MANIFEST))["base_model"]) if _is_adapter(version) else version.path
 
 
 def name_stale_parts(versions: Mapping[int, PolicyVersion], report: Verification) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.engine_sampling import processed_logits
 from support.tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
@@ -93,12 +94,11 @@ class Rollouts:
             sessions.end_session(conn, "default", session_id)
 
     def _sample(self, tokens: list[int], rng: torch.Generator) -> tuple[list[int], list[float]]:
-        temperature = self.sampling.get("temperature", 1.0)
         sampled, logprobs = [], []
         for _ in range(self.sampled):
             with torch.no_grad():
                 logits = self.model(torch.tensor([tokens + sampled])).logits[0, -1]
-            log_p = torch.log_softmax(logits / temperature, -1)
+            log_p = torch.log_softmax(processed_logits(logits, tokens, sampled, self.sampling), -1)
             token = int(torch.multinomial(log_p.exp(), 1, generator=rng))
             sampled.append(token)
             logprobs.append(float(log_p[token]))

@@ -22,6 +22,7 @@ from trainer.algorithms.algorithm import Scorer, Weighed
 from trainer.algorithms.teachers import Teacher, Teachers
 from trainer.batch.batch import Batch, build
 from trainer.batch.ratios import TrainedTokens
+from trainer.batch.sampling import OF_SAMPLING
 from trainer.batch.selection import NO_TRAINABLE_TURN, Offer, Selection
 from turnwise.chains import HINTS, Experience
 from turnwise.errors import BatchRefused
@@ -129,7 +130,7 @@ def with_reply(experience: Experience, reply: TokenIds) -> Experience:
         logprobs=joined(0.0, 0.0, np.float32),
         routed_experts=None,
         support=None,
-        info={name: value for name, value in experience.info.items() if name != "sampling"},
+        info={name: value for name, value in experience.info.items() if name not in OF_SAMPLING},
     )
 
 

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.batch.forest import Forest, Indices, Layout, side_by_side
-from trainer.batch.selection import temperatures, why_untrainable
+from trainer.batch.processors import RowProcessors, SampledTurn
+from trainer.batch.sampling import TurnProcessors, is_known, processors_of, temperatures
+from trainer.batch.selection import why_untrainable
 from turnwise.chains import Experience
 from turnwise.types import SessionKey, TokenIds
 
@@ -79,6 +81,8 @@ class Batch:
     num_sampled: int
     """The experiences from this index on are imported ones that are mixed in."""
     mu: float = 0.0
+    turns: Sequence[Sequence[SampledTurn | None]]
+    """The turns of each experience whose logits were processed; None for those that were only scaled."""
 
     @property
     def has_imported(self) -> bool:
@@ -152,6 +156,7 @@ def build(
         chosen=[True] * len(experiences) if chosen is None else chosen,
         num_sampled=num_sampled,
         mu=mu,
+        turns=[_processed(experience) for experience in experiences],
     )
 
 
@@ -160,8 +165,27 @@ def with_ratio(batch: Batch) -> npt.NDArray[np.bool_]:
     found = np.ones(len(batch.table), np.bool_)
     for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
         defined = np.array([reason is None for reason in why_untrainable(experience)])
-        found[tokens] = defined[experience.turn_index[batch.table.place[tokens]]]
+        places = batch.table.place[tokens]
+        found[tokens] = defined[experience.turn_index[places]] & is_known(experience)[places]
     return found
+
+
+def row_processors(batch: Batch, row: Row) -> RowProcessors | None:
+    """Return what was applied to the logits of a row's trained tokens beside a scale; None: nothing."""
+    members, places = batch.table.experience[row.token], batch.table.place[row.token]
+    turns: list[SampledTurn] = []
+    turn, place = np.full(len(places), -1, np.int64), np.zeros(len(places), np.int64)
+    for member in np.unique(members):
+        if not any(batch.turns[member]):
+            continue
+        own = np.flatnonzero(members == member)
+        of_turns = batch.experiences[member].turn_index[places[own]]
+        for number, processed in enumerate(batch.turns[member]):
+            if processed is not None:
+                inside = own[of_turns == number]
+                turn[inside], place[inside] = len(turns), places[inside] - len(processed.prompt)
+                turns.append(processed)
+    return RowProcessors(turns=turns, turn=turn, place=place) if turns else None
 
 
 def trained_turns(batch: Batch) -> set[str]:
@@ -246,7 +270,19 @@ def _trained(experience: Experience, *, needs_behaviour: bool) -> Indices:
     places = np.flatnonzero(experience.loss_mask)
     assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"
     trained: Indices = places[fit[experience.turn_index[places]]]
-    return trained
+    return trained[is_known(experience)[trained]] if needs_behaviour else trained
+
+
+def _processed(experience: Experience) -> list[SampledTurn | None]:
+    turns: list[SampledTurn | None] = []
+    for turn, found in enumerate(processors_of(experience)):
+        if not isinstance(found, TurnProcessors):
+            turns.append(None)
+            continue
+        places = np.flatnonzero(experience.turn_index == turn)
+        prompt, sampled = experience.tokens[: places[0]], experience.tokens[places]
+        turns.append(SampledTurn(processors=found, prompt=prompt, sampled=sampled))
+    return turns
 
 
 def _of_tokens(experience: Experience, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

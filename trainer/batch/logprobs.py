@@ -10,12 +10,14 @@ tokens, U distinct predictors, V vocabulary, C predictors of a chunk, H hidden s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from trainer.batch.processors import Processing, Scale, pull_back
 
 LOGITS_IN_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Float32 logits of a chunk on each type of device: 64 MiB, and 256 MiB where small products leave a GPU idle."""
@@ -70,17 +72,27 @@ class OutputLayer:
         return hidden if self._is_left_out else self._forward(hidden)
 
 
-def selected_logprobs(logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each target under its scaled logits, and the entropy there, both [m] in float32."""
-    found = _FromLogits.apply(logits_UV, which, target, temperature_U)  # type: ignore[no-untyped-call]
+def selected_logprobs(
+    logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor, processing: Processing | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the logprob of each target under its processed and scaled logits, and the entropy there, both [m].
+
+    Both are float32. Without `processing`, logits are only scaled.
+    """
+    found = _FromLogits.apply(logits_UV, which, target, temperature_U, processing)  # type: ignore[no-untyped-call]
     logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
     return logprobs, entropy_U[which]
 
 
 def linear_logprobs(
-    hidden_UH: Tensor, weight_VH: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
+    hidden_UH: Tensor,
+    weight_VH: Tensor,
+    which: Tensor,
+    target: Tensor,
+    temperature_U: Tensor,
+    processing: Processing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    found = _FromHidden.apply(hidden_UH, weight_VH, which, target, temperature_U)  # type: ignore[no-untyped-call]
+    found = _FromHidden.apply(hidden_UH, weight_VH, which, target, temperature_U, processing)  # type: ignore[no-untyped-call]
     logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
     return logprobs, entropy_U[which]
 
@@ -88,19 +100,28 @@ def linear_logprobs(
 class _FromLogits(torch.autograd.Function):
     """Log-softmax, gather and entropy in one.
 
-    d log p_t / dz_k = (1[k = t] − p_k) / τ and dH / dz_k = −p_k (log p_k + H) / τ.
+    d log p_t / dz_k = (1[k = t] − p_k) / τ and dH / dz_k = −p_k (log p_k + H) / τ, both by processed logits z.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
+        ctx: Any,
+        logits_UV: Tensor,
+        which: Tensor,
+        target: Tensor,
+        temperature_U: Tensor,
+        processing: Processing | None,
     ) -> tuple[Tensor, Tensor]:
         normaliser_U = logits_UV.new_empty(len(logits_UV), dtype=torch.float32)
         entropy_U = torch.empty_like(normaliser_U)
+        selected = logits_UV.new_zeros(len(which), dtype=torch.float32)
         for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device):
-            log_p_CV, normaliser_U[chunk] = _log_softmax(logits_UV[chunk], temperature_U[chunk])
+            scaled_CV, _ = _scaled(logits_UV[chunk], temperature_U, processing, chunk)
+            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV)
             entropy_U[chunk] = _entropy(log_p_CV)
-        selected = logits_UV[which, target].float() / temperature_U[which] - normaliser_U[which]
+            place, inside = _places_in(chunk, which)
+            selected = torch.where(inside, log_p_CV[place, target], selected)
+        ctx.processing = processing
         ctx.save_for_backward(logits_UV, which, target, temperature_U, normaliser_U, entropy_U)
         ctx.set_materialize_grads(value=False)
         return selected, entropy_U
@@ -109,18 +130,24 @@ class _FromLogits(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_selected: Tensor | None, grad_entropy_U: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
+    ) -> tuple[Tensor, None, None, None, None]:
         logits_UV, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
         grad_selected = _gradient_or_zeros(grad_selected, which)
         gradient_UV = torch.empty_like(logits_UV)
         pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
         for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device):
-            log_p_CV = logits_UV[chunk].float() / temperature_U[chunk, None] - normaliser_U[chunk, None]
+            scaled_CV, scales = _scaled(logits_UV[chunk], temperature_U, ctx.processing, chunk)
+            log_p_CV = scaled_CV - normaliser_U[chunk, None]
             gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk)
+            if ctx.processing is not None:
+                place, inside = _places_in(chunk, which)
+                gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
+                pull_back(gradient_CV, scales)
             gradient_UV[chunk] = (gradient_CV / temperature_U[chunk, None]).to(gradient_UV.dtype)
-        own = (grad_selected / temperature_U[which]).to(gradient_UV.dtype)
-        gradient_UV.index_put_((which, target), own, accumulate=True)
-        return gradient_UV, None, None, None
+        if ctx.processing is None:
+            own = (grad_selected / temperature_U[which]).to(gradient_UV.dtype)
+            gradient_UV.index_put_((which, target), own, accumulate=True)
+        return gradient_UV, None, None, None, None
 
 
 class _FromHidden(torch.autograd.Function):
@@ -128,16 +155,24 @@ class _FromHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_UH: Tensor, weight_VH: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
+        ctx: Any,
+        hidden_UH: Tensor,
+        weight_VH: Tensor,
+        which: Tensor,
+        target: Tensor,
+        temperature_U: Tensor,
+        processing: Processing | None,
     ) -> tuple[Tensor, Tensor]:
         normaliser_U = hidden_UH.new_empty(len(hidden_UH), dtype=torch.float32)
         entropy_U = torch.empty_like(normaliser_U)
         selected = hidden_UH.new_zeros(len(which), dtype=torch.float32)
         for chunk in _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device):
-            log_p_CV, normaliser_U[chunk] = _log_softmax(hidden_UH[chunk] @ weight_VH.T, temperature_U[chunk])
+            scaled_CV, _ = _scaled(hidden_UH[chunk] @ weight_VH.T, temperature_U, processing, chunk)
+            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV)
             entropy_U[chunk] = _entropy(log_p_CV)
             place, inside = _places_in(chunk, which)
             selected = torch.where(inside, log_p_CV[place, target], selected)
+        ctx.processing = processing
         ctx.save_for_backward(hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U)
         ctx.set_materialize_grads(value=False)
         return selected, entropy_U
@@ -146,7 +181,7 @@ class _FromHidden(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_selected: Tensor | None, grad_entropy_U: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
         grad_selected = _gradient_or_zeros(grad_selected, which)
         grad_hidden_UH = torch.empty_like(hidden_UH)
@@ -154,17 +189,18 @@ class _FromHidden(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
         for chunk in _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device):
-            scaled_CV = (hidden_UH[chunk] @ weight_VH.T).float() / temperature_U[chunk, None]
+            scaled_CV, scales = _scaled(hidden_UH[chunk] @ weight_VH.T, temperature_U, ctx.processing, chunk)
             log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
             gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk)
             place, inside = _places_in(chunk, which)
             gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
+            pull_back(gradient_CV, scales)
             gradient_CV = (gradient_CV / temperature_U[chunk, None]).to(hidden_UH.dtype)
             grad_hidden_UH[chunk] = gradient_CV @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += gradient_CV.T @ hidden_UH[chunk]
         weight_gradient = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_UH, weight_gradient, None, None, None
+        return grad_hidden_UH, weight_gradient, None, None, None, None
 
 
 def _gradient_or_zeros(gradient: Tensor | None, which: Tensor) -> Tensor:
@@ -180,8 +216,20 @@ def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
     return place.clamp(0, chunk.stop - chunk.start - 1), (which >= chunk.start) & (which < chunk.stop)
 
 
-def _log_softmax(logits_CV: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor]:
-    scaled_CV = logits_CV.float() / temperature_C[:, None]
+def _scaled(
+    logits_CV: Tensor, temperature_U: Tensor, processing: Processing | None, chunk: slice
+) -> tuple[Tensor, Sequence[Scale]]:
+    """Return the float32 logits of a chunk after all processors, and where their derivative is not that of a scale."""
+    temperature_C = temperature_U[chunk, None]
+    if processing is None:
+        return logits_CV.float() / temperature_C, ()
+    processed_CV = logits_CV.to(torch.float32, copy=True)
+    scales = processing.apply(processed_CV, chunk)
+    return processed_CV.div_(temperature_C), scales
+
+
+def _log_softmax(scaled_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of scaled logits, in their place, and their normaliser."""
     normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
     return scaled_CV.sub_(normaliser_C[:, None]), normaliser_C
 

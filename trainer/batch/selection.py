@@ -1,8 +1,8 @@
 """What an algorithm is offered of a batch, and what it chose; the rest is refused by group or by turn, with a reason.
 
-Behaviour logprobs are those of the distribution that was sampled from. The trainer can apply a temperature to its own
-logits. It cannot reproduce a mask or a penalty of the sampler, so turns that had one stay in the prompt, carry no
-loss, and are counted by reason. An algorithm that reads no behaviour logprobs, such as SFT, trains these turns too.
+Behaviour logprobs are those of the distribution that was sampled from. Turns whose distribution the trainer cannot
+compute (`trainer.batch.sampling`) stay in the prompt, carry no loss, and are counted by reason. An algorithm that reads
+no behaviour logprobs, such as SFT, trains these turns too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, field_validator
 
 from trainer.batch.advantages import (
@@ -28,28 +26,11 @@ from trainer.batch.advantages import (
     shape_rewards,
     why_without_advantage,
 )
+from trainer.batch.sampling import processors_of
 from turnwise.chains import Experience
 from turnwise.credit import Floats
-from turnwise.types import TOOL_GRAMMAR, GroupKey, Json, SessionKey, name_digest
+from turnwise.types import GroupKey, Json, SessionKey, name_digest
 
-MASKS: dict[str, Callable[[Any], bool]] = {
-    "top_p": lambda value: value < 1,
-    "top_k": lambda value: value > 0,
-    "min_p": lambda value: value > 0,
-    "min_tokens": lambda value: value > 0,
-    "logit_bias": bool,
-    "bad_words": bool,
-    "allowed_token_ids": bool,
-    "structured_outputs": bool,
-    "response_format": lambda value: value.get("type", "text") != "text",
-    TOOL_GRAMMAR: bool,
-    "thinking_token_budget": lambda value: value >= 0,
-    "tool_choice": lambda value: value == "required" or isinstance(value, dict),
-    "frequency_penalty": lambda value: value != 0,
-    "presence_penalty": lambda value: value != 0,
-    "repetition_penalty": lambda value: value != 1,
-}
-"""Parameters that change the distribution otherwise than by scaling it, and when they do."""
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
 NO_TRAINABLE_TURN = "no_trainable_turn"
@@ -58,36 +39,14 @@ TOO_LONG = "chain_too_long"
 """Beginning of the reason of a chain over `max_chain_tokens`."""
 
 
-def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
-    return np.array([_temperature(sampling) or 1.0 for sampling in _per_turn(experience)], np.float32)
-
-
 def why_untrainable(experience: Experience, *, needs_behaviour: bool = True) -> list[str | None]:
     """Return for each turn why it cannot be trained, None where it can. [K]."""
-    reasons = [_reason(sampling) if needs_behaviour else None for sampling in _per_turn(experience)]
+    found = processors_of(experience)
+    reasons = [one if needs_behaviour and isinstance(one, str) else None for one in found]
     broken = experience.loss_mask & ~np.isfinite(experience.logprobs)
     for turn in np.unique(experience.turn_index[broken]):
         reasons[turn] = "broken_logprobs"
     return reasons
-
-
-def _per_turn(experience: Experience) -> list[Json]:
-    return list(experience.info.get("sampling") or [{}] * len(experience.turn_ids))
-
-
-def _temperature(sampling: Json) -> float:
-    value = sampling.get("temperature")
-    return 1.0 if value is None else float(value)
-
-
-def _reason(sampling: Json) -> str | None:
-    if _temperature(sampling) <= 0:
-        return "greedy"
-    for name, masks in MASKS.items():
-        value = sampling.get(name)
-        if value is not None and masks(value):
-            return name
-    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from trainer.batch.sampling import Vocabulary, resolved
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
@@ -206,6 +207,7 @@ class Ledger:
         self._is_alone = update_ids is None
         """Whether no other policy of this process uses the store and the flag."""
         self._update_ids = update_ids or UpdateIds()
+        self._vocabulary = Vocabulary(rule.model)
         self._leases: dict[claims.Claim, Renewal] = {}
         self._signs: Renewal | None = None
         self._has_failed = False
@@ -287,11 +289,12 @@ class Ledger:
     def experiences_of(self, group_pks: Sequence[int], *, with_imported: bool = False) -> list[Experience]:
         """Return the chains of groups, by their numbers in the store, with the rewards that they have by now."""
         roles = self.rule.train_roles
-        return self.read(
+        found = self.read(
             lambda conn: list(
                 experiences.experiences_of_groups(conn, group_pks, roles=roles, with_imported=with_imported)
             )
         )
+        return [resolved(experience, self._vocabulary) for experience in found]
 
     def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
         """Return the chains of this number of imported groups, drawn at random; of all where there are fewer."""
@@ -304,9 +307,10 @@ class Ledger:
     ) -> tuple[list[Experience], stored_experiences.SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         roles = self.rule.train_roles
-        return self.read(
+        found, labels_of = self.read(
             lambda conn: experiences.regression_set(conn, num_sessions, labels, roles=roles, policy_id=self.policy_id)
         )
+        return [resolved(experience, self._vocabulary) for experience in found], labels_of
 
     def pinned_version(self) -> int | None:
         """Return the pinned version; None for one that is served until the next version."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, loss_of, parts, step_weights
 from trainer.algorithms.trial import try_algorithm
-from trainer.batch.batch import Batch, Reals, Row, pack
+from trainer.batch.batch import Batch, Reals, Row, pack, row_processors
 from trainer.batch.forest import Forest
 from trainer.batch.ratios import Gauges, TrainedTokens
 from trainer.model.critic import Critic
@@ -381,7 +381,7 @@ class RowData:
 
 def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
     temperature = torch.from_numpy(batch.table.temperature[row.token])
-    return policy.inputs(row, temperature, torch.from_numpy(batch.table.target[row.token]))
+    return policy.inputs(row, temperature, torch.from_numpy(batch.table.target[row.token]), row_processors(batch, row))
 
 
 def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> RowData:

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.batch.batch import Row
 from trainer.batch.forest import Layout, block_mask, dense_mask
+from trainer.batch.processors import Processing, RowProcessors
 from trainer.model.division import RowPart
 
 Item = TypeVar("Item")
@@ -37,12 +38,14 @@ class RowInputs:
     mask: Tensor | BlockMask | None
     """Who sees whom; None where causal attention is all that is needed."""
     keep: Tensor
-    """Places whose logits are needed, of one sequence each once for each temperature. [U], of several [C]"""
+    """Places whose logits are needed, of one sequence each once for each distribution. [U], of several [C]"""
     which: Tensor
     """The kept place that predicts each trained token. [m]"""
     target: Tensor
     temperature: Tensor
     """Of each kept place. [U]"""
+    processing: Processing | None = None
+    """What else is applied to the logits of the kept places; None: they are only scaled."""
     routing: Tensor | None = None
     """Experts of each token by layer, -1 where they are not known; None if none is. [N, layers, experts a token]"""
     share: Share | None = None
@@ -61,11 +64,18 @@ class Share:
 
 
 def part_inputs(
-    row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device, part: RowPart
+    row: Row,
+    temperature: Tensor,
+    target: Tensor,
+    processors: RowProcessors | None,
+    attention: str,
+    device: torch.device,
+    part: RowPart,
 ) -> RowInputs:
     own = np.flatnonzero((row.predictor >= part.start) & (row.predictor < part.stop))
-    pairs = torch.stack([torch.from_numpy(row.predictor[own] - part.start).double(), temperature[own].double()])
-    distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
+    processors = None if processors is None else processors.of(own)
+    places = torch.from_numpy(row.predictor[own] - part.start)
+    distinct, which, processing = _distinct([places, temperature[own]], processors, device)
     return RowInputs(
         tokens=on_device(torch.from_numpy(part.padded(row.layout.tokens.astype(np.int64)))[None], device),
         positions=on_device(torch.from_numpy(part.padded(row.layout.positions))[None], device),
@@ -74,13 +84,21 @@ def part_inputs(
         which=on_device(which, device),
         target=on_device(target[own].long(), device),
         temperature=on_device(distinct[1].float(), device),
+        processing=processing,
         routing=None if row.routing is None else on_device(torch.from_numpy(part.padded_routing(row.routing)), device),
         share=Share(on_device(torch.from_numpy(own), device), len(row.predictor)),
     )
 
 
 def row_inputs(
-    row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device, *, shares: bool = True
+    row: Row,
+    temperature: Tensor,
+    target: Tensor,
+    processors: RowProcessors | None,
+    attention: str,
+    device: torch.device,
+    *,
+    shares: bool = True,
 ) -> RowInputs:
     """Return a row's tensors; `temperature` and `target` are those of each trained token, [m].
 
@@ -88,11 +106,9 @@ def row_inputs(
     a forest as one sequence, so nothing is shared in the row.
     """
     if not (shares or row.layout.is_one_sequence):
-        return _in_lanes(row, temperature, target, device)
-    predictor = torch.from_numpy(row.predictor)
+        return _in_lanes(row, temperature, target, processors, device)
     # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
-    pairs = torch.stack([predictor.double(), temperature.double()])
-    distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
+    distinct, which, processing = _distinct([torch.from_numpy(row.predictor), temperature], processors, device)
     return RowInputs(
         tokens=on_device(torch.from_numpy(row.layout.tokens.astype(np.int64))[None], device),
         positions=on_device(torch.from_numpy(row.layout.positions)[None], device),
@@ -101,11 +117,29 @@ def row_inputs(
         which=on_device(which, device),
         target=on_device(target.long(), device),
         temperature=on_device(distinct[1].float(), device),
+        processing=processing,
         routing=None if row.routing is None else on_device(torch.from_numpy(row.routing), device),
     )
 
 
-def _in_lanes(row: Row, temperature: Tensor, target: Tensor, device: torch.device) -> RowInputs:
+def _distinct(
+    columns: Sequence[Tensor], processors: RowProcessors | None, device: torch.device
+) -> tuple[Tensor, Tensor, Processing | None]:
+    """Return the distinct columns, which of them is each token's, and what is applied to their logits.
+
+    A processed token has one of its own, because no other has its history.
+    """
+    keyed = columns if processors is None else [*columns, processors.key]
+    distinct, which = torch.unique(torch.stack([column.double() for column in keyed]), dim=1, return_inverse=True)
+    processing = None
+    if processors is not None:
+        processing = processors.placed(which, lambda tensor: on_device(tensor, device))
+    return distinct, which, processing
+
+
+def _in_lanes(
+    row: Row, temperature: Tensor, target: Tensor, processors: RowProcessors | None, device: torch.device
+) -> RowInputs:
     column = row.layout.positions
     lane = np.cumsum(column == 0) - 1
     shape = (int(lane[-1]) + 1, int(column.max()) + 1)
@@ -115,8 +149,8 @@ def _in_lanes(row: Row, temperature: Tensor, target: Tensor, device: torch.devic
         grid[lane, column] = values
         return torch.from_numpy(grid)
 
-    places = torch.from_numpy(np.stack([lane[row.predictor], column[row.predictor]])).double()
-    distinct, which = torch.unique(torch.cat([places, temperature[None].double()]), dim=1, return_inverse=True)
+    places = [torch.from_numpy(of[row.predictor]) for of in (lane, column)]
+    distinct, which, processing = _distinct([*places, temperature], processors, device)
     keep, of_columns = torch.unique(distinct[1].long(), return_inverse=True)
     return RowInputs(
         tokens=on_device(padded(row.layout.tokens.astype(np.int64), 0), device),
@@ -126,6 +160,7 @@ def _in_lanes(row: Row, temperature: Tensor, target: Tensor, device: torch.devic
         which=on_device(which, device),
         target=on_device(target.long(), device),
         temperature=on_device(distinct[2].float(), device),
+        processing=processing,
         routing=None if row.routing is None else on_device(padded(row.routing, -1).flatten(0, 1), device),
         kept=on_device(distinct[0].long() * len(keep) + of_columns, device),
     )

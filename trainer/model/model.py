@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trainer.batch.batch import Row
 from trainer.batch.logprobs import OutputLayer, linear_logprobs, selected_logprobs
+from trainer.batch.processors import Processing, RowProcessors
 from trainer.model.division import (
     REPLICA,
     TENSOR,
@@ -250,19 +251,22 @@ class Policy:
             fully_shard(layer, mesh=shards, mp_policy=precision)
         fully_shard(self.model, mesh=shards, mp_policy=precision)
 
-    def inputs(self, row: Row, temperature: Tensor, target: Tensor) -> RowInputs:
+    def inputs(
+        self, row: Row, temperature: Tensor, target: Tensor, processors: RowProcessors | None = None
+    ) -> RowInputs:
         """Return a row's tensors on the device; may be called in a thread while another row is computed."""
+        tokens = row, temperature, target, processors
         if self._context is None:
-            return row_inputs(row, temperature, target, self.attention, self.device, shares=self.why_alone is None)
+            return row_inputs(*tokens, self.attention, self.device, shares=self.why_alone is None)
         config = self.config
         attention = 12.0 * config.num_hidden_layers * _attention_width(config)
         part = part_of(row.layout, self._context, attention / (6.0 * self._num_weights))
-        return part_inputs(row, temperature, target, self.attention, self.device, part)
+        return part_inputs(*tokens, self.attention, self.device, part)
 
     def logprobs(self, inputs: RowInputs) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of the row's trained tokens, both [m] in float32."""
         if self._head is None:
-            found = selected_logprobs(self._output(inputs), inputs.which, inputs.target, inputs.temperature)
+            found = selected_logprobs(self._output(inputs), *_places(inputs))
         else:
             found = self._from_hidden(self._head, self._hidden_states(self._head, inputs), inputs)
         if self._context is None or inputs.share is None:
@@ -304,8 +308,8 @@ class Policy:
             return self._output(inputs)
 
     def _from_hidden(self, head: OutputLayer, hidden_UH: Tensor, inputs: RowInputs) -> tuple[Tensor, Tensor]:
-        places = inputs.which, inputs.target, inputs.temperature
-        return linear_logprobs(hidden_UH.to(self.compute_dtype), head.weight.to(self.compute_dtype), *places)
+        weight = head.weight.to(self.compute_dtype)
+        return linear_logprobs(hidden_UH.to(self.compute_dtype), weight, *_places(inputs))
 
     def _output(self, inputs: RowInputs) -> Tensor:
         arguments: dict[str, Any] = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "use_cache": False}
@@ -441,6 +445,10 @@ class Policy:
         if self.compute_dtype is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
+
+
+def _places(inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor, Processing | None]:
+    return inputs.which, inputs.target, inputs.temperature, inputs.processing
 
 
 def resolve_device(name: str) -> torch.device:

@@ -173,11 +173,19 @@ def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, le
     assert (state.progress.num_batches, state.progress.policy_version) == (2, 1)
 
 
-def test_behaviour_at_another_temperature_is_reproduced(tmp_path, model, ledger):
-    """On-policy tokens sampled at temperature 0.7 have no gap, because the trainer scales its logits equally."""
-    Rollouts(ledger, load_model(model), sampling={"temperature": 0.7}).play("a", num_groups=3)
-    state = train(settings_for(tmp_path, model, total_batches=1))
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2, "logit_bias": {"7": 2.0}}
+
+
+@pytest.mark.parametrize("sampling", [{}, PENALTIES], ids=["scaled", "penalised"])
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo", {"name": "grpo", "kl_coef": 0.1}], ids=["grpo", "dpo", "kl"])
+def test_the_distribution_that_was_sampled_is_reproduced(tmp_path, model, ledger, algorithm, sampling):
+    """On-policy tokens have no gap, and no KL from the same weights, because all logits are processed alike."""
+    Rollouts(ledger, load_model(model), sampling={"temperature": 0.7} | sampling).play("a", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=1, num_minibatches=1, algorithm=algorithm))
     assert state.metrics["logprob_gap_max"] < 1e-5
+    assert state.metrics["num_turns_left_out"] == 0
+    if "kl" in state.metrics:
+        assert abs(state.metrics["kl"]) < 1e-5
 
 
 def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not_recorded_as_trained(

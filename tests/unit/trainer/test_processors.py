@@ -1,0 +1,235 @@
+"""The engine's processors on the trainer's logits: values and gradients, against a formula in float64 and autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support.engine_sampling import logprobs_and_entropy, processed_logits
+from support.experience_factory import experience
+from support.tiny_models import VOCABULARY, load_model
+
+from trainer.batch.batch import build, pack, row_processors, trained_turns, with_ratio
+from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
+from trainer.batch.processors import RowProcessors, SampledTurn
+from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, processors, processors_of, resolved
+from trainer.batch.selection import why_untrainable
+from trainer.model.agent import PolicyAgent
+from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
+
+SIZE = 11
+"""Ids of the vocabulary of the tests without a model."""
+PROMPT, SAMPLED = [3, 1, 3, 7], [2, 5, 2, 3, 5, 5]
+WORDS = {"no": [5], " no": [4], "two five": [2, 5], " two five": [9, 9, 9]}
+"""The tokens of some texts."""
+ENDS = [0, 8]
+SUPPORT = [[2, 3], [5, 9], [0, 2, 4, 9], [1, 2, 3], [4, 5, 10], [5, 6]]
+
+KINDS = {
+    "temperature": {"temperature": 0.6},
+    "allowed": {"allowed_token_ids": [5, 2, 3, 9]},
+    "bad_words": {"bad_words": ["two five"]},
+    "min_tokens": {"min_tokens": 3, "stop_token_ids": [6]},
+    "bias": {"logit_bias": {"5": 2.5, "9": -200.0}},
+    "repetition": {"repetition_penalty": 1.3},
+    "frequency": {"frequency_penalty": 0.7},
+    "presence": {"presence_penalty": -0.4},
+    "top": {"top_p": 0.9, "top_k": 4, "min_p": 0.01},
+}
+MIXTURES = {
+    "penalties": KINDS["repetition"] | KINDS["frequency"] | KINDS["presence"] | KINDS["temperature"],
+    "bias_then_repetition": KINDS["bias"] | KINDS["repetition"] | {"temperature": 1.7},
+    "masks": KINDS["min_tokens"] | KINDS["bad_words"] | KINDS["top"],
+    "all": {name: value for kind in KINDS.values() for name, value in kind.items() if name != "allowed_token_ids"},
+}
+
+
+class Words:
+    """A vocabulary of a few texts."""
+
+    end_tokens = ENDS
+
+    @property
+    def tokenizer(self):
+        return self
+
+    @staticmethod
+    def encode(text, **_):
+        return WORDS[text]
+
+
+def support_of(sampling):
+    return SUPPORT if "top_p" in sampling else None
+
+
+def expected_logits(logits, sampling):
+    """Return the formula's logits of all of `SAMPLED`."""
+    words = [[2, 5]] if "bad_words" in sampling else []
+    ends = [*ENDS, *sampling.get("stop_token_ids", [])]
+    rows = []
+    for place, of_token in enumerate(logits):
+        support = SUPPORT[place] if "top_p" in sampling else None
+        args = PROMPT, SAMPLED[:place], sampling
+        rows.append(processed_logits(of_token, *args, support=support, bad_words=words, ends=ends))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("from_hidden", [True, False])
+@pytest.mark.parametrize("sampling", [*KINDS.values(), *MIXTURES.values()], ids=[*KINDS, *MIXTURES])
+def test_values_and_gradients_equal_autograd_of_the_formula_in_float64(monkeypatch, sampling, from_hidden):
+    """Two predictors a chunk; beside the processed turn a plain token that shares its first predictor.
+
+    Every token's logprob and entropy is pulled. A token that bad words rule out is not pulled: its logprob is -inf.
+    """
+    monkeypatch.setitem(LOGITS_IN_CHUNK, "cpu", 2 * SIZE)
+    torch.manual_seed(0)
+    found = processors(sampling, np.array(SAMPLED), support_of(sampling), Words())
+    turns = [SampledTurn(processors=found or TurnProcessors(), prompt=np.array(PROMPT), sampled=np.array(SAMPLED))]
+    # The distinct predictors, in order: the plain one, and those of the turn; the turn's tokens come out of order.
+    order = [4, 0, 5, 2, 1, 3]
+    turn = np.array([0, 0, 0, -1, 0, 0, 0])
+    place = np.array([*order[:3], 0, *order[3:]])
+    which = torch.from_numpy(np.where(turn < 0, 0, place + 1))
+    target = torch.from_numpy(np.where(turn < 0, 6, np.array(SAMPLED)[place]))
+    temperature = torch.tensor([1.0, *[sampling.get("temperature", 1.0)] * 6])
+    processing = RowProcessors(turns=turns, turn=turn, place=place).placed(which, lambda tensor: tensor)
+    hidden, weight = torch.randn(6, 5) * 2, torch.randn(SIZE, 5)
+    inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    rows = torch.tensor([0, 0, 1, 2, 3, 4, 5])  # the plain token and the first one have one hidden state
+    args = which, target, temperature, processing
+    if from_hidden:
+        logprobs, entropy = linear_logprobs(inputs[0][rows], inputs[1], *args)
+    else:
+        logprobs, entropy = selected_logprobs(inputs[0][rows] @ inputs[1].T, *args)
+
+    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    logits = exact[0] @ exact[1].T
+    plain = logprobs_and_entropy(logits[0])
+    of_turn = [logprobs_and_entropy(one) for one in expected_logits(logits, sampling)]
+    pairs = [plain if t < 0 else of_turn[p] for t, p in zip(turn, place, strict=True)]
+    expected = torch.stack([log_p[id_] for (log_p, _), id_ in zip(pairs, target, strict=True)])
+    expected_entropy = torch.stack([one for _, one in pairs])
+    possible = torch.isfinite(expected)
+    assert (logprobs[~possible] < -1e20).all()
+    assert possible.sum() == (6 if "bad_words" in sampling else 7)
+    pull, push = torch.randn(7), torch.randn(7)
+    (pull[possible] @ logprobs[possible] + push @ entropy).backward()
+    (pull[possible].double() @ expected[possible] + push.double() @ expected_entropy).backward()
+    torch.testing.assert_close(logprobs[possible].double(), expected[possible], atol=2e-6, rtol=0)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=2e-6, rtol=0)
+    for ours, theirs in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-5, rtol=1e-5)
+
+
+def support_at(chain, turn, ids):
+    """Return the support of a chain of which these ids, one list a token, are that of one turn."""
+    found = [None] * len(chain.tokens)
+    for place, of_token in zip(np.flatnonzero(chain.turn_index == turn), ids, strict=True):
+        found[place] = None if of_token is None else np.array(of_token)
+    return found
+
+
+def chains(**changes):
+    """Return two chains that share their first turn's prompt: one of two turns, and another that branches off there."""
+    first = list(range(1, 9))
+    tokens = [*first, 9, 10, 9, 20, 21, 11, 9, 12, 30]
+    mask = [False] * 8 + [True] * 3 + [False] * 2 + [True] * 4
+    index = [-1] * 8 + [0] * 3 + [-1] * 2 + [1] * 4
+    one = experience(session_id="a", turns=2, tokens=tokens, loss_mask=mask, **changes)
+    one.turn_index[:] = index
+    other = experience(session_id="b", tokens=[*first, 9, 10, 3, 2], loss_mask=[False] * 8 + [True] * 4)
+    return one, other
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_each_token_of_packed_rows_with_shared_prefixes_knows_its_own_history(model, attention):
+    """One turn is penalised, one truncated, one plain; the first two tokens of two of them are the same."""
+    samplings = [
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "temperature": 0.7},
+        {"logit_bias": {"12": 3}, "frequency_penalty": 1.0, "top_k": 5},
+    ]
+    support = [[11, 12, 3], [9, 1], None, [30, 2, 12]]
+    one, other = chains(sampling=samplings)
+    one = dataclasses.replace(one, support=support_at(one, 1, support))
+    batch = build([one, other, one], [np.ones(2), np.ones(1), np.ones(2)], policy_version=0)
+    assert [len(tokens) for tokens in batch.tokens_of] == [3 + 3, 4, 6]
+    assert with_ratio(batch).all()
+    policy = Policy(TrainerSettings(model=str(model), attention=attention))
+    policy.load(0)
+    reference = load_model(model)
+    expected = []
+    for e, p, target in zip(batch.table.experience, batch.table.place, batch.table.target, strict=True):
+        chain = batch.experiences[e]
+        tokens = chain.tokens.tolist()
+        with torch.no_grad():
+            logits = reference(torch.tensor([tokens[:p]])).logits[0, -1].double()
+        turn = chain.turn_index[p]
+        start = int(np.argmax(chain.turn_index == turn))
+        sampling = chain.info["sampling"][turn]
+        ids = support[p - start] if sampling.get("top_k") else None
+        expected.append(
+            processed_logits(logits, tokens[:start], tokens[start:p], sampling, support=ids).log_softmax(-1)[target]
+        )
+    for row_tokens in (64, 20, 1):
+        agent = PolicyAgent(policy, TrainerSettings(model=str(model), row_tokens=row_tokens))
+        found = agent.logprobs_of(batch, range(3))
+        np.testing.assert_allclose(found, np.array(expected), atol=2e-5)
+    policy.why_alone = "each chain a sequence of its own"
+    rows = pack(batch, [0, 1, 2], None)
+    assert all(len(np.unique(batch.table.experience[row.token])) == 1 for row in rows)
+    agent = PolicyAgent(policy, TrainerSettings(model=str(model)))
+    np.testing.assert_allclose(agent.logprobs_of(batch, range(3)), np.array(expected), atol=2e-5)
+
+
+def test_plain_turns_are_not_processed():
+    one, other = chains(sampling=[{"temperature": 0.5, "top_p": 1, "top_k": -1, "repetition_penalty": 1.0}] * 2)
+    batch = build([one, other], [np.ones(2), np.ones(1)], policy_version=0)
+    (row,) = pack(batch, [0, 1], 64)
+    assert row_processors(batch, row) is None
+    assert processors_of(one) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 20, "repetition_penalty": 1.1}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"temperature": 0, "repetition_penalty": 1.1}, "greedy"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    ],
+)
+def test_a_turn_whose_distribution_cannot_be_computed_carries_no_loss(sampling, reason):
+    """Without a stored support, or without a tokenizer."""
+    one = resolved(experience(sampling=[sampling]), None)
+    assert why_untrainable(one) == [reason]
+    assert why_untrainable(one, needs_behaviour=False) == [None]
+    assert trained_turns(build([one], [np.ones(1)], policy_version=0)) == set()
+
+
+def test_without_a_tokenizer_what_is_asked_in_text_cannot_be_applied(tmp_path):
+    one = experience(sampling=[{"min_tokens": 1}, {"repetition_penalty": 2.0}], turns=2)
+    assert why_untrainable(resolved(one, Vocabulary(str(tmp_path)))) == ["min_tokens", None]
+
+
+def test_bad_words_are_ruled_out_at_the_start_of_a_text_and_after_a_space_that_makes_no_more_tokens():
+    texts = {"a": [1], " a": [2], "b": [3], " b": [4, 3], "c": [5], " c": [5], "d": [], " d": [6]}
+    found = bad_words(["a", " b", "c", "d"], lambda text, **_: texts[text])
+    assert found == [[1], [2], [3], [5]]
+
+
+def test_a_token_that_could_not_be_sampled_has_a_logprob_that_no_gap_check_passes(model):
+    one = experience(tokens=[1, 2, 3], sampling=[{"top_k": 2}])
+    one = dataclasses.replace(one, support=support_at(one, 0, [[2, 5], [4, 7]]))
+    batch = build([one], [np.ones(1)], policy_version=0)
+    policy = Policy(TrainerSettings(model=str(model)))
+    policy.load(0)
+    found = PolicyAgent(policy, TrainerSettings(model=str(model))).logprobs_of(batch, [0])
+    assert found[0] > -50
+    assert found[1] < -1e20
+    assert VOCABULARY > 7

@@ -1,0 +1,248 @@
+"""The processors of an engine on the trainer's logits, in the engine's order, chunk by chunk, in both directions.
+
+The order is that of vLLM 0.32 (vllm/v1/sample/sampler.py): allowed ids, bad words and `min_tokens`, logit bias, the
+penalties, the temperature, then min-p, top-k and top-p. The last three are the stored support, so that the behaviour
+decides what could be sampled, whatever the present weights are. A mask commutes with the division by the temperature,
+which the caller does. What is masked gets a logit so low that its probability is 0 exactly, without infinities in
+entropy and ratios. Each token knows its own history: the ids of its turn's prompt, and those sampled before it in the
+turn. Legend: m trained tokens of a row, U distinct predictors, C predictors of a chunk, c of them in a run, V
+vocabulary, D distinct ids of a turn, R sampled tokens of a turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.batch.sampling import Indices, TurnProcessors
+from turnwise.types import TokenIds
+
+MASKED = -1e30
+"""Logit of an id that could not be sampled. Divided by the lowest temperature it is finite, and exp of it is 0."""
+ToDevice = Callable[[Tensor], Tensor]
+Scale = tuple[slice, Tensor, Tensor]
+"""Rows of a chunk, ids, and the derivative of the processed logits by the given ones there. [c, D]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """A turn whose logits were processed."""
+
+    processors: TurnProcessors
+    prompt: TokenIds
+    sampled: TokenIds
+    """[R]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowProcessors:
+    """The processed tokens of a row."""
+
+    turns: Sequence[SampledTurn]
+    turn: Indices
+    """Index in `turns` of each trained token's turn; -1 where its logits are only scaled. [m]"""
+    place: Indices
+    """Place of each trained token among its turn's sampled tokens. [m]"""
+
+    @property
+    def key(self) -> Tensor:
+        """A number of its own for each token with a distribution of its own, 0 for the others. [m]."""
+        return torch.from_numpy(np.where(self.turn < 0, 0, np.arange(1, len(self.turn) + 1)))
+
+    def of(self, tokens: Indices) -> RowProcessors:
+        """Return those of some of the row's tokens, in their order."""
+        return dataclasses.replace(self, turn=self.turn[tokens], place=self.place[tokens])
+
+    def placed(self, which: Tensor, to_device: ToDevice) -> Processing:
+        """Return the processing of the distinct predictors.
+
+        Args:
+            which: The predictor of each token; no other token has that of a processed one. [m]
+            to_device: Moves a tensor to the logits' device.
+        """
+        tokens = np.flatnonzero(self.turn >= 0)
+        predictor = which.numpy()[tokens]
+        tokens, predictor = tokens[np.argsort(predictor)], np.sort(predictor)
+        turns = [_on_device(turn, to_device) for turn in self.turns]
+        breaks = np.flatnonzero((np.diff(predictor) != 1) | (np.diff(self.turn[tokens]) != 0)) + 1
+        return Processing(
+            [
+                _Run(int(predictor[run[0]]), turns[self.turn[tokens[run[0]]]], self.place[tokens[run]], to_device)
+                for run in np.split(np.arange(len(tokens)), breaks)
+                if len(run)
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TurnTensors:
+    """A turn's own ids on the device."""
+
+    processors: TurnProcessors
+    allowed: Tensor | None
+    bias: tuple[Tensor, Tensor] | None
+    ids: Tensor
+    """The distinct ids of prompt and sampled tokens. [D]"""
+    in_prompt: Tensor
+    """[D]"""
+    sampled: Tensor
+    """Index in `ids` of each sampled token. [R]"""
+
+
+def _on_device(turn: SampledTurn, to_device: ToDevice) -> _TurnTensors:
+    of = turn.processors
+    prompt = turn.prompt if of.repetition != 1 else turn.prompt[:0]
+    before = turn.sampled[:-1] if of.has_penalties else turn.sampled[:0]
+    ids, index = np.unique(np.concatenate([prompt, before]), return_inverse=True)
+    in_prompt = np.zeros(len(ids), np.bool_)
+    in_prompt[index[: len(prompt)]] = True
+
+    def moved(values: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(np.ascontiguousarray(values)))
+
+    return _TurnTensors(
+        processors=of,
+        allowed=None if of.allowed is None else moved(of.allowed),
+        bias=None if of.bias is None else (moved(of.bias[0]), moved(of.bias[1])),
+        ids=moved(ids.astype(np.int64)),
+        in_prompt=moved(in_prompt),
+        sampled=moved(index[len(prompt) :].astype(np.int64)),
+    )
+
+
+class _Run:
+    """Successive predictors of tokens of one turn."""
+
+    def __init__(self, start: int, turn: _TurnTensors, places: Indices, to_device: ToDevice) -> None:
+        self.start = start
+        self.turn = turn
+        self._host_places = places
+        self._places = to_device(torch.from_numpy(places))
+        of = turn.processors
+        self._forbidden = None if of.forbidden is None else _of_places(*of.forbidden, places)
+        self._support = None
+        if of.support is not None:
+            ids, starts = of.support
+            self._support = _of_places(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), ids, places)
+        self._to_device = to_device
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self._host_places)
+
+    def apply(self, logits_cV: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
+        """Change the logits of the run's predictors from `first` on in place; return ids and derivative of a scale."""
+        of, inside, found = self.turn, slice(first, first + len(logits_cV)), None
+        if of.allowed is not None:
+            allow(logits_cV, of.allowed)
+        if self._forbidden is not None:
+            forbid(logits_cV, *self._flat(self._forbidden, inside))
+        if of.bias is not None:
+            add_bias(logits_cV, *of.bias)
+        if of.processors.has_penalties:
+            found = penalise(logits_cV, of, self._places[inside])
+        if self._support is not None:
+            truncate(logits_cV, *self._flat(self._support, inside))
+        return found
+
+    def _flat(self, pairs: tuple[Indices, Indices], inside: slice) -> tuple[Tensor, Tensor]:
+        """Return rows and ids of the predictors of a part of the run."""
+        rows, ids = pairs
+        start, stop = np.searchsorted(rows, [inside.start, inside.stop])
+        return tuple(
+            self._to_device(torch.from_numpy(each)) for each in (rows[start:stop] - inside.start, ids[start:stop])
+        )  # type: ignore[return-value]
+
+
+def _of_places(place: Indices, ids: Indices, places: Indices) -> tuple[Indices, Indices]:
+    """Return the pairs of place and id whose place is in the run, with its number there."""
+    number = np.searchsorted(places, place).clip(max=len(places) - 1)
+    inside = places[number] == place
+    return number[inside], ids[inside]
+
+
+class Processing:
+    """What is applied to the logits of a row's distinct predictors, as runs of them in order."""
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        self._runs = runs
+
+    def apply(self, logits_CV: Tensor, chunk: slice) -> list[Scale]:
+        """Change the float32 logits of a chunk in place; return where their derivative is not 1 or 0."""
+        scales: list[Scale] = []
+        for run, start, stop in self._inside(chunk):
+            rows = slice(start - chunk.start, stop - chunk.start)
+            scaled = run.apply(logits_CV[rows], start - run.start)
+            if scaled is not None:
+                scales.append((rows, *scaled))
+        return scales
+
+    def _inside(self, chunk: slice) -> Iterator[tuple[_Run, int, int]]:
+        for run in self._runs:
+            start, stop = max(run.start, chunk.start), min(run.stop, chunk.stop)
+            if start < stop:
+                yield run, start, stop
+
+
+def apply_to_turn(logits_RV: Tensor, turn: SampledTurn) -> None:
+    """Apply to the float32 logits of all of a turn's tokens, in place."""
+    places = np.arange(len(turn.sampled))
+    row = RowProcessors(turns=[turn], turn=np.zeros_like(places), place=places)
+    row.placed(torch.from_numpy(places), lambda tensor: tensor).apply(logits_RV, slice(0, len(places)))
+
+
+def pull_back(gradient_CV: Tensor, scales: Sequence[Scale]) -> None:
+    """Turn the gradient of a chunk's processed logits into that of the given ones, in place.
+
+    A masked id has the probability 0, and so no gradient already.
+    """
+    for rows, ids, scale_cD in scales:
+        gradient_CV[rows, ids] *= scale_cD
+
+
+def allow(logits_cV: Tensor, ids: Tensor) -> None:
+    """Leave these ids alone (`allowed_token_ids`)."""
+    kept = logits_cV[:, ids]
+    logits_cV.fill_(MASKED)
+    logits_cV[:, ids] = kept
+
+
+def forbid(logits_cV: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Rule out an id in a row (vllm/v1/sample/ops/bad_words.py, and MinTokensLogitsProcessor)."""
+    logits_cV[rows, ids] = MASKED
+
+
+def add_bias(logits_cV: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add to the logits of some ids (LogitBiasLogitsProcessor)."""
+    logits_cV[:, ids] += values
+
+
+def penalise(logits_cV: Tensor, turn: _TurnTensors, places: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Apply the penalties of what stands before each token; return ids and derivative, where it is not 1.
+
+    Repetition divides a positive logit, and multiplies another, of any id in prompt or reply; frequency and presence
+    are subtracted for the reply's own (vllm/model_executor/layers/utils.py: apply_penalties).
+    """
+    of, (size, length) = turn.processors, (len(places), len(turn.sampled))
+    is_before = torch.arange(length, device=places.device) < places[:, None]
+    counts_cD = logits_cV.new_zeros(size, len(turn.ids))
+    counts_cD.scatter_add_(1, turn.sampled.expand(size, length), is_before.to(counts_cD.dtype))
+    logits_cD, scale_cD = logits_cV[:, turn.ids], None
+    if of.repetition != 1:
+        is_seen = (counts_cD > 0) | turn.in_prompt
+        scale_cD = torch.where(is_seen, torch.where(logits_cD > 0, 1 / of.repetition, of.repetition), 1.0)
+        logits_cD = logits_cD * scale_cD
+    logits_cD = logits_cD - of.frequency * counts_cD - of.presence * (counts_cD > 0)
+    logits_cV[:, turn.ids] = logits_cD
+    return None if scale_cD is None else (turn.ids, scale_cD)
+
+
+def truncate(logits_cV: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Leave in each row the ids that top-k, top-p and min-p left to the behaviour."""
+    kept = logits_cV[rows, ids]
+    logits_cV.fill_(MASKED)
+    logits_cV[rows, ids] = kept

@@ -1,0 +1,241 @@
+"""What an engine applied to a turn's logits, as far as the trainer can apply it to its own.
+
+The stored logprobs are those of the distribution that sampled, so a loss with ratios needs that distribution from the
+trainer's logits too. What a call asked for stands in the turn's sampling parameters; the history is the chain's own
+tokens; which ids top-k, top-p and min-p left is the turn's stored support. What cannot be applied again is a reason for
+which the turn carries no loss. The parameters have vLLM's names, meanings and bounds (vllm/sampling_params.py, 0.32).
+Legend: L tokens and K turns of a chain, R sampled tokens of a turn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.chains import Experience
+from turnwise.support import Support
+from turnwise.tokenizer import load_tokenizer
+from turnwise.types import TOOL_GRAMMAR, Json, TokenIds
+
+log = logging.getLogger(__name__)
+
+Indices = npt.NDArray[np.int64]
+PROCESSORS = "processors"
+"""Key of `Experience.info` in a trainer: what was found for each turn by `resolved`. [K]"""
+OF_SAMPLING = ("sampling", PROCESSORS)
+"""Keys of `Experience.info` with one entry a turn that concern how its tokens were sampled."""
+LARGEST_BIAS = 100.0
+TRUNCATES: Mapping[str, Callable[[Any], bool]] = {
+    "top_p": lambda value: value < 1,
+    "top_k": lambda value: value > 0,
+    "min_p": lambda value: value > 0,
+}
+"""Parameters that leave a part of the vocabulary, which depends on the engine's own logits."""
+NEEDS_TOKENIZER: Mapping[str, Callable[[Any], bool]] = {"bad_words": bool, "min_tokens": lambda value: value > 0}
+NOT_REPLAYED: Mapping[str, Callable[[Any], bool]] = {
+    "structured_outputs": bool,
+    "response_format": lambda value: value.get("type", "text") != "text",
+    TOOL_GRAMMAR: bool,
+    "thinking_token_budget": lambda value: value >= 0,
+    "tool_choice": lambda value: value == "required" or isinstance(value, dict),
+}
+"""Parameters whose effect the trainer does not compute, and when they have one."""
+GREEDY = "greedy"
+UNKNOWN_SUPPORT = "unknown_support"
+"""Why a token carries no loss: its turn's sampling was truncated, and what was left for it is not known."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnProcessors:
+    """What was applied to the logits of one turn's tokens before and after the temperature; None or 1 or 0: nothing."""
+
+    allowed: Indices | None = None
+    """The only ids that may be sampled."""
+    forbidden: tuple[Indices, Indices] | None = None
+    """Places among the turn's tokens, in order, and an id that bad words or `min_tokens` rule out there."""
+    bias: tuple[Indices, npt.NDArray[np.float32]] | None = None
+    """Ids, each once, and what is added to their logits."""
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    support: tuple[Indices, Indices] | None = None
+    """Ids that top-k, top-p and min-p left, token by token, and where each token's begin. [R + 1]"""
+    is_known: npt.NDArray[np.bool_] | None = None
+    """Whether the token's support is known; None where all are, or nothing was truncated. [R]"""
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition != 1 or self.frequency != 0 or self.presence != 0
+
+
+Found = TurnProcessors | str | None
+"""Of a turn: what to apply, or why that cannot be done; None where its logits were only scaled."""
+
+
+class Vocabulary:
+    """The tokenizer of the model that sampled, loaded when a turn first needs it."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        return self._loaded[0]
+
+    @functools.cached_property
+    def end_tokens(self) -> list[int]:
+        return self._loaded[1]
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[Any, list[int]]:
+        return load_tokenizer(self._model)
+
+
+def resolved(experience: Experience, vocabulary: Vocabulary | None) -> Experience:
+    """Return a chain with what must be applied to its logits, or why it cannot be, turn by turn."""
+    return dataclasses.replace(experience, info=experience.info | {PROCESSORS: _find(experience, vocabulary)})
+
+
+def processors_of(experience: Experience) -> Sequence[Found]:
+    """Return what `resolved` found; of a chain that it did not see, what can be said without a tokenizer. [K]."""
+    known: Sequence[Found] | None = experience.info.get(PROCESSORS)
+    return _find(experience, None) if known is None else known
+
+
+def is_known(experience: Experience) -> npt.NDArray[np.bool_]:
+    """Return for each token whether its distribution can be computed, as far as its turn's can. [L]."""
+    known = np.ones(len(experience.tokens), np.bool_)
+    for turn, found in enumerate(processors_of(experience)):
+        if isinstance(found, TurnProcessors) and found.is_known is not None:
+            known[experience.turn_index == turn] = found.is_known
+    return known
+
+
+def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
+    """Return the temperature of each turn, 1 where the call set none or 0. [K]."""
+    return np.array([temperature_of(sampling) or 1.0 for sampling in _per_turn(experience)], np.float32)
+
+
+def temperature_of(sampling: Json) -> float:
+    value = sampling.get("temperature")
+    return 1.0 if value is None else float(value)
+
+
+def _per_turn(experience: Experience) -> list[Json]:
+    return list(experience.info.get("sampling") or [{}] * len(experience.turn_ids))
+
+
+def _find(experience: Experience, vocabulary: Vocabulary | None) -> list[Found]:
+    if experience.policy_version_first < 0:  # imported: nobody sampled it
+        return [None] * len(experience.turn_ids)
+    found: list[Found] = []
+    for turn, sampling in enumerate(_per_turn(experience)):
+        places = np.flatnonzero(experience.turn_index == turn)
+        support = None if experience.support is None else [experience.support[place] for place in places]
+        is_greedy = temperature_of(sampling) <= 0
+        found.append(GREEDY if is_greedy else processors(sampling, experience.tokens[places], support, vocabulary))
+    return found
+
+
+def processors(
+    sampling: Json,
+    sampled: TokenIds,
+    support: Support | None,
+    vocabulary: Vocabulary | None,
+) -> Found:
+    """Return what the engine applied to the logits of a turn's tokens.
+
+    Args:
+        sampling: The turn's parameters.
+        sampled: Its tokens. [R]
+        support: Of each of them the ids that could be sampled; None where they are not known. [R]
+        vocabulary: Of the model; None where there is none, and then what needs it cannot be applied.
+    """
+    if reason := _first(NOT_REPLAYED, sampling):
+        return reason
+    truncated = _first(TRUNCATES, sampling) if temperature_of(sampling) > 0 else None
+    if truncated is None:
+        support = None
+    elif support is None or all(ids is None for ids in support):
+        return truncated
+    forbidden = None
+    if needs_tokenizer := _first(NEEDS_TOKENIZER, sampling):
+        try:
+            forbidden = None if vocabulary is None else _forbidden(sampling, sampled, vocabulary)
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be applied without the model's tokenizer: %s", needs_tokenizer, error)
+            vocabulary = None
+        if vocabulary is None:
+            return needs_tokenizer
+    allowed, bias = sampling.get("allowed_token_ids"), _bias(sampling.get("logit_bias") or {})
+    found = TurnProcessors(
+        allowed=np.unique(np.array(allowed, np.int64)) if allowed else None,
+        forbidden=forbidden,
+        bias=bias,
+        repetition=_number(sampling, "repetition_penalty", 1.0),
+        frequency=_number(sampling, "frequency_penalty", 0.0),
+        presence=_number(sampling, "presence_penalty", 0.0),
+        support=None if support is None else _rows(support),
+        is_known=None if support is None else np.array([ids is not None for ids in support]),
+    )
+    is_plain = found.allowed is None and found.forbidden is None and bias is None and found.support is None
+    return None if is_plain and not found.has_penalties else found
+
+
+def _first(rules: Mapping[str, Callable[[Any], bool]], sampling: Json) -> str | None:
+    """Return the first parameter that has an effect."""
+    return next((name for name, acts in rules.items() if sampling.get(name) is not None and acts(sampling[name])), None)
+
+
+def _number(sampling: Json, name: str, neutral: float) -> float:
+    value = sampling.get(name)
+    return neutral if value is None else float(value)
+
+
+def _bias(asked: Mapping[str, float]) -> tuple[Indices, npt.NDArray[np.float32]] | None:
+    values = {int(token): min(LARGEST_BIAS, max(-LARGEST_BIAS, float(bias))) for token, bias in asked.items()}
+    return (np.array([*values], np.int64), np.array([*values.values()], np.float32)) if values else None
+
+
+def _rows(support: Support) -> tuple[Indices, Indices]:
+    """Return the ids of all tokens, and where each token's begin and end."""
+    lengths = [0 if ids is None else len(ids) for ids in support]
+    parts = [np.asarray(ids, np.int64) for ids in support if ids is not None]
+    return np.concatenate([*parts, np.empty(0, np.int64)]), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _forbidden(sampling: Json, sampled: TokenIds, vocabulary: Vocabulary) -> tuple[Indices, Indices] | None:
+    """Return where bad words and `min_tokens` rule out which ids."""
+    found: set[tuple[int, int]] = set()
+    num_kept = min(int(sampling.get("min_tokens") or 0), len(sampled))
+    if num_kept:
+        ends = {*vocabulary.end_tokens, *(sampling.get("stop_token_ids") or ())}
+        found.update((place, end) for place in range(num_kept) for end in ends)
+    tokens = sampled.tolist()
+    for *before, last in bad_words(sampling.get("bad_words") or (), vocabulary.tokenizer.encode):
+        size = len(before)
+        found.update((place, last) for place in range(size, len(tokens)) if tokens[place - size : place] == before)
+    if not found:
+        return None
+    places, ids = zip(*sorted(found), strict=True)
+    return np.array(places, np.int64), np.array(ids, np.int64)
+
+
+def bad_words(words: Iterable[str], encode: Callable[..., list[int]]) -> list[list[int]]:
+    """Return the token sequences of bad words: at the start of a text, and after a space if that is as many tokens."""
+    found: list[list[int]] = []
+    for word in words:
+        plain = encode(word.lstrip(), add_special_tokens=False)
+        if not plain:
+            continue
+        found.append(plain)
+        spaced = encode(" " + word.lstrip(), add_special_tokens=False)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
