@@ -8,7 +8,6 @@ import pytest
 from support.open_files import no_free_files
 from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
-from yarl import URL
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, EngineState, without_credentials
 from proxy.engines.pool import EnginePool
@@ -128,7 +127,7 @@ async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engi
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
     while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
         await asyncio.sleep(0.01)
-    engine._http._targets["/health"] = URL("http://127.0.0.1:1/health")  # from now on the engine does not answer
+    engine._http._base = "http://127.0.0.1:1"  # from now on the engine does not answer
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
     with pytest.raises(EngineUnavailable, match="has not answered"):
