@@ -133,7 +133,7 @@ def stale_part(
 ) -> str | None:
     """Return which part the engine has of an older version; None if no single part explains its answer."""
     model, old = (_untied(load_version(one)) for one in (policy, older))
-    loaded = set(model.state_dict()) if policy.kind is PolicyKind.FULL else _of_adapter(model)
+    loaded = {name for name in model.state_dict() if policy.kind is PolicyKind.FULL or ".lora_" in name}
     new = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in loaded}
     answer = torch.tensor(logprobs)
     gap = _gap(model, probe, positions, answer)
@@ -157,10 +157,6 @@ def _untied(model: Any) -> Any:
     if head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
     return model
-
-
-def _of_adapter(model: Any) -> set[str]:
-    return {name for name in model.state_dict() if ".lora_" in name}
 
 
 def _parts(names: Mapping[str, Tensor]) -> Iterator[tuple[str, list[str]]]:

@@ -84,7 +84,7 @@ class Policies:
         """
         self._begin(DEFAULT_POLICY, self._default)
         pause = SHORTEST_PAUSE_SECONDS
-        while not self._is_stopped():
+        while not self._default.learner.world.from_first(self._stopped.is_set):
             self._look_for_policies()
             active = [one for one in self._trained.values() if not one.training.is_done(one.state)]
             if not active:
@@ -118,9 +118,6 @@ class Policies:
             self._close(training)
         self._shared.db.close()
 
-    def _is_stopped(self) -> bool:
-        return self._default.learner.world.from_first(self._stopped.is_set)
-
     def _training(self, policy: NamedPolicy | None) -> Training:
         settings = settings_of(self._settings, policy)
         parts = make_parts(settings, policy, self._shared, has_buffer=settings.workflow == "off_policy")
@@ -129,7 +126,8 @@ class Policies:
             training.divide()
         if settings.compile:
             training.compile()
-        training.add_recorders(self._recorders(settings))
+        for recorder in self._recorders(settings):
+            training.recorder.add(recorder)
         self.trainings.append(training)
         return training
 

@@ -72,10 +72,6 @@ class Training:
         self.patience: float | None = None
         """Seconds to wait for a batch; None without an end, 0 where other policies train meanwhile."""
 
-    def add_recorders(self, recorders: Sequence[Recorder]) -> None:
-        for recorder in recorders:
-            self.recorder.add(recorder)
-
     def compile(self) -> None:
         self.learner.policy.compiled = True
 

@@ -93,7 +93,7 @@ def load_settings(
         SettingsError: an undeclared key, an invalid value, or a file that cannot be read.
     """
     sources = {
-        f"file {_file_name(config)}": _read_file(config, section, model_cls),
+        f"file {config or DEFAULT_FILE}": _read_file(config, section, model_cls),
         "environment": _read_environment(model_cls, section),
         "flag": {key: value for key, value in overrides.items() if value is not None},
     }
@@ -128,10 +128,6 @@ def shared_variables(names: Mapping[str, str]) -> dict[str, str]:
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **added}
-
-
-def _file_name(config: Path | None) -> str:
-    return str(config or DEFAULT_FILE)
 
 
 def has_sections(config: Path) -> bool:

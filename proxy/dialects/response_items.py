@@ -112,10 +112,6 @@ def custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def custom_arguments(text: str) -> str:
-    return orjson.dumps({INPUT: text}).decode()
-
-
 def chat_tool_choice(choice: Any) -> Any:
     """Return the tool choice as chat has it."""
     if isinstance(choice, str):
@@ -200,7 +196,7 @@ def _open_reply(messages: list[Json], *, unless_holds: tuple[str, ...]) -> Json:
 def _chat_tool_call(item: Json) -> Json:
     match item["type"]:
         case "custom_tool_call":
-            arguments = custom_arguments(str(item.get("input") or ""))
+            arguments = orjson.dumps({INPUT: str(item.get("input") or "")}).decode()
         case "local_shell_call" | "shell_call" | "apply_patch_call":
             action = item.get("action") or item.get("operation")
             arguments = dumps(action if isinstance(action, dict) else {}).decode()

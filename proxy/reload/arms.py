@@ -88,9 +88,6 @@ class Arms:
     def state(self) -> serving.ServingState:
         return self.pool.state(self.policy_id)
 
-    def awaits_retry(self, version: int) -> bool:
-        return version == self._failed_version and time.monotonic() < self._not_before
-
     def forget_failures(self) -> None:
         self._failed_version, self._num_failures = -1, 0
 
@@ -229,7 +226,7 @@ class Arms:
             return functools.partial(self.end_holdout, holdout)
         if canary is not None and (state.pinned is not None or not self.settings.canary_share):
             return functools.partial(self._end, canary, active)
-        if self.awaits_retry((canary or target).version):
+        if (canary or target).version == self._failed_version and time.monotonic() < self._not_before:
             return None
         if canary is not None and active is not None:
             return functools.partial(self._judge, canary, active) if now - self._judged_at >= JUDGE_SECONDS else None

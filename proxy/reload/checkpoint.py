@@ -360,8 +360,9 @@ class VersionFiles:
             Exception: What `read` raised, such as BadCheckpoint (a file is missing or wrong) or Conflict.
         """
         reading = self._readings.get(key)
-        if reading is None or time.monotonic() >= reading.outdated_at:
-            self._drop_outdated()
+        now = time.monotonic()
+        if reading is None or now >= reading.outdated_at:
+            self._readings = {name: other for name, other in self._readings.items() if now < other.outdated_at}
             reading = self._readings[key] = _Reading(path, read)
         try:
             async with asyncio.timeout(seconds):
@@ -378,10 +379,6 @@ class VersionFiles:
             raise reading.error
         result: T = reading.result
         return result
-
-    def _drop_outdated(self) -> None:
-        now = time.monotonic()
-        self._readings = {key: reading for key, reading in self._readings.items() if now < reading.outdated_at}
 
 
 def _noted(reading: _Reading) -> str:

@@ -305,7 +305,7 @@ def why_held(look: Look, at: RunProgress, rule: TrainerSettings) -> str | Rewind
         if at.rewound_to != chosen:
             return Rewind(version=chosen, reason=undid)
         return f"{undid}, and it cannot be trained from: training waits until another version is activated"
-    good = _last_good(look, at)
+    good = max((each for each in at.recent_versions if each < min(look.failed, default=0)), default=None)
     if good is not None and good != at.rewound_to and rule.when_failed == "go_back":
         return Rewind(version=good, reason=f"version {min(look.failed)} failed")
     bound, version = _bound(rule), at.recent_versions[-1]
@@ -325,11 +325,6 @@ def why_held(look: Look, at: RunProgress, rule: TrainerSettings) -> str | Rewind
             f"waits for them (max_versions_in_flight={rule.max_versions_in_flight})"
         )
     return None
-
-
-def _last_good(look: Look, at: RunProgress) -> int | None:
-    before = [version for version in at.recent_versions if version < min(look.failed, default=0)]
-    return max(before, default=None)
 
 
 def _bound(rule: TrainerSettings) -> int | None:

@@ -47,10 +47,7 @@ class Critic:
 
     def bind(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         self.optimizer = optimizer
-        self.set_learning_rate(learning_rate)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate
 
     def values(self, inputs: RowInputs) -> Tensor:

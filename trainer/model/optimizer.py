@@ -131,12 +131,9 @@ class MasterAdamW(torch.optim.Optimizer):
         """Load a state; its tensors stay float32, which torch would round to the type of the weights."""
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for number, group in zip(saved, self._weights_with_group(), strict=True):
-            weight, on_host = group
+        own = ((weight, group["on_host"]) for group in self.param_groups for weight in group["params"])
+        for number, (weight, on_host) in zip(saved, own, strict=True):
             place = torch.device("cpu") if on_host else weight.device
             for name, value in state_dict["state"].get(number, {}).items():
                 at = torch.device("cpu") if name == "step" else place
                 self.state[weight][name] = value.detach().to(device=at, dtype=torch.float32, copy=True)
-
-    def _weights_with_group(self) -> list[tuple[Parameter, bool]]:
-        return [(weight, group["on_host"]) for group in self.param_groups for weight in group["params"]]

@@ -39,8 +39,8 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
     base = model or str(manifest["base_model"])
     with bad_checkpoint(f"cannot load the base model {base!r}", "; name it with --model"):
         whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    head = whole.get_output_embeddings()
-    if head.weight is whole.get_input_embeddings().weight and HEAD in targets_of(version_directory):
+    head, targets = whole.get_output_embeddings(), read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
+    if head.weight is whole.get_input_embeddings().weight and HEAD in targets:
         # The adapter changes the head alone; merged into the shared tensor, it would change the embeddings too.
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
         whole.config.tie_word_embeddings = False
@@ -48,11 +48,6 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
         merged = PeftModel.from_pretrained(whole, str(version_directory)).merge_and_unload()
     merged.save_pretrained(destination)
     copy_tokenizer(base, destination)
-
-
-def targets_of(version_directory: Path) -> list[str]:
-    targets: list[str] = read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
-    return targets
 
 
 def push(directory: Path, repository: str, *, is_private: bool = True) -> str:

@@ -169,7 +169,8 @@ class States:
         saved = self._read(version)
         check_resumable(saved.get("settings", {}), self._config)
         if reports_changes and self._learner.world.is_first:
-            log_changes(saved.get("settings", {}), self._config)
+            for name, before, now in _changes(saved.get("settings", {}), self._config):
+                log.info("setting %s changed from %r to %r and takes effect now", name, before, now)
         group = self._learner.world.control_group
         return self._new(seed, with_weights=False).restored(
             saved, lambda tensors: self._checkpoints.read_tensors(version, tensors, group)
@@ -304,11 +305,6 @@ def check_resumable(saved: Json, settings: TrainerSettings) -> None:
                 f"{name} was {before!r} and is {now!r} now, but a run cannot change it: set it back to {before!r}, or "
                 "start a new run with another database and policies_dir"
             )
-
-
-def log_changes(saved: Json, settings: TrainerSettings) -> None:
-    for name, before, now in _changes(saved, settings):
-        log.info("setting %s changed from %r to %r and takes effect now", name, before, now)
 
 
 def _changes(saved: Json, settings: TrainerSettings) -> list[tuple[str, Any, Any]]:

@@ -155,7 +155,8 @@ def _option(name: str, field: FieldInfo, text: str) -> click.Option:
         return click.Option([flag], type=click.Choice([str(each) for each in typing.get_args(annotation)]), help=text)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return click.Option([flag], type=click.Choice([str(each.value) for each in annotation]), help=text)
-    return click.Option([flag], multiple=many, metavar=_metavar(annotation), help=text)
+    metavar = {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")
+    return click.Option([flag], multiple=many, metavar=metavar, help=text)
 
 
 def _without_none(annotation: Any) -> Any:
@@ -163,7 +164,3 @@ def _without_none(annotation: Any) -> Any:
         kept = [each for each in typing.get_args(annotation) if each is not type(None)]
         return kept[0] if len(kept) == 1 else str
     return annotation
-
-
-def _metavar(annotation: Any) -> str:
-    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")

@@ -30,7 +30,7 @@ class Rendezvous:
     """Where the members of a group find one another; made by the trainer."""
 
     def __init__(self, host: str, seconds: float) -> None:
-        listener = socket.create_server((host, 0), family=_family(host))
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.host = host
         self.port = int(listener.getsockname()[1])
         self.store = _dist.TCPStore(
@@ -94,10 +94,6 @@ class Channel:
         except RuntimeError as error:
             raise TransferFailed(f"the transfer broke off: {_first_line(error)}") from error
         return int(failures.item()) == 0
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _first_line(error: Exception) -> str:

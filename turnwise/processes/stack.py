@@ -147,9 +147,6 @@ class UpSettings(Settings):
             engine_memory=self.engine_gpu_memory,
         )
 
-    def policies_directory(self) -> Path:
-        return self.policies_dir or self.runs_dir / "policies"
-
 
 @dataclass(frozen=True)
 class TrainerNeeds:
@@ -230,7 +227,8 @@ class Stack:
     def trainer_flags(self) -> list[str]:
         config = self._settings.trainer_config
         flags = ["--config", str(config)] if config is not None else list(self._config)
-        flags += ["--model", self._model, "--policies-dir", str(self._settings.policies_directory())]
+        policies_dir = self._settings.policies_dir or self._settings.runs_dir / "policies"
+        flags += ["--model", self._model, "--policies-dir", str(policies_dir)]
         flags += ["--proxy-url", self.proxy_url]
         if self._settings.kind is not None:
             flags += ["--kind", self._settings.kind]

@@ -117,7 +117,7 @@ class Supervisor:
         """
         self._runs = [_ChildRun(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory
-        self._printer = Printer(say or _say_nothing)
+        self._printer = Printer(say or (lambda _name, _text: None))
         self._say = self._printer.print
         self._max_quick_deaths = max_quick_deaths
         self._quick_seconds = quick_seconds
@@ -216,13 +216,10 @@ class Supervisor:
                     self._start(run)
             elif run.state in {ChildState.STARTING, ChildState.READY}:
                 self._check(run)
-            self._show_log(run)
+            for line in run.follower.new_lines() if run.follower is not None else ():
+                self._say(run.child.name, line)
         if all(run.state in {ChildState.READY, ChildState.FINISHED} for run in self._runs):
             self._settled.set()
-
-    def _show_log(self, run: _ChildRun) -> None:
-        for line in run.follower.new_lines() if run.follower is not None else ():
-            self._say(run.child.name, line)
 
     def _start(self, run: _ChildRun) -> None:
         child = run.child
@@ -370,7 +367,3 @@ def _lines_near_end(log: BinaryIO, start: int, num_bytes: int = 64 * 1024) -> li
     log.seek(0, os.SEEK_END)
     log.seek(max(start, log.tell() - num_bytes))
     return log.readlines()
-
-
-def _say_nothing(_name: str, _text: str) -> None:
-    pass

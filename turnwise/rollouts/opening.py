@@ -40,7 +40,8 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(connected(settings))
         await client.wait_until_ready(READY_SECONDS)
-        results = stack.enter_context(Results(settings.directory(), _plan(settings, argv)))
+        plan = {"command": [settings.call] if settings.call else list(argv), "group_size": settings.group_size}
+        results = stack.enter_context(Results(settings.directory(), plan))
         player = _player(settings, argv)
         stack.push_async_callback(player.close)
         await player.start()  # before any session is created
@@ -110,10 +111,6 @@ def _interrupts(runner: Runner, message: Callable[[str], None]) -> Any:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-
-def _plan(settings: RunSettings, argv: Sequence[str]) -> dict[str, Any]:
-    return {"command": [settings.call] if settings.call else list(argv), "group_size": settings.group_size}
 
 
 def _player(settings: RunSettings, argv: Sequence[str]) -> Player:

@@ -36,16 +36,13 @@ class Pace:
         if self._version is None:
             await self._poll()
         while not stopping.is_set():
-            if self._num_groups < self._limit():
+            if self._num_groups < (self._num_used + self._lead * self._groups_per_version + max(0, self._num_uniform)):
                 self._num_groups += 1
                 return
             await self._poll()
 
     def note_uniform_group(self) -> None:
         self._num_uniform += 1
-
-    def _limit(self) -> float:
-        return self._num_used + self._lead * self._groups_per_version + max(0, self._num_uniform)
 
     async def _poll(self) -> None:
         await asyncio.sleep(max(0.0, self._polled_at + POLL_SECONDS - time.monotonic()))
@@ -61,12 +58,10 @@ class Pace:
             if policy["version"] <= self._version:
                 break
             if policy["version"] <= active["version"]:
-                self._use(policy["metrics"] or {})
+                metrics = policy["metrics"] or {}
+                self._num_used += self._groups_per_version + int(metrics.get("num_refill_groups", 0))
+                self._num_uniform -= int(metrics.get("num_uniform_groups", 0))
         self._version = int(active["version"])
-
-    def _use(self, metrics: Json) -> None:
-        self._num_used += self._groups_per_version + int(metrics.get("num_refill_groups", 0))
-        self._num_uniform -= int(metrics.get("num_uniform_groups", 0))
 
 
 async def active_policy(client: AsyncClient, policy: str = DEFAULT_POLICY_NAME) -> Json | None:

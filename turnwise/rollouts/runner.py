@@ -135,7 +135,8 @@ class Runner:
         if not self._has_called:
             self._without_calls.append(result)
             if self._num_finished >= MAX_RUNS_WITHOUT_CALLS:
-                raise RolloutFailed(self._no_call(result))
+                cause = no_call_cause(result, self._settings)
+                raise RolloutFailed(f"the first {self._num_finished} runs made no model call {cause}")
             return
         self._record([*self._without_calls, result])
         self._note_uniform(planned)
@@ -216,9 +217,6 @@ class Runner:
     def _session_id(self, planned: _Planned, attempt: int) -> str:
         parts = [self._results.name, planned.split, str(planned.pass_index), planned.task.slug, str(planned.run)]
         return "-".join(parts) + (f".{attempt}" if attempt > 1 else "")
-
-    def _no_call(self, result: RunResult) -> str:
-        return f"the first {self._num_finished} runs made no model call {no_call_cause(result, self._settings)}"
 
 
 def no_call_cause(result: RunResult, settings: RunSettings) -> str:

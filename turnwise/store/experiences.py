@@ -274,7 +274,8 @@ def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TU
         return _group_values(experiences(source, SessionFilter(tenant=tenant, group_id=group_id), of_turns))
 
     for experience in experiences(source, wanted, shape):
-        if experience.turn_advantages is not None or experience.info["single"] or _is_open(experience):
+        is_open = experience.info["status"] == SessionStatus.OPEN.value
+        if experience.turn_advantages is not None or experience.info["single"] or is_open:
             yield experience
             continue
         values = of_group(*experience.group_key)
@@ -301,10 +302,6 @@ def _centred(values: Floats) -> Floats:
 
 def _is_by_step(experience: Experience) -> bool:
     return bool(experience.info["credit"] == Credit.STEP_WISE)
-
-
-def _is_open(experience: Experience) -> bool:
-    return bool(experience.info["status"] == SessionStatus.OPEN.value)
 
 
 def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple[int | None, int | None]:

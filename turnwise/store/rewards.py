@@ -71,7 +71,8 @@ def add_rewards(
     if retrain:
         groups.reopen(conn, {row.group_pk for row in locked if row.group_pk is not None})
     if idempotency_key is not None:
-        keep_answer(conn, tenant, scope, idempotency_key, reached)
+        is_claimed = _is_key(tenant, scope, idempotency_key)
+        conn.execute(sa.update(idempotency).where(is_claimed).values(answer=dump(reached)))
     return reached
 
 
@@ -138,10 +139,6 @@ def claim_key(conn: sa.Connection, tenant: str, session_id: str, key: str, body_
     if known.body_digest != body_digest:
         raise Conflict(f"idempotency key {key!r} was used with another body; use a new key")
     return [int(reached) for reached in json.loads(known.answer)]
-
-
-def keep_answer(conn: sa.Connection, tenant: str, session_id: str, key: str, answer: Sequence[int]) -> None:
-    conn.execute(sa.update(idempotency).where(_is_key(tenant, session_id, key)).values(answer=dump(list(answer))))
 
 
 def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, session_id: str) -> str:

@@ -231,7 +231,7 @@ def finish_turn(row: dict[str, Any]) -> None:
 
 def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
     row = REWARDS.row(reward, session_pk=session_pk)
-    row["digest"] = reward_digest(row)
+    row["digest"] = _digest(b"reward", [float(row["value"]), *(row[column] for column in REWARD_COLUMNS)])
     del row["reward_id"]
     return row
 
@@ -239,10 +239,6 @@ def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
 def turn_digest(row: Mapping[str, Any]) -> bytes:
     support = row["support"]
     return _digest(b"turn", _turn_values(row) if support is None else (*_turn_values(row), support))
-
-
-def reward_digest(row: Mapping[str, Any]) -> bytes:
-    return _digest(b"reward", [float(row["value"]), *(row[column] for column in REWARD_COLUMNS)])
 
 
 def session_digest(advantages: Mapping[str, float], turn_digests: Mapping[str, bytes | None]) -> bytes | None:

@@ -45,7 +45,7 @@ def openai_drafts(document: Json) -> list[Draft]:
         raise BadLine(f"it has neither messages nor preferred_output; its fields are {', '.join(document) or 'none'}")
     found = document["messages"]
     messages = chat_messages(found)
-    untrained = frozenset(index for index, message in enumerate(found) if _weight(message) == 0)
+    untrained = frozenset(index for index, message in enumerate(found) if message.get("weight") == 0)
     return [Draft(conversations=[conversation_of(messages, _openai_tools(document), untrained=untrained)])]
 
 
@@ -71,10 +71,6 @@ def _pair(document: Json) -> list[Draft]:
 
 def _openai_tools(document: Json) -> list[Json] | None:
     return tool_schemas(document.get("tools") or document.get("functions"))
-
-
-def _weight(message: Any) -> Any:
-    return message.get("weight", 1)
 
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
