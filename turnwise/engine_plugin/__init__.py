@@ -3,8 +3,7 @@
 vLLM loads this package in each of its processes by the entry point `vllm.general_plugins`. It registers a backend for
 vLLM's weight transfer: `weight_engine` is the part inside vLLM, `receiver` receives and checks a version, `channel`
 carries bytes over a process group of torch's, `layout` defines what the bytes mean. The trainer uses the last two to
-send. `tied_head` mends loads of models whose output head is tied to the embeddings, and `no_adapter` batches in which
-only some calls have an adapter.
+send. `cpu_kernels` mends what the CPU's kernels compute after a load, and in batches with adapters.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from turnwise.engine_plugin.no_adapter import leave_out_tokens_without_adapter
-    from turnwise.engine_plugin.tied_head import follow_loads
+    from turnwise.engine_plugin import cpu_kernels
 
-    follow_loads(layerwise)
-    leave_out_tokens_without_adapter(lora_ops, punica_cpu)
+    cpu_kernels.pack_tied_heads(layerwise)
+    cpu_kernels.pack_experts(UnquantizedFusedMoEMethod, CPUUnquantizedExperts)
+    cpu_kernels.leave_out_tokens_without_adapter(lora_ops, punica_cpu)
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
