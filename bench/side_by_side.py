@@ -151,9 +151,7 @@ def play_trl(model: Path, out: Path, given: argparse.Namespace) -> Observed:
         made = [task(split, number).for_agent()["messages"] for number in range(count)]
         return Dataset.from_dict({"prompt": made, "index": list(range(count)), "split": [split] * count})
 
-    adapter = LoraConfig(
-        r=ours.lora_rank, lora_alpha=LORA_ALPHA, target_modules=list(ours.lora_targets), task_type="CAUSAL_LM"
-    )
+    adapter = LoraConfig(r=ours.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     config = GRPOConfig(
         output_dir=str(out),
         use_cpu=True,

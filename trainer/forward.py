@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainer.batch.processors import SampledTurn, apply_to_turn
 from trainer.batch.sampling import TurnProcessors, Vocabulary, processors, temperature_of
+from trainer.model.loading import model_class, read_config
 from turnwise.store.turns import TurnView
 from turnwise.support import unpack
 from turnwise.types import PolicyKind, PolicyVersion
@@ -93,9 +94,8 @@ class ForwardChecker:
 
 
 def load_version(version: PolicyVersion) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(_base_of(version), dtype=torch.float32).eval()
+    base = _base_of(version)
+    model = model_class(read_config(base)).from_pretrained(base, dtype=torch.float32).eval()
     if _is_adapter(version):
         from peft import PeftModel
 

@@ -163,8 +163,9 @@ class TrainerSettings(SelectionRule):
     """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
     engine with `--enable-return-routed-experts`, for calls that do not stream."""
     lora_rank: int = Field(default=16, ge=1)
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; by default all of the language model that engines serve adapters
+    of, which `turnwise train --dry-run` lists."""
     compile: bool = False
     """Compile the forward pass. It slows the start and pays in long runs."""
     multi_devices: bool = False

@@ -17,6 +17,7 @@ import math
 import socket
 import ssl
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
@@ -92,12 +93,13 @@ class Answer:
         self._opening: asyncio.Task[Any] | None = None
         """The task that waits for the head."""
         self._timer = self._loop.call_later(patience, self._check)
-        client.running.add(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._timer.cancel()
         self._client.running.discard(self)
         if self._response is not None and not self._response.closed:  # closed: its body is complete
@@ -141,7 +143,7 @@ class Answer:
         return part
 
     async def open(self, request: Any) -> None:
-        """Send a request of aiohttp, and wait for the head of its answer; end the answer if there is none.
+        """Send a request of aiohttp, and wait for the head of its answer.
 
         Raises:
             aiohttp.ClientError: the connection was not opened, or broke.
@@ -150,15 +152,12 @@ class Answer:
         self._opening = task = asyncio.current_task()
         assert task is not None, "a task sends the request"
         num_cancelled = task.cancelling()
-        _opening.set(self)
         try:
             self._response = response = await request
-        except BaseException as error:
-            with self:
-                ended = self._error if isinstance(error, asyncio.CancelledError) else None
-                if ended is not None and task.uncancel() <= num_cancelled:  # otherwise its caller is cancelled too
-                    raise ended from None
+        except asyncio.CancelledError:
+            if self._error is None or task.uncancel() > num_cancelled:  # the task itself is cancelled
                 raise
+            raise self._error from None
         finally:
             self._opening, self._waiting_since = None, math.inf
         self.status = response.status
@@ -220,6 +219,8 @@ class HttpClient:
         self._silence_seconds = silence_seconds
         self._session: aiohttp.ClientSession | None = None
         """Opened by the first request, in its event loop."""
+        self._targets: dict[str, URL] = {}
+        """URLs by path, without those that have a query."""
         self.running: set[Answer] = set()
         self.heard_at = -math.inf
         """When anything that the server has sent was read last, on the event loop's clock."""
@@ -242,24 +243,12 @@ class HttpClient:
             NotConnected: no connection could be opened.
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
-        if self._session is None:
-            self._session = self._open_session()
-        for is_last in (False, True):
-            request = self._session.request(
-                method,
-                URL(self._base + path, encoded=True),
-                data=io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None,
-                headers=headers,
-                allow_redirects=False,
-                read_bufsize=BUFFERED_BYTES // 2,
-            )
-            answer = Answer(self, silence_seconds or self._silence_seconds)
-            try:
-                await answer.open(request)
-                break
-            except (aiohttp.ClientError, Disconnected, TimeoutError, ValueError) as error:
-                if is_last or not _may_be_stale(answer, error):
-                    raise error if isinstance(error, Disconnected) else self._translated(error) from error
+        patience = silence_seconds or self._silence_seconds
+        answer, error = await self._try(method, path, body, headers, patience)
+        if error is not None and _may_be_stale(answer, error):
+            answer, error = await self._try(method, path, body, headers, patience)
+        if error is not None:
+            raise error if isinstance(error, Disconnected) else self._translated(error) from error
         if answer.status < 200:
             with answer:
                 raise Disconnected("its answer is not valid HTTP: it switches the protocol")
@@ -267,6 +256,31 @@ class HttpClient:
             with answer:
                 raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
+
+    async def _try(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None, patience: float
+    ) -> tuple[Answer, Exception | None]:
+        """Return the answer and None, or an answer without a head and the error."""
+        answer = Answer(self, patience)
+        self.running.add(answer)
+        _opening.set(answer)
+        request = self._open_session().request(
+            method,
+            self._target(path),
+            data=io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None,
+            headers=headers,
+            allow_redirects=False,
+            read_bufsize=BUFFERED_BYTES // 2,
+        )
+        try:
+            await answer.open(request)
+        except (aiohttp.ClientError, Disconnected, TimeoutError, ValueError) as error:
+            with answer:
+                return answer, error
+        except BaseException:
+            with answer:
+                raise
+        return answer, None
 
     def _translated(self, error: Exception) -> Disconnected:
         match error:
@@ -279,19 +293,29 @@ class HttpClient:
         return _broken(error)
 
     def _open_session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            headers=self._headers,
-            request_class=_Request,
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=IDLE_SECONDS,
-                ssl=True if self._tls is None else self._tls,
-                socket_factory=_open_socket,
-            ),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_seconds),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                request_class=_Request,
+                connector=aiohttp.TCPConnector(
+                    limit=0,
+                    keepalive_timeout=IDLE_SECONDS,
+                    ssl=True if self._tls is None else self._tls,
+                    socket_factory=_open_socket,
+                ),
+                timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_seconds),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        return self._session
+
+    def _target(self, path: str) -> URL:
+        target = self._targets.get(path)
+        if target is None:
+            target = URL(self._base + path, encoded=True)
+            if "?" not in path:
+                self._targets[path] = target
+        return target
 
     async def close(self) -> None:
         if self._session is not None:

@@ -17,6 +17,7 @@ import errno
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,8 @@ FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
 """Integer type and exponent mask; if all exponent bits are set, the value is infinite or NaN."""
 HEAD = "lm_head.weight"
+CONTAINERS = re.compile(r"^(?:(?:model|language_model|text_model)\.)+")
+"""The beginning of names of tensors of the language model."""
 EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -274,8 +277,17 @@ def _check_adapter(directory: Path, served: Path | None) -> None:
     embeddings = next((tensor for name, tensor in base.items() if name.endswith(EMBEDDINGS)), None)
     if served is not None and embeddings and read_json(served / MODEL_CONFIG).get("tie_word_embeddings"):
         base.setdefault(HEAD, embeddings)
+    base = {_inner(name): tensor for name, tensor in base.items()}
     for name, tensor in tensors.items():
         _check_adapter_tensor(directory, name, tensor, base)
+
+
+def _inner(name: str) -> str:
+    """Return a tensor's name without the containers of the language model, which files and modules order differently.
+
+    Engines map both orders: `model.language_model.layers.0…` and `language_model.model.layers.0…`.
+    """
+    return CONTAINERS.sub("", name)
 
 
 def _check_adapter_tensor(directory: Path, name: str, tensor: Tensor, base: dict[str, Tensor]) -> None:
@@ -283,7 +295,7 @@ def _check_adapter_tensor(directory: Path, name: str, tensor: Tensor, base: dict
     module, _, factor = name.removeprefix("base_model.model.").partition(".lora_")
     if not base or not factor.startswith(("A.", "B.")):
         return
-    changed = base.get(f"{module}.weight")
+    changed = base.get(_inner(f"{module}.weight"))
     if changed is None:
         raise BadCheckpoint(f"{directory} adapts {module!r}, which the served model lacks; it is of another model")
     axis = 1 if factor.startswith("A.") else 0

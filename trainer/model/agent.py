@@ -20,9 +20,9 @@ from trainer.algorithms.trial import try_algorithm
 from trainer.batch.batch import Batch, Reals, Row, pack, row_processors
 from trainer.batch.forest import Forest
 from trainer.batch.ratios import Gauges, TrainedTokens
+from trainer.model.adapters import Adapter
 from trainer.model.critic import Critic
 from trainer.model.inputs import RowInputs, ahead, on_device
-from trainer.model.loading import Adapter
 from trainer.model.memory import MemoryLimits, OutOfMemory
 from trainer.model.model import Policy
 from trainer.parallel import World

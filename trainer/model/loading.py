@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from trainer.model.adapters import reach_of
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -67,11 +71,10 @@ GRADIENT_BYTES = 4
 
 def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
     """Return the attention implementation: of those that the architecture has, the fastest on the device."""
-    from transformers import AutoModelForCausalLM
-
     if spec.attention != "auto":
         return spec.attention
-    known = AutoModelForCausalLM._model_mapping.get(type(read_config(spec.model)), None)  # noqa: SLF001  transformers has no other way to ask
+    config = read_config(spec.model)
+    known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  transformers has no other way to ask
     if device.type == "cuda" and getattr(known, "_supports_flex_attn", True):
         return "flex_attention"
     return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
@@ -82,6 +85,42 @@ def read_config(model: str) -> Any:
 
     with bad_checkpoint(f"cannot load the model {model!r}", WHOLE_MODEL):
         return AutoConfig.from_pretrained(model)
+
+
+def model_class(config: Any) -> Any:
+    """Return the automatic class of transformers for a model: for a wrapper around a text model the wrapper's.
+
+    Engines serve the wrapper, so a version must have its configuration, its names, and its other tensors.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_wrapper = config.get_text_config() is not config
+    known = AutoModelForImageTextToText._model_mapping  # noqa: SLF001  transformers has no other way to ask
+    return AutoModelForImageTextToText if is_wrapper and type(config) in known else AutoModelForCausalLM
+
+
+def check_trainable(config: Any, spec: TrainerSettings) -> None:
+    """Refuse a model whose versions an engine could not load.
+
+    Raises:
+        SettingsError: All weights are to be trained, and they are quantised or would be written as another model.
+    """
+    if spec.kind is PolicyKind.LORA:
+        return
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise SettingsError(
+            f"the weights of {spec.model!r} are quantised ({method}), and kind='full' trains and writes whole ones: "
+            "set kind='lora', or train and serve the model that is not quantised"
+        )
+    known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  as above
+    named = list(getattr(config, "architectures", None) or [])
+    if known is not None and named and known.__name__ not in named:
+        raise SettingsError(
+            f"{spec.model!r} is a {named[0]}, and transformers trains and writes it as a {known.__name__}, which an "
+            "engine that serves the first one does not load: set kind='lora', or serve a model of the second kind"
+        )
 
 
 def register_flex_attention() -> None:
@@ -105,10 +144,10 @@ def _flex_attention(
 
 def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
     """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA."""
-    from transformers import AutoModelForCausalLM
-
+    config = read_config(spec.model)
+    check_trainable(config, spec)
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = model_class(config).from_pretrained(
             spec.model, dtype=getattr(torch, spec.weights_dtype), attn_implementation=attention
         )
     return _prepared(model, spec)
@@ -116,11 +155,10 @@ def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
 
 def empty_model(spec: TrainerSettings, attention: str) -> nn.Module:
     """Return the same model with weights on the meta device and real buffers."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(spec.model)
+    check_trainable(config, spec)
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), _weights_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = model_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention)
         return _prepared(model, spec)
 
 
@@ -162,34 +200,26 @@ def copy_tokenizer(source: str, directory: Path) -> None:
 
 
 def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
-    """Return the model in training mode without dropout, with an adapter for LoRA."""
+    """Return the model in training mode without dropout, with an adapter for LoRA; a wrapper's other parts are frozen.
+
+    Raises:
+        SettingsError: A name in `lora_targets` is of no layer of the model, or there is no layer for an adapter.
+    """
     if spec.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
 
-        _check_targets(model, spec)
+        reach = reach_of(model, spec.lora_targets, name=spec.model)
+        log.info("the adapter changes %s", reach)
         adapter = LoraConfig(
-            r=spec.lora_rank,
-            lora_alpha=LORA_ALPHA,
-            target_modules=list(spec.lora_targets),
-            task_type="CAUSAL_LM",
+            r=spec.lora_rank, lora_alpha=LORA_ALPHA, target_modules=reach.targets, task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, adapter)
+    elif model.config.get_text_config() is not model.config:
+        model.requires_grad_(requires_grad=False)
+        for part in (model.get_decoder(), model.get_output_embeddings()):
+            part.requires_grad_(requires_grad=True)
     model.train()
     return _without_dropout(cast("nn.Module", model))
-
-
-def _check_targets(model: Any, spec: TrainerSettings) -> None:
-    names = [f".{name}" for name, _ in model.named_modules()]
-    unknown = [target for target in spec.lora_targets if not any(name.endswith(f".{target}") for name in names)]
-    is_default = spec.lora_targets == type(spec).model_fields["lora_targets"].default
-    if not unknown or (is_default and len(unknown) < len(spec.lora_targets)):
-        return
-    head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    raise SettingsError(
-        f"lora_targets has {unknown}, which name no layer of the model {spec.model!r}: set it in [trainer] to "
-        f"some of its linear layers, {sorted({name.rpartition('.')[2] for name in linear})}"
-    )
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:
@@ -237,38 +267,6 @@ def _weights_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-class Adapter:
-    """The trained tensors of a model, as one policy has them: several policies share one base model in memory.
-
-    An adapter is put in place by giving its tensors to the model's modules: no value is copied, and an optimizer that
-    is bound to them keeps what it updates. So a policy computes the same numbers, bit for bit, whether it shares its
-    base model or not.
-    """
-
-    def __init__(self, places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-        self._places = places
-
-    @classmethod
-    def in_place(cls, model: nn.Module) -> Adapter:
-        modules = model.modules()
-        found = [(module, *named) for module in modules for named in module.named_parameters(recurse=False)]
-        return cls([place for place in found if place[2].requires_grad])
-
-    def copied(self) -> Adapter:
-        return Adapter([(module, name, _copied(parameter)) for module, name, parameter in self._places])
-
-    def put(self) -> None:
-        for module, name, parameter in self._places:
-            setattr(module, name, parameter)
-
-
-def _copied(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(parameter.detach().clone())
-    if parameter.dtype is not torch.float32:
-        made.grad_dtype = torch.float32  # rows are added up in it
-    return made
 
 
 def needs_checkpointing(model: nn.Module, device: torch.device) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainer.batch.batch import Row
 from trainer.batch.logprobs import OutputLayer, linear_logprobs, selected_logprobs
 from trainer.batch.processors import Processing, RowProcessors
+from trainer.model.adapters import Adapter
 from trainer.model.division import (
     REPLICA,
     TENSOR,
@@ -33,7 +34,6 @@ from trainer.model.division import (
 )
 from trainer.model.inputs import RowInputs, part_inputs, row_inputs
 from trainer.model.loading import (
-    Adapter,
     allocate,
     bad_checkpoint,
     base_of,
@@ -48,6 +48,7 @@ from trainer.model.loading import (
     tied_names,
     use_liger,
 )
+from trainer.model.published import by_published_names, carried, check_names
 from trainer.model.router_replay import RouterReplay
 from trainer.model.traits import measured_alone, why_alone
 from trainer.settings import TrainerSettings
@@ -121,7 +122,11 @@ class Policy:
         self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
         self.num_ids = int(self.config.vocab_size)
         self._head = self._own_head() if self.mesh_axis is None else None
-        self._tied = tied_names(self._base) if self.spec.kind is PolicyKind.FULL else set()
+        self._tied: set[str] = set()
+        if self.spec.kind is PolicyKind.FULL:
+            self._tied = tied_names(self._base)
+            names = {name: value for name, value in self._base.state_dict().items() if name not in self._tied}
+            check_names(self._base, names, self.spec.model)
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._base.forward).parameters
         self._is_measured = False
@@ -353,17 +358,18 @@ class Policy:
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""
         model = cast("Any", self.model)
-        # By default peft adds the base model's embeddings to an adapter of the output head.
-        adapter_only = {"save_embedding_layers": False} if self.spec.kind is PolicyKind.LORA else {}
-        model.save_pretrained(directory, state_dict=self._published(state), safe_serialization=True, **adapter_only)
+        if self.spec.kind is PolicyKind.LORA:
+            # By default peft adds the base model's embeddings to an adapter of the output head.
+            model.save_pretrained(directory, state_dict=self._published(state), save_embedding_layers=False)
+        else:
+            weights = self.published(state)
+            weights |= carried(self._base, weights, self.spec.model)
+            model.save_pretrained(directory, state_dict=weights, save_original_format=False)
         copy_tokenizer(self.spec.model, directory)
 
     def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what `save` writes of a whole model, by its names in the checkpoint; `state` is of `trained_state`."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        weights = {name: value.contiguous() for name, value in self._published(state).items()}
-        return cast("dict[str, Tensor]", revert_weight_conversion(self._base, weights))
+        """Return the weights of a whole model by their names in the checkpoint; `state` is of `trained_state`."""
+        return by_published_names(self._base, self._published(state))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in self._tied}

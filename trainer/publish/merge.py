@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.model.loading import bad_checkpoint, copy_tokenizer
+from trainer.model.loading import bad_checkpoint, copy_tokenizer, model_class, read_config
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.version_directory import ADAPTER_CONFIG, read_json, read_manifest
@@ -26,7 +26,6 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
         SettingsError: The destination holds files.
     """
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     manifest = read_manifest(version_directory)
     if manifest.get("kind") != PolicyKind.LORA.value:
@@ -38,7 +37,7 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
         raise SettingsError(f"{str(destination)!r} is not empty: name a new directory")
     base = model or str(manifest["base_model"])
     with bad_checkpoint(f"cannot load the base model {base!r}", "; name it with --model"):
-        whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        whole = model_class(read_config(base)).from_pretrained(base, dtype="auto")
     head, targets = whole.get_output_embeddings(), read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
     if head.weight is whole.get_input_embeddings().weight and HEAD in targets:
         # The adapter changes the head alone; merged into the shared tensor, it would change the embeddings too.

@@ -25,9 +25,9 @@ from torch.optim import lr_scheduler
 from trainer.batch.advantages import Row
 from trainer.claims.claims import Rewind
 from trainer.claims.ledger import Ledger, RunProgress
+from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
-from trainer.model.loading import Adapter
 from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings

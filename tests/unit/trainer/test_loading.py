@@ -19,15 +19,11 @@ from turnwise.types import PolicyKind
 CONFIG = GPTNeoXConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
 
 
-def test_lora_of_a_model_whose_layers_have_other_names_says_which_it_has() -> None:
-    """The default names are those of Llama; GPT-NeoX has one layer for query, key and value."""
-    spec = TrainerSettings(model="neox", kind=PolicyKind.LORA)
-    layers = r"\['dense', 'dense_4h_to_h', 'dense_h_to_4h', 'query_key_value'\]"
-    with pytest.raises(SettingsError, match=rf"name no layer of the model 'neox': set it in .*{layers}"):
-        _prepared(GPTNeoXForCausalLM(CONFIG), spec)
-    named = spec.model_copy(update={"lora_targets": ("query_key_value", "attention.dense")})
+def test_lora_targets_choose_the_layers_that_get_an_adapter() -> None:
+    """GPT-NeoX has one layer for query, key and value."""
+    spec = TrainerSettings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dense"))
     trained = {
-        name for name, each in _prepared(GPTNeoXForCausalLM(CONFIG), named).named_parameters() if each.requires_grad
+        name for name, each in _prepared(GPTNeoXForCausalLM(CONFIG), spec).named_parameters() if each.requires_grad
     }
     assert {name.split("lora_")[0].split(".layers.0.")[1] for name in trained} == {
         "attention.query_key_value.",
@@ -36,9 +32,11 @@ def test_lora_of_a_model_whose_layers_have_other_names_says_which_it_has() -> No
 
 
 def test_each_name_in_lora_targets_must_be_of_a_layer() -> None:
-    """A slip of the pen trained the other layers alone; the default names fit several architectures."""
+    """A slip of the pen trained the other layers alone."""
     spec = TrainerSettings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dens"))
-    with pytest.raises(SettingsError, match=r"lora_targets has \['attention.dens'\], which name no layer"):
+    layers = r"\['dense', 'dense_4h_to_h', 'dense_h_to_4h', 'query_key_value'\]"
+    words = rf"lora_targets has \['attention.dens'\], which name no layer of the model 'neox': .*{layers}"
+    with pytest.raises(SettingsError, match=words):
         _prepared(GPTNeoXForCausalLM(CONFIG), spec)
 
 

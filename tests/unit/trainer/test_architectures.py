@@ -1,0 +1,175 @@
+"""What an adapter reaches in the models of today, and that a version of whole weights is the model that was served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.tiny_models import EXPERTS, SIZES, config_of, make_model
+
+from trainer.model.adapters import reach_of
+from trainer.model.loading import load_model
+from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
+from turnwise.errors import SettingsError
+from turnwise.types import PolicyKind
+
+DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+MLA = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+GROUPED = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+DELTA = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "num_local_experts": 0}
+FUSED = {"gate_up_proj", "down_proj"}
+
+
+def empty(family: str, **changes: Any) -> Any:
+    with torch.device("meta"):
+        return getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes))
+
+
+def vision(**changes: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return sizes | {"image_size": 8, "patch_size": 4} | changes
+
+
+def gemma3() -> transformers.Gemma3Config:
+    text = SIZES | {"layer_types": ["sliding_attention", "full_attention"]}
+    return transformers.Gemma3Config(text_config=text, vision_config=vision(), mm_tokens_per_image=4)
+
+
+def qwen35() -> transformers.Qwen3_5Config:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0], "partial_rotary_factor": 0.25}
+    text = SIZES | DELTA | {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": rope}
+    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    return transformers.Qwen3_5Config(text_config=text, vision_config=seen, tie_word_embeddings=False)
+
+
+WRAPPERS = {"Gemma3": gemma3, "Qwen3_5": qwen35}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reached", "left_out"),
+    [
+        ("Qwen3", {}, DENSE, set()),
+        ("Phi3", {}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}, set()),
+        ("GPTNeoX", {}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, set()),
+        ("Qwen3Moe", EXPERTS, {"q_proj", "k_proj", "v_proj", "o_proj"}, FUSED),
+        ("Glm4Moe", ROUTED | GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj"}, FUSED | {"gate_proj", "up_proj"}),
+        (
+            "DeepseekV3",
+            MLA | ROUTED | GROUPED | {"v_head_dim": 8},
+            {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"},
+            FUSED | {"gate_proj", "up_proj", "kv_b_proj"},
+        ),
+        (
+            "GraniteMoeHybrid",
+            MAMBA,
+            {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear"},
+            set(),
+        ),
+    ],
+)
+def test_an_adapter_changes_every_linear_layer_that_engines_serve_and_names_the_others(
+    family: str, changes: dict[str, Any], reached: set[str], left_out: set[str]
+) -> None:
+    reach = reach_of(empty(family, **changes))
+    assert set(reach.targets) == reached
+    assert set(reach.left_out) == left_out
+    assert 0 < reach.share < 1
+
+
+def test_the_share_of_the_parameters_that_an_adapter_changes_is_stated() -> None:
+    """Qwen3 with hidden size 32: a layer has q and o 32 x 32, k and v 16 x 32, three matrices 48 x 32, 7,680 in all.
+
+    Norms have 32 + 32 + 8 + 8. With embeddings of 48 x 32 and a last norm of 32, two layers make 17,088 parameters.
+    """
+    reach = reach_of(empty("Qwen3"))
+    assert reach.num_layers == 14
+    assert reach.share == pytest.approx(15_360 / 17_088)
+    names = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert str(reach) == f"14 layers ({names}), 90% of the language model's parameters"
+
+
+@pytest.mark.parametrize("family", WRAPPERS)
+@pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj", "down_proj")])
+def test_an_adapter_of_a_wrapper_stays_out_of_its_other_parts(
+    tmp_path: Path, family: str, targets: tuple[str, ...]
+) -> None:
+    """Gemma 3's vision tower has layers named q_proj too."""
+    write_wrapper(tmp_path, family)
+    spec = TrainerSettings(model=str(tmp_path), kind=PolicyKind.LORA, lora_rank=2, lora_targets=targets)
+    names = [name for name, each in load_model(spec, "sdpa").named_parameters() if each.requires_grad]
+    assert names
+    assert all(".language_model.layers." in name for name in names)
+
+
+def write_wrapper(directory: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForConditionalGeneration")(WRAPPERS[family]()).save_pretrained(directory)
+    return directory
+
+
+def add(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "further"),
+    [("Gemma3", "extra.weight"), ("Qwen3_5", "mtp.fc.weight"), ("Glm4Moe", "model.layers.2.eh_proj.weight")],
+)
+def test_a_version_has_the_names_of_the_served_model_and_the_tensors_that_transformers_leaves_out(
+    tmp_path: Path, family: str, further: str
+) -> None:
+    base, version = tmp_path / "base", tmp_path / "version"
+    if family in WRAPPERS:
+        write_wrapper(base, family)
+    else:
+        make_model(base, family, **ROUTED, **GROUPED)
+    add(base, {further: torch.full((2, 3), 7.0)})
+    policy = Policy(TrainerSettings(model=str(base), device="cpu"))
+    policy.load(0)
+    with torch.no_grad():
+        for each in policy.parameters():
+            each += 1
+    policy.save(version, policy.trained_state())
+    before, after = load_file(base / "model.safetensors"), load_file(version / "model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    kept = {name for name in before if any(word in name for word in ("vis", "multi_modal", "e_score"))} | {further}
+    assert changed == before.keys() - kept
+    configs = [json.loads((place / "config.json").read_text()) for place in (base, version)]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+    assert configs[0]["model_type"] == configs[1]["model_type"]
+
+
+def test_a_model_that_would_be_written_under_other_names_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"base.{name}": value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(SettingsError, match=r"writes 24 tensors of .* under names that its files do not have"):
+        Policy(TrainerSettings(model=str(tmp_path), device="cpu")).load(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, r"are quantised \(fp8\), and kind='full' trains"),
+        ({"architectures": ["Qwen3ForImages"]}, "is a Qwen3ForImages, and transformers .* as a Qwen3ForCausalLM"),
+    ],
+)
+def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    make_model(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(SettingsError, match=words):
+        load_model(TrainerSettings(model=str(tmp_path)), "eager")

@@ -1,0 +1,144 @@
+"""Adapters: which layers they change, and the trained tensors of one of several policies on a base model.
+
+By default an adapter changes all linear layers of the language model that engines serve adapters of. What is left out
+is named, with its reason and the share of the parameters that is reached, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from turnwise.errors import SettingsError
+
+_ROUTER = "it routes tokens to experts"
+NOT_ADAPTED = {
+    "gate": _ROUTER,
+    "router": _ROUTER,
+    "shared_expert_gate": _ROUTER,
+    "kv_b_proj": "vLLM folds it into the attention",
+}
+"""Linear layers that get an adapter only by name, with the reason."""
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+OF_EXPERTS_REASON = "peft adapts the experts with it, in a form that no engine loads"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reach:
+    """The layers that an adapter changes."""
+
+    targets: list[str]
+    """Last parts of their names, or whole names where other parts of the model have layers of the same name."""
+    num_layers: int
+    share: float
+    """Of the parameters of the language model, those of these layers."""
+    left_out: dict[str, str]
+    """Linear layers and experts without an adapter, by the last part of their names, with the reason."""
+
+    def __str__(self) -> str:
+        names = sorted({target.rpartition(".")[2] for target in self.targets})
+        rest = "".join(f"; not {name}: {reason}" for name, reason in sorted(self.left_out.items()))
+        share = f"{self.share:.0%} of the language model's parameters"
+        return f"{self.num_layers} layers ({', '.join(names)}), {share}{rest}"
+
+
+def reach_of(model: Any, wanted: Sequence[str] = (), *, name: str = "") -> Reach:
+    """Return what an adapter changes: the layers that are wanted, by default all whose adapters engines serve.
+
+    A wanted name reaches other parts than the language model, such as a vision tower, only where it is of no layer of
+    the language model.
+
+    Args:
+        model: The model without an adapter.
+        wanted: Names of layers, or ends of them; empty for the default.
+        name: The model, for the errors.
+
+    Raises:
+        SettingsError: A wanted name is of no layer, or there is no layer for an adapter.
+    """
+    found, every = _linear_layers(model), [each for each, _ in model.named_modules()]
+    unknown = [target for target in wanted if not any(_ends(each, target) for each in every)]
+    if unknown:
+        raise SettingsError(
+            f"lora_targets has {unknown}, which name no layer of the model {name!r}: set it in [trainer] to some of "
+            f"its linear layers, {sorted(found)}, or leave it out for all that engines serve"
+        )
+    left_out = dict.fromkeys(found, "it is not in lora_targets") if wanted else _not_served(model, found)
+    ends = wanted or [each for each in found if each not in left_out]
+    if not ends:
+        raise SettingsError(f"{name!r} has no linear layer for an adapter, only {sorted(left_out)}: set kind='full'")
+    inside = {each for layers in found.values() for each in layers}
+    targets = [each for end in ends for each in _targets(end, inside, every)]
+    modules = [each for path, each in model.named_modules() if any(_ends(path, end) for end in targets)]
+    adapted = sum(each.weight.numel() for each in modules if isinstance(each, nn.Linear))
+    rest = {each: reason for each, reason in left_out.items() if not any(_ends(end, each) for end in targets)}
+    return Reach(targets, len(modules), adapted / sum(each.numel() for each in model.get_decoder().parameters()), rest)
+
+
+def _not_served(model: Any, found: Collection[str]) -> dict[str, str]:
+    """Return what gets no adapter by default, with the reasons."""
+    parameters = model.get_decoder().named_parameters()
+    fused = {name.rpartition(".")[2] for name, each in parameters if each.ndim == 3 and ".experts." in name}
+    left_out = dict.fromkeys(fused, "experts that share one tensor")
+    for name in found:
+        if name in NOT_ADAPTED or (fused and name in OF_EXPERTS):
+            left_out[name] = NOT_ADAPTED.get(name, OF_EXPERTS_REASON)
+    return left_out
+
+
+def _linear_layers(model: Any) -> dict[str, list[str]]:
+    """Return the linear layers of the language model without its head, by the last part of their names."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()}
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head and id(module) in inside:
+            found.setdefault(name.rpartition(".")[2], []).append(name)
+    return found
+
+
+def _ends(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
+
+
+def _targets(end: str, inside: Collection[str], every: Iterable[str]) -> list[str]:
+    """Return the end of a name, or whole names where modules outside of the language model end with it too."""
+    reached = [each for each in inside if _ends(each, end)]
+    is_elsewhere = any(_ends(each, end) and each not in inside for each in every)
+    return sorted(reached) if reached and is_elsewhere else [end]
+
+
+class Adapter:
+    """The trained tensors of a model, as one policy has them: several policies share one base model in memory.
+
+    An adapter is put in place by giving its tensors to the model's modules: no value is copied, and an optimizer that
+    is bound to them keeps what it updates. So a policy computes the same numbers, bit for bit, whether it shares its
+    base model or not.
+    """
+
+    def __init__(self, places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        self._places = places
+
+    @classmethod
+    def in_place(cls, model: nn.Module) -> Adapter:
+        modules = model.modules()
+        found = [(module, *named) for module in modules for named in module.named_parameters(recurse=False)]
+        return cls([place for place in found if place[2].requires_grad])
+
+    def copied(self) -> Adapter:
+        return Adapter([(module, name, _copied(parameter)) for module, name, parameter in self._places])
+
+    def put(self) -> None:
+        for module, name, parameter in self._places:
+            setattr(module, name, parameter)
+
+
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(parameter.detach().clone())
+    if parameter.dtype is not torch.float32:
+        made.grad_dtype = torch.float32  # rows are added up in it
+    return made
