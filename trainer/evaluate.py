@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 NEWEST_SESSIONS = 1000
 SERVED_SECONDS = 60.0
-"""How long an evaluation waits for the version to be served."""
 POLL_SECONDS = 0.1
 KEY_MARGIN_SECONDS = 3600.0
 """How much longer than the evaluation its key is valid at most; the proxy's clock may differ by nearly so much."""

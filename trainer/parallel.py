@@ -40,7 +40,6 @@ class World:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._row_group = row_group if self.size > 1 else 1
         self.num_averaged = self.size // (tensor if self.size > 1 else 1)
-        """Processes over which FSDP takes the mean of gradients."""
         self._control = _control_group() if self.size > 1 else None
         if self.size > 1:
             _background_group()  # all processes create their groups in the same order, in their main threads

@@ -33,7 +33,6 @@ from turnwise.types import Policy as NamedPolicy
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""How often new policies are looked for."""
 SHORTEST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 0.5
 
@@ -66,7 +65,6 @@ class Policies:
         db = Database(settings.database.get_secret_value())
         self._shared = Shared(db=db, model=Policy(settings), update_ids=UpdateIds(), stopped=self._stopped)
         self.trainings: list[Training] = []
-        """The trainings that are not closed."""
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
         self._errors: dict[int, Exception] = {}

@@ -241,7 +241,6 @@ class TrainerSettings(SelectionRule):
         return {"learning_rate": rates[values.get("kind") == PolicyKind.LORA]} | values
 
     def saved(self) -> Json:
-        """Return the settings that go into a checkpoint, as plain values without secrets."""
         return self.model_dump(mode="json", exclude={"database"})
 
 

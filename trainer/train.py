@@ -66,7 +66,6 @@ class Training:
         self.commits = Commits(self.claims, learner, self.checkpoints, settings, keeps_refused=is_sample)
         self._fitting = FittingGroups()
         self._too_large: tuple[str, ...] = (OUT_OF_MEMORY,)
-        """How reasons begin for which groups are left out that do not fit into memory."""
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""
         self.patience: float | None = None

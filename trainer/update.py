@@ -40,7 +40,6 @@ Refused = dict[GroupKey, str]
 Record = Callable[[Json, int], None]
 
 MAX_REFILL_FACTOR = 4
-"""A batch is refilled to at most this many times its groups."""
 NUM_VERDICTS = 10
 """Groups that are looked at before nearly all of them may be found too large, which stops the training."""
 NEARLY_ALL = 0.9
@@ -53,7 +52,6 @@ class FittingGroups:
 
     def __init__(self) -> None:
         self._verdicts: deque[bool] = deque(maxlen=NUM_VERDICTS)
-        """Of the latest groups: True where one does not fit."""
 
     def observe(self, num_trained: int, reasons: Iterable[str], left_out: tuple[str, ...]) -> None:
         """Take a batch: its trained groups, why others are not trained, and how reasons of memory begin.

@@ -19,7 +19,6 @@ from trainer.train import Training
 from trainer.versions.state import OptimizerLike
 
 Config = TrainerSettings | Mapping[str, Any]
-"""The trainer's settings, or a mapping of them, which may be an omegaconf `DictConfig`."""
 
 
 class RLWorkflow(Training, abc.ABC):

@@ -21,11 +21,9 @@ from turnwise.support import Support, support_json, unpack
 from turnwise.types import Credit, GroupKey, Json, Logprobs, Outcome, SessionKey, Split, TokenIds, TrainedIn, Turn
 
 TRAINABLE_OUTCOMES = frozenset({Outcome.EXACT, Outcome.RETOKENISED})
-"""Outcomes of turns that are captured completely and bit-exactly."""
 
 
 ROUTING_DIMENSIONS = 3
-"""Tokens, layers, experts of a token."""
 HINTS = "hints"
 """Key of `Experience.info`: what people corrected, by turn. The first `kept` tokens of the turn's prompt, and then
 `token_ids`, are its prompt with the correction."""
@@ -139,9 +137,7 @@ class RoutingProblem(enum.StrEnum):
 
     NOT_BASE64 = "not_base64"
     NOT_AN_ARRAY = "not_an_array"
-    """It is no .npy array of integers."""
     WRONG_SHAPE = "wrong_shape"
-    """It does not have the dimensions tokens, layers and experts."""
     WRONG_LENGTH = "wrong_length"
     """It has another number of tokens than the call."""
 

@@ -32,12 +32,9 @@ class SessionCredit:
     """The rewards and returns that the reward lines of a session give to its turns."""
 
     reward: float
-    """Reward of the whole session, without discount and bonus."""
     turn_rewards: dict[str, float]
     turn_returns: dict[str, float]
-    """Return of each turn, by turn id: its reward after bonus and discount."""
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The session's reward by the names of its lines."""
     own_rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Sum of the lines for each single turn, by turn id; 0 or left out for turns without such lines."""
 

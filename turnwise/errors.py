@@ -148,7 +148,6 @@ class EngineRefused(EngineError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the engine may accept the same request later."""
         return self.status == 429 or self.status >= 500
 
 

@@ -151,7 +151,6 @@ class _State:
         self._counts_commas = counts_commas
         self._measures_strings = measures_strings
         self.longest_string = 0
-        """Bytes of the longest string so far, without its quotes."""
         self._num_open = 0
         self.num_commas = 0
         self.deepest = 0

@@ -22,12 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError as UnreadableVariable
 
 from turnwise.errors import SettingsError

@@ -20,16 +20,13 @@ from turnwise.store.turns import TurnView
 from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
-"""The error body of the control plane, which has OpenAI's shape."""
 
 TEMPLATE_FIELDS = ("chat_template", "documents")
 """Request fields besides `chat_template_kwargs` that are arguments of the chat template."""
 ENDED = frozenset({"stop", "tool_calls", "function_call"})
 """Finish reasons of a reply that the model itself has ended."""
 SAMPLED_ENDS = ENDED | {"length"}
-"""Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "model", "stream", "stream_options"})
-"""Request fields that are stored elsewhere or do not affect sampling."""
 
 
 class Encoder(Protocol):
@@ -74,11 +71,9 @@ class Call:
     session_source: str | None = None
     """Where the request names it: `path`, `x-session-id`, `metadata`, or the name of a native id."""
     agent_id: str | None = None
-    """The agent within the session, if its harness names one: a sub-agent."""
     step: int | None = None
     idempotency_key: str | None = None
     is_retry: bool = False
-    """Whether the SDK marked the call as a retry of an earlier one."""
     make_encoder: Callable[[], Encoder] = sse.Verbatim
     encoder: Encoder = dataclasses.field(default_factory=sse.Verbatim)
     original: Json = dataclasses.field(default_factory=dict)
@@ -92,7 +87,6 @@ class Call:
     messages_json: bytes = b""
     """The JSON array of the messages for the engine; empty until the messages have been read."""
     policy_id: int = DEFAULT_POLICY
-    """The policy that a session which the call opens samples with."""
     names_policy: bool = False
     """Whether the call names that policy as its model; otherwise it is its key's."""
     policy_version: PolicyVersion | None = None
@@ -104,7 +98,6 @@ class Call:
         self.make_encoder, self.encoder = make_encoder, make_encoder()
 
     def restart_encoder(self) -> None:
-        """Encode another reply from its beginning: nothing of the first one was sent."""
         self.encoder = self.make_encoder()
 
     @property
@@ -129,11 +122,8 @@ class Choice:
     """One sampled choice, complete or so far."""
 
     fields: Json = dataclasses.field(default_factory=functools.partial(dict, role="assistant", content=None))
-    """The message's fields, without the texts of a stream."""
     texts: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """The message's texts in the parts of a stream, by field."""
     arguments: dict[int, list[str]] = dataclasses.field(default_factory=dict)
-    """The arguments of its tool calls in the parts of a stream, by the call's index."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[bytes] = dataclasses.field(default_factory=list)
     """The sampled tokens' logprobs as JSON, one value for each part of the reply; decoded by the writer."""
@@ -160,7 +150,6 @@ class Captured:
     models: set[str] = dataclasses.field(default_factory=set)
     """The models and adapters that the engine says it has sampled with; one, unless it has mixed calls up."""
     has_routing: bool = False
-    """Whether the engine has returned the experts of the tokens."""
 
 
 class _Sampled(msgspec.Struct, gc=False):
@@ -169,9 +158,7 @@ class _Sampled(msgspec.Struct, gc=False):
 
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Sampled] | None = None
-    """On the chat route."""
     token_logprobs: list[float | None] | None = None
-    """On the completions route."""
 
 
 _logprobs = msgspec.json.Decoder(list[_Logprobs | None])
@@ -220,7 +207,6 @@ IDENTITY: Json = {
         "step": {"type": ["integer", "string"], "minimum": 0, "maximum": 2**31 - 1},
     },
 }
-"""`metadata`, which may name the session and the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +221,6 @@ class WireRoute:
     summary: str
     required: tuple[str, ...] = ()
     properties: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-    """JSON schemas of the body fields that the proxy reads."""
 
 
 class Dialect(abc.ABC):
@@ -245,7 +230,6 @@ class Dialect(abc.ABC):
     """
 
     name: ClassVar[str]
-    """Stored with each turn."""
     routes: ClassVar[Sequence[WireRoute]]
     error_prefixes: ClassVar[tuple[str, ...]] = ()
     """Path prefixes under which unknown routes are answered in this dialect's error shape."""
@@ -253,11 +237,8 @@ class Dialect(abc.ABC):
     """Header that only this format's clients send; it selects the dialect on routes that several formats share."""
     error_schema: ClassVar[Json] = OPENAI_ERROR_SCHEMA
     engine_route: ClassVar[str]
-    """OpenAI's route of the engine that serves the calls: chat or text completions."""
     id_prefix: ClassVar[str]
-    """Prefix of a completion's id, before the call's id."""
     object_names: ClassVar[tuple[str, str]]
-    """The `object` field of the engine's whole reply and of a stream's chunk."""
     reads_url: ClassVar[bool] = False
     """Whether the URL carries parameters of a call: without them it skips `normalise_headers` and `merge_url`."""
 
@@ -285,7 +266,6 @@ class Dialect(abc.ABC):
         """
 
     def resume(self, call: Call, earlier: TurnView) -> None:
-        """Put the conversation of an earlier turn before the call's own messages."""
         call.messages = [*earlier.messages, earlier.turn.response, *call.messages]
         call.body["messages"] = call.messages
 

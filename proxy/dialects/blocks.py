@@ -31,12 +31,10 @@ class Block:
     text: str
     """Thinking, text, or a tool's arguments; empty while the block grows."""
     call: int = -1
-    """Index of the tool call; -1 for other kinds."""
     tool_call_id: str = ""
     name: str = ""
     index: int = 0
     pieces: list[str] = dataclasses.field(default_factory=list)
-    """The text of a block that grows."""
 
     def is_cut_call(self, finish_reason: str | None) -> bool:
         if self.kind != "tool":
@@ -145,8 +143,7 @@ class BlockEncoder(abc.ABC):
     def starting(self, chunk: Json) -> bytes: ...
 
     @abc.abstractmethod
-    def opening(self, block: Block) -> bytes:
-        """Return the events that open a block, which has no text yet."""
+    def opening(self, block: Block) -> bytes: ...
 
     @abc.abstractmethod
     def growing(self, block: Block, text: str, logprobs: list[Json]) -> bytes:

@@ -40,7 +40,6 @@ SCHEMA_NUMBERS = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minimum", "maximum"}
 )
 GOOGLE_ONLY = frozenset({"propertyOrdering", "property_ordering", "nullable", "example"})
-"""Schema fields that JSON Schema does not have."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 _CAPITAL = re.compile(r"(?<=[a-z])([A-Z])")
 

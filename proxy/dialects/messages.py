@@ -68,7 +68,6 @@ IGNORED = frozenset(
         *("betas", "mcp_servers", "speed"),
     }
 )
-"""Fields about Anthropic's own service."""
 
 
 class Messages(ChatCompletions):

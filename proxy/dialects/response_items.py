@@ -33,11 +33,9 @@ HOSTED_ITEMS = frozenset(
 )
 """Items that only OpenAI's own service can read or produce, such as encrypted state. They are ignored."""
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")
-"""Calls of tools that the client runs."""
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 OUTPUTS = tuple(f"{call}_output" for call in CALLS)
 FAILED = ("failed", "incomplete")
-"""Values of `status` of the output of a call that failed."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,7 +45,6 @@ class ToolMap:
     chat_tools: list[Json] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    """Function name → namespace and name inside it."""
     custom: set[str] = dataclasses.field(default_factory=set)
 
     def call_item(self, name: str, call_id: str, arguments: str) -> Json:

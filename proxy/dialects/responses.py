@@ -49,7 +49,6 @@ IGNORED = frozenset(
 )
 """Fields that are handled elsewhere or concern only OpenAI's own service."""
 UNSERVED = ("background", "prompt")
-"""Fields that need server-side state that the proxy does not keep."""
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The engine's finish reason → OpenAI's reason of an incomplete response; any other cut makes it a failed one."""
 CONVERSATION = "conversation"

@@ -42,11 +42,8 @@ MIN_ENGINES = 2
 MAX_LOAD_ATTEMPTS = 3
 """Attempts to load a version whose failures may pass, as those of a busy engine do; it fails after the last."""
 RETRY_LOAD_SECONDS = 1.0
-"""Pause before the second attempt; it doubles with each further one."""
 JUDGE_SECONDS = 1.0
-"""How often the arms are compared."""
 LIFT_SECONDS = 60.0
-"""How often the served version is compared with the hold-out."""
 ENGINE_SECONDS = 600.0
 """How long a trial of whole weights waits for an engine that it has lost; a large model takes minutes to start."""
 DRAIN_SECONDS = 10.0

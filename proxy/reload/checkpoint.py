@@ -48,16 +48,13 @@ LENGTH_BYTES = 8
 LARGEST_HEADER_BYTES = 100 * 2**20
 """The format's own limit."""
 CHUNK_BYTES = 64 * 2**20
-"""Bytes read at once when values are checked."""
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-"""Bytes of one number by dtype."""
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
-"""Dtypes that an engine converts into each other."""
 EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
 """Integer type and exponent mask; if all exponent bits are set, the value is infinite or NaN."""
 HEAD = "lm_head.weight"

@@ -26,7 +26,6 @@ LEASE_SECONDS = 5.0
 """How long the lease lasts without a renewal: a reload that a crash interrupted is taken over after this time."""
 RENEW_SECONDS = 1.0
 MARGIN_SECONDS = 0.5
-"""The driver stops this long before an unrenewed lease ends."""
 
 
 class DriverLease:

@@ -32,7 +32,6 @@ from turnwise.version_directory import ENGINE_ANSWER, Probe, read_probe
 log = logging.getLogger(__name__)
 
 NUM_PROBED = 16
-"""Tokens of a checkpoint's probe whose logprobs the engine is asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,7 +136,6 @@ class Loader:
         self._transfers = transfers
         self.files = VersionFiles()
         self._loading: dict[tuple[str, int], asyncio.Task[Lane]] = {}
-        """Loads that calls wait for, by engine and version."""
         self._at_base: dict[str, Gap] = {}
         """How far each engine was from the trainer at version 0, by URL."""
 

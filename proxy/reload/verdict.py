@@ -14,9 +14,7 @@ from turnwise.types import Json
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
 ALPHA = 0.05
-"""Probability that the interval of a lift ever misses it."""
 NARROWEST_AT = 500
-"""Sessions of both arms at which the interval is narrowest."""
 MIN_REWARDS = 8
 """Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
 

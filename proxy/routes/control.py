@@ -264,7 +264,6 @@ class CheckedRoute(APIRoute):
         await caller(request)
 
     async def decode(self, raw: bytes) -> Any:  # noqa: ARG002
-        """Return a body that the route decodes itself; None leaves it to FastAPI."""
         return None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

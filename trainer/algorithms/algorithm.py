@@ -206,7 +206,6 @@ class Turn:
 
     @property
     def total(self) -> float:
-        """Its return: the reward after bonus and discount."""
         return float(self.experience.turn_returns[self.index])
 
     @property
@@ -216,7 +215,6 @@ class Turn:
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Positions of its sampled tokens in the chain's tokens."""
         return np.flatnonzero(self.experience.turn_index == self.index)
 
     @property

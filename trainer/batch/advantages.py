@@ -31,7 +31,6 @@ from turnwise.types import Credit, GroupKey, Json, Role, SessionKey, name_digest
 OVERLONG_PENALTY = 1.0
 """Largest penalty of an overlong session: a success that is too long is worth a failure, where rewards are 0 or 1."""
 OVERLONG_SHARE = 0.5
-"""Share of `overlong_tokens` over which the penalty rises."""
 WINDOW = 64
 """Recent values that the window holds of each kind and part. A batch of more sessions hardly depends on them."""
 MOST_ROWS = 8192
@@ -40,7 +39,6 @@ SCALE_FLOOR = 0.25
 """Smallest scale, as a share of the range of the values: no advantage is larger than 1 / SCALE_FLOOR = 4."""
 
 WHOLE = "session"
-"""A part of a value: the reward of the whole session."""
 
 FIRST = "first_of_its_kind"
 UNIFORM = "uniform_rewards"
@@ -134,7 +132,6 @@ class Row(NamedTuple):
     kind: str
     part: str
     session: str
-    """Digest of the session's key."""
     value: float
 
     @property

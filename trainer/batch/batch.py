@@ -31,16 +31,13 @@ class TokenTable:
     """Every trained token of a batch, chain by chain."""
 
     experience: Indices
-    """Index of the experience that it belongs to. [M]"""
     session: Indices
-    """Index of the session, 0 … number of sessions − 1; a session of several pairs counts once in each. [M]"""
     place: Indices
     """Position in the experience's tokens, at least 1. [M]"""
     target: TokenIds
     behaviour: Reals
     """Captured logprob. [M]"""
     advantages: Reals
-    """[M]"""
     temperature: Reals
     """At which it was sampled: behaviour logprobs are those of the scaled distribution. [M]"""
     on_policy: npt.NDArray[np.bool_]
@@ -61,7 +58,6 @@ class Row:
     layout: Layout
     predictor: Indices
     token: Indices
-    """Index of the trained token in the table. [m]"""
     routing: Indices | None = None
     """Experts of each row token by layer, -1 where they are not known. [N, layers, experts a token]"""
 
@@ -73,7 +69,6 @@ class Batch:
     experiences: Sequence[Experience]
     table: TokenTable
     tokens_of: Sequence[Indices]
-    """Trained tokens of each experience, as indices into the table."""
     unit_of: Sequence[int]
     """Which experiences must share a row and an optimizer step: a pair for DPO, else each its own."""
     chosen: Sequence[bool]

@@ -28,7 +28,6 @@ Marks = npt.NDArray[np.bool_]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of batch, head, query and key: whether the query sees the key."""
 BLOCK = 128
-"""Tokens of a block of FlexAttention."""
 
 
 @dataclasses.dataclass(slots=True)

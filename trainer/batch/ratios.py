@@ -24,14 +24,12 @@ MAX_LOG_RATIO = 20.0
 """Log ratios are clamped here before exp, so that one broken token cannot make the whole loss infinite."""
 
 BY_CHAIN = ("pair", "chosen")
-"""Columns of `TrainedTokens` with one value per chain."""
 _SUMS = (
     *("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared"),
     *("imported_tokens", "imported_logprobs"),
 )
 _MAXIMA = ("ratio_max",)
 RESERVED = (*_SUMS, *_MAXIMA, "ratio_mean", "effective_sample_size", "imported_logprob")
-"""Names that an algorithm's own gauges cannot have."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -44,7 +42,6 @@ class TrainedTokens:
     """Of the next-token distribution, nats. [M]"""
     behaviour: Tensor
     advantages: Tensor
-    """[M]"""
     weights: Tensor
     """Share of the token in the optimizer step; all tokens of the step sum to 1. [M]"""
     sequence: Tensor

@@ -58,10 +58,8 @@ class Selection:
     """Of each experience those of its K turns, or of its L tokens: [K] or [L] each."""
     pairs: Sequence[int] | None = None
     chosen: Sequence[bool] | None = None
-    """Whether the experience is of its pair's better session, where pairs are trained."""
     refused: dict[GroupKey, str]
     single_rows: Sequence[Row] = ()
-    """The values of the batch's single sessions, for the window of later batches."""
 
     def advantages_by_session(self, trained: Collection[str]) -> dict[SessionKey, dict[str, float]]:
         by_session: dict[SessionKey, dict[str, float]] = {}

@@ -51,7 +51,6 @@ class BatchGap:
         self.is_own: npt.NDArray[np.bool_] = np.zeros(len(batch.table), np.bool_)
         """True where the weights that sampled the token computed it. [M]"""
         self.is_seen: npt.NDArray[np.bool_] = np.zeros(len(batch.table), np.bool_)
-        """True where it was computed. [M]"""
         self._has_ratio = with_ratio(batch)
         """False for tokens that cannot be compared, as those of a nucleus: a loss without ratios trains them. [M]"""
         self.num_refused = 0
@@ -94,7 +93,6 @@ class GapCheck:
         self._checkpoints = checkpoints
         self._rule = rule
         self._num_without_own = 0
-        """Batches in a row of which no token was compared under its own version's weights."""
         self._verdicts: deque[bool] = deque(maxlen=NUM_VERDICTS)
         """Of the latest groups: True where trainer and engine differed."""
 

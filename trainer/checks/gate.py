@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of a refusal: about 2.5 % of normal draws lie beyond."""
 NUM_NAMED = 5
-"""Sessions that a refusal names, those that fell most first."""
 
 
 GOOD_LABELS = ("golden",)
@@ -54,7 +53,6 @@ class GateResult:
 
     gauges: Json
     reason: str | None = None
-    """What fell; None if the version may be published."""
 
 
 def shifts_of(

@@ -23,16 +23,13 @@ from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 RELATIVE = frozenset({"length", "certainty"})
 """Sentinels whose bound is a share of the level; the bounds of the others are differences."""
 MIN_SESSIONS = 20
-"""Sessions on each side without which nothing is compared."""
 MAX_SESSIONS = 200
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of an alarm: about 2.5 % of normal draws lie beyond."""
 FAILURES = ("error", "denied", "permission denied", "refused", "rejected")
 """How a tool's result begins that says that the call failed, or that a person or a rule refused it."""
 DECLINES = ("i can't", "i can\N{RIGHT SINGLE QUOTATION MARK}t", "i cannot", "i'm sorry", "i am sorry", "sorry, ")
-"""How a reply begins that declines."""
 NUM_NAMED = 3
-"""Sessions that an alarm names, the most extreme ones first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,4 +210,3 @@ MEASURES: Mapping[Sentinel, Callable[[experiences.Played], float | None]] = {
     "length": _length,
     "certainty": _certainty,
 }
-"""The value of a session of each sentinel but `kl`; None where the session has nothing to measure."""

@@ -31,9 +31,7 @@ LEASE_SECONDS = 60.0
 """How long a claim lasts without renewal. The trainer renews it while it works."""
 POLL_SECONDS = 0.5
 IN_FLIGHT_SECONDS = 120.0
-"""Open sessions without activity for this long no longer hold the trainer back."""
 SENTINEL_SECONDS = 30.0
-"""How often the sentinels are read while the trainer waits for a batch."""
 MOST_REFUSED = 3
 """Versions in a row that engines refuse before the training waits for a person."""
 MOST_REFILL_SECONDS = 60.0
@@ -70,10 +68,8 @@ class Claims(Ledger):
         self._with_imported = with_imported
         self._is_paced = is_paced
         self._wait: Wait | None = None
-        """The wait for a batch, over as many calls of `next` as it takes."""
         self._clock = SteadyClock()
         self._checked_at = -math.inf
-        """When the sentinels were read last, on the monotonic clock."""
 
     def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `stop`, or after so many seconds.
@@ -269,11 +265,9 @@ class Look:
     oldest_in_flight: int | None = None
     """The oldest version that sampled a turn of an open group; None without one."""
     failed: frozenset[int] = frozenset()
-    """The failed ones among the versions that the weights came from."""
     undone: range = range(0)
     """The versions that a person undid by a choice of the version before them, without a pin."""
     refused: Sequence[PolicyVersion] = ()
-    """The newest `MOST_REFUSED` versions, if engines refused each of them."""
     alarm: str | None = None
     quota: str | None = None
     """The sentinel that is beyond its bound, and the quota that is used up, with their numbers."""
@@ -367,7 +361,6 @@ class Wait:
         self.started_at = time.monotonic()
         self.held_seconds = 0.0
         self._seen_at: float | None = None
-        """When a group or a single session was ready first."""
         self._held_since: float | None = None
         self._reported: str | None = None
         self._reported_at = 0.0

@@ -111,18 +111,15 @@ class RunProgress:
 
     seed: int = 0
     num_batches: int = 0
-    """Claims acked, the refused ones included."""
     update_id: int = 0
     """Of the last of them in the ledger, where ids are unique over all policies."""
     num_optimizer_steps: int = 0
-    """A batch, which the ledger calls an update, takes one or more."""
     policy_version: int = 0
     num_groups: int = 0
     num_sessions: int = 0
     num_tokens: int = 0
     """Sampled tokens that carried loss."""
     num_refused_groups: int = 0
-    """Groups that were claimed and not trained on, for whatever reason."""
     recent_versions: tuple[int, ...] = (0,)
     """The versions that the weights came from, oldest first, this version last; the latest ones only."""
     rewound_to: int | None = None
@@ -146,11 +143,9 @@ class ClaimedBatch:
     claim: claims.Claim
     experiences: Sequence[Experience]
     waited_seconds: float
-    """From the call of `next_batch` to the claim."""
     held_seconds: float = 0.0
     """The part of it in which the trainer waited for sessions of older versions, or for the pinned version."""
     pinned: int | None = None
-    """The version that was pinned at the claim."""
     num_refills: int = 0
     """Groups that were claimed in addition, because others had equal rewards."""
 
@@ -215,7 +210,6 @@ class Ledger:
         """Whether engines refused the last versions, or a sentinel is beyond its bound: a person has to act."""
         self._versions: set[int] = set()
         self._unacknowledged: set[int] = set()
-        """Published versions whose groups are not acknowledged yet."""
 
     def open(self, base: PolicyVersion, version: int) -> None:
         """Take over what an earlier process held; in an empty ledger publish version 0.

@@ -39,7 +39,6 @@ NO_SHARDED_CRITIC = (
 )
 RECOMPUTED = "from now on activations are recomputed, as gradient_checkpointing=true does from the start"
 SHORTEST_ROW = 16
-"""Tokens of the shortest row that is tried at the start."""
 
 
 class PolicyAgent:
@@ -58,7 +57,6 @@ class PolicyAgent:
         self.world = World()
         self._gauge_names = try_algorithm(self.algorithm)
         self._memory = MemoryLimits()
-        """Row tokens that fitted into memory after a row did not."""
 
     @property
     def row_tokens(self) -> int:
@@ -74,7 +72,6 @@ class PolicyAgent:
         return self.policy.parameters() + ([] if self.critic is None else self.critic.parameters())
 
     def save_memory(self, limits: MemoryLimits) -> None:
-        """Compute within these limits; before `load`."""
         self._memory = limits
         self.policy.is_checkpointed |= limits.checkpoints_layers
 

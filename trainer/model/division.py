@@ -52,7 +52,6 @@ class RowPart:
     bounds: Indices
     """Where the parts begin, and where the last one ends. [P + 1]"""
     subtree_end: Indices
-    """Of the whole row. [N]"""
 
     @property
     def start(self) -> int:
@@ -198,7 +197,6 @@ REPLICA, TENSOR = "replica", "tensor"
 LAYERS = ".layers."
 """Part of the names of what is divided; embeddings and output layer, which may be tied, are replicated."""
 NORM_OF_HEADS = "replicated_with_grad_allreduce"
-"""transformers' style for a norm that runs on the heads of a process."""
 STYLES = {
     "colwise",
     "rowwise",

@@ -41,7 +41,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "generation_config.json",
 )
-"""What belongs to a model and is no weight: patterns of file names in its directory."""
 LORA_ALPHA = 32
 """An adapter is scaled by `LORA_ALPHA / lora_rank`. With one constant for all ranks, the best learning rate hardly
 depends on the rank. Schulman et al. 2025, "LoRA Without Regret"."""
@@ -55,7 +54,6 @@ LIBRARY_ERRORS = (
     RuntimeError,
     ValueError,
 )
-"""What libraries raise where they cannot read or write files of weights or states."""
 WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one model, or a model's id"
 MAX_REASON = 500
 STATE_BYTES = 16

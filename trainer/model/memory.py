@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 FILE = "memory_limits.json"
 """In `policies_dir`. Delete it after a change of hardware or settings that leaves more memory."""
 OUT_OF_MEMORY = "out_of_memory"
-"""Beginning of the reason for which a group is left out that does not fit."""
 
 
 class OutOfMemory(Exception):

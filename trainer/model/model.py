@@ -72,7 +72,6 @@ class Policy:
     def __init__(self, spec: TrainerSettings) -> None:
         self.spec = spec
         self.compiled = False
-        """Whether `load` compiles each layer. Rows differ in length, hence dynamic shapes."""
         self.division = Division(spec.replicas, spec.tensor_parallel, spec.context_parallel)
         self.is_checkpointed = False
         """Whether activations are recomputed in the backward pass. `load` decides, and keeps it once it is so."""

@@ -56,9 +56,7 @@ MOST_HELD = 2
 """Versions that stay in memory; engines get older ones from their directories."""
 LOCK = ".lock"
 WRITING = ".writing-"
-"""Prefix of a directory that is not complete."""
 REPLACED = ".replaced-"
-"""Prefix of a directory that a new one takes the place of."""
 UNPUBLISHED = "unpublished-"
 """Prefix of a directory that was set aside, because the database does not know its version."""
 UNPUBLISHED_DAYS = 7

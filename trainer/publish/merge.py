@@ -13,7 +13,6 @@ from turnwise.types import PolicyKind
 from turnwise.version_directory import ADAPTER_CONFIG, read_json, read_manifest
 
 HEAD = "lm_head"
-"""The output head among the targets of an adapter."""
 
 
 def merge_adapter(version_directory: Path, destination: Path, *, model: str | None = None) -> None:

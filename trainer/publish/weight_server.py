@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 1 << 16
 MOST_TRANSFERS = 64
 SILENCE_SECONDS = 60.0
-"""Longest silence within one transfer."""
 SLEEP_SECONDS = 60.0
 """How long the trainer waits for the engines to sleep before it computes all the same."""
 

@@ -36,7 +36,6 @@ from turnwise.version_directory import weights_digest
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 48
-"""Length of a probe's text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +47,9 @@ class NewVersion:
     """Whole and on the CPU, copied; empty in all processes but the first."""
     probe: Json
     is_held: bool
-    """Whether engines can receive it from memory."""
     trained_at: float
     """When its last optimizer step ended, on the monotonic clock."""
     trained: Mapping[SessionKey, updates.Advantages]
-    """The sessions that it was trained on, with the advantages of the turns that carried loss."""
     refusal: str | None = None
 
 
@@ -96,7 +93,6 @@ class Commits:
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
         self._directory: Future[None] | None = None
-        """The directory of the newest version, on its way to disk."""
         self._writing: Future[None] | None = None
         """The newest state that is or was written, until it is waited for."""
         self._written: set[int] = set()
@@ -114,7 +110,6 @@ class Commits:
             self._base_probe = probe_of(state.policy, experiences)
 
     def with_base(self, probe: Json) -> Json:
-        """Return a version's probe with that of version 0, for its manifest and for engines."""
         return probe if self._base_probe is None else probe | {"base": self._base_probe}
 
     def go_back(self, version: int) -> None:
@@ -206,7 +201,6 @@ class Commits:
             self._ack(self._take())
 
     def finish_writing(self) -> None:
-        """Wait until everything that was begun is on disk; in all processes."""
         self._wait_for_directory()
         self._wait()
 

@@ -37,14 +37,12 @@ from turnwise.types import Json, PolicyKind, PolicyVersion
 log = logging.getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Parameter]], torch.optim.Optimizer]
-"""A torch optimizer, whose class and defaults are used, or a function that makes one for given parameters."""
 TENSORS = ("model", "optimizer")
 """The parts of a state that hold tensors, without those of a critic."""
 MOST_RECENT_VERSIONS = 64
 """How many versions `Progress.recent_versions` holds; nothing counts as more stale than this."""
 FIXED = ("kind",)
 FIXED_FOR_LORA = ("model", "lora_rank", "lora_targets")
-"""What the shape or the meaning of an adapter depends on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,6 @@ class State:
         }
 
     def beside_checkpoint(self) -> Json:
-        """Return what also changes with a batch that makes no version and so no checkpoint."""
         return {"buffer": list(self.buffer), "singles": list(map(list, self.singles))}
 
     def tensors(self) -> dict[str, Any]:
@@ -211,7 +208,6 @@ class States:
         return state if kept is None else state.with_batches(kept)
 
     def moments_bytes(self) -> int:
-        """Return the bytes beside the weights that a new optimizer allocates in its first step."""
         on_device = self._config.optimizer_state == "device"
         return 8 * sum(parameter.numel() for parameter in self._learner.parameters()) if on_device else 0
 

@@ -135,9 +135,7 @@ class Connection:
         self.timeout = timeout
         self.openai_timeout = openai_timeout
         self.model: str | None = None
-        """Name of the served model; None before the first request for it."""
         self.transport = transport or LoopTransport()
-        """The connections of all asynchronous clients that are created from this client."""
         self.pool = OpenAIPool(self.base_url, openai_timeout, self.transport)
         self.options: dict[str, Any] = {
             "base_url": self.base_url,

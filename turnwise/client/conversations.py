@@ -25,7 +25,6 @@ class AgentConversation:
 
     @property
     def tools(self) -> list[Json] | None:
-        """Tool schemas that the model saw; None without any."""
         tools: list[Json] | None = self.path[-1]["tools"]
         return tools
 

@@ -7,13 +7,7 @@ import sys
 
 import click
 
-from turnwise.commands.place import (
-    database_option,
-    database_url,
-    engine_client_options,
-    engine_urls,
-    json_option,
-)
+from turnwise.commands.place import database_option, database_url, engine_client_options, engine_urls, json_option
 
 
 @click.command("doctor")

@@ -36,7 +36,6 @@ database_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 FILTERS = ("tenant", "task_id", "group_id", "session_id", "split", "status", "user_id", "label", "policy", "metadata")
-"""The options that choose sessions, by the name of the filter."""
 
 
 @dataclasses.dataclass(frozen=True)

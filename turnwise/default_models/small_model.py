@@ -34,11 +34,9 @@ Batch = list[tuple[torch.Tensor, torch.Tensor]]
 """Parts of one batch: the token ids and the mask of the tokens in the loss, both [B, T]."""
 
 SPEC_FILE = "small_model.json"
-"""The last file written: the spec, and the digest of the spec and of the code that built the model."""
 
 PADDING, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (PADDING, START_OF_TURN, END_OF_TURN)
-"""Special tokens, which the engine removes from its text."""
 
 MARKUP_TOKENS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Each is one token but not a special token, because the engine's tool parser reads them in the text."""
@@ -103,7 +101,6 @@ class SmallModelSpec:
     intermediate_size: int = 384
     init_std: float = 0.05
     tied: bool = False
-    """Whether the output head is the embeddings' matrix, as in most small pretrained models."""
 
     num_warm_up_steps: int = 420
     num_conversations_per_step: int = 32

@@ -86,7 +86,6 @@ WARM_UP_NAME_ANSWER_RATE = 0.1
 the policy would first learn to answer immediately and would not explore the longer trails."""
 
 GIVING_UP = "I do not know."
-"""The reply of the warm-up's player after an error of the tool."""
 
 _QUESTION_START = "Follow each boss from "
 _ANSWER = re.compile(r'The answer is "([^"]*)"\.')
@@ -107,7 +106,6 @@ class TrailTask:
     answer: str
 
     num_hops: int
-    """Number of lookups in the shortest solution, 1 to `MAX_HOPS`."""
 
     @property
     def max_lookups(self) -> int:
@@ -259,7 +257,6 @@ class TrailFormat:
     """A form of the task."""
 
     tools: list[dict[str, Any]] | None
-    """Tools of every prompt; None where commands are text."""
     for_agent: Callable[[TrailTask], dict[str, Any]]
     warm_up_conversation: Callable[[TrailTask, random.Random], list[Message]]
 

@@ -13,7 +13,6 @@ import functools
 BACKEND = "turnwise"
 """Name of the backend: `--weight-transfer-config '{"backend": "turnwise"}'`."""
 PLUGIN_GROUP = "vllm.general_plugins"
-"""vLLM's entry point group for plugins that every process loads."""
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes; a multiple of 8, so that the buffer is a whole number of 64-bit words."""
 BLOCK_WORDS = 1 << 20
-"""64-bit words that the checksum multiplies at once."""
 
 
 class Slot(NamedTuple):
@@ -50,7 +49,6 @@ class TensorLayout:
         return cls((name, _name_of(tensor.dtype), tensor.shape) for name, tensor in tensors.items())
 
     def as_json(self) -> list[list[Any]]:
-        """Return the tensors as JSON values; the places follow from them."""
         return [[slot.name, _name_of(slot.dtype), list(slot.shape)] for slot in self._slots]
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -28,7 +28,6 @@ SESSIONS_AT_ONCE = 50
 
 
 _INCOMPLETE = ".writing-"
-"""How the names of batches begin that are not complete."""
 _ABANDONED_SECONDS = 3600.0
 """An incomplete batch to which nothing was written for this long belongs to no running process."""
 _LOCK_FILE = ".lock"

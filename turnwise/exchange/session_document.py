@@ -27,7 +27,6 @@ OF_THE_STORE = frozenset(
         *("request_key", "request_digest", "inferred_by", "routed_experts", "digest", "reward_id"),
     }
 )
-"""Fields of a record that say how it is stored and found."""
 
 
 def session_document(record: search.SessionRecord) -> Json:

@@ -80,7 +80,6 @@ def axolotl_line(experience: Json) -> Json:
 
 
 def write_verl(sessions: Iterable[Json], path: Path) -> int:
-    """Write the Parquet file of verl's multi-turn SFT: `messages`, `tools` as JSON, and the reward; return the rows."""
     rows = (_verl_row(session, each) for session in sessions for each in conversations(session))
     return write_rows(path, _verl_columns(), rows)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from turnwise.errors import SettingsError
 
 _LISTENING = "0A"
-"""The state of a listening socket in /proc/net/tcp."""
 
 
 def check_port_is_free(who: str, host: str, port: int) -> None:

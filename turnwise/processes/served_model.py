@@ -16,9 +16,7 @@ from turnwise.version_directory import MODEL_CONFIG, local_files, read_json, rea
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM computes on a CPU."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-"""Names by which configurations state the number of positions."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names by which configurations state the number of experts."""
 DELTA_NET = "linear_key_head_dim"
 """A field that configurations with gated delta nets have."""
 HARMONY = "gpt_oss"

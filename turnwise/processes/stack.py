@@ -200,7 +200,6 @@ class Stack:
         return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{self._settings.port}"
 
     def children(self) -> list[Child]:
-        """Return the processes in the order in which they start."""
         engines = [self._engine(position) for position in range(len(self.engine_ports))]
         return [*engines, self._proxy(), *([self._trainer()] if self._settings.trainer else [])]
 

@@ -35,11 +35,9 @@ _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Refused
 """The last line of a traceback, or an error of one of our commands."""
 _NUMBER = re.compile(r"\d+")
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""The status of a killed process, and as the guard reports it."""
 MAX_ERROR_CHARACTERS = 400
 _PROBE_SECONDS = 1.0
 PORT_RELEASE_SECONDS = 10.0
-"""How long a restart waits for the port of the process that died."""
 PERMANENT_STATUS = 2
 """Exit status of a child that a restart does not help: wrong settings, a taken port, an incomplete model."""
 
@@ -180,7 +178,6 @@ class Supervisor:
         self._printer.print(name, text)
 
     def pid(self, name: str) -> int | None:
-        """Return the process id of a child's guard; None while it does not run."""
         process = self._run(name).process
         return process.pid if process is not None and process.poll() is None else None
 

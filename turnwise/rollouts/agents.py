@@ -16,7 +16,6 @@ from turnwise.errors import SettingsError
 from turnwise.types import Json
 
 DEFAULT_CONTEXT_TOKENS = 32_768
-"""Context length for agents that need one, if the engine does not report one."""
 MAX_OUTPUT_TOKENS = 4_096
 
 
@@ -29,7 +28,6 @@ class Address:
     api_key: str
     model: str
     home: Path
-    """Directory for the configuration files of this run."""
     context_tokens: int = DEFAULT_CONTEXT_TOKENS
     """Context length of the model. An agent that assumes a shorter one compacts too early."""
 
@@ -253,7 +251,6 @@ AGENTS: Mapping[str, Agent] = {
         ),
     )
 }
-"""Known agents by name; `any` is every other command."""
 
 
 def find_agent(argv: Sequence[str], name: str | None = None) -> Agent:

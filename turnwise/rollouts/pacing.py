@@ -26,7 +26,6 @@ class Pace:
         self._num_uniform = 0
         """Groups of equal rewards that were played and are in no version's batch."""
         self._num_used = 0
-        """Groups that the trainer has used since the first request."""
         self._policy = DEFAULT_POLICY_NAME
         self._version: int | None = None
         self._polled_at = float("-inf")

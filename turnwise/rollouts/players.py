@@ -24,7 +24,6 @@ class PlannedRun:
     split: str
     session_id: str
     directory: Path
-    """Holds the run's log, state, scratch home and working directory."""
     workdir: Path
     address: Address
 
@@ -99,8 +98,6 @@ class CommandPlayer:
         reason = "timeout" if ended.timed_out else f"exit_status_{ended.exit_status}"
         return AgentEnd(termination_reason=reason, seconds=ended.seconds)
 
-    async def start(self) -> None:
-        """Do nothing: each run starts its own process."""
+    async def start(self) -> None: ...
 
-    async def close(self) -> None:
-        """Do nothing: no resources are kept between runs."""
+    async def close(self) -> None: ...

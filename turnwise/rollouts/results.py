@@ -36,7 +36,6 @@ class RunResult:
     num_turns: int
     seconds: float
     error: str | None = None
-    """The error of the run or of its grader, as a sentence."""
 
     @property
     def key(self) -> Key:
@@ -100,7 +99,6 @@ def read_results(path: Path) -> list[RunResult]:
 
 
 MAX_TABLE_TASKS = 40
-"""Above this number of tasks, the table has only the row of all tasks."""
 SECONDS_BETWEEN_LINES = 10.0
 COLUMNS = ("task_id", "runs", "reward_mean", "reward_min", "reward_max", "turns_mean", "seconds_mean", "failed")
 
@@ -114,7 +112,6 @@ class RolloutProgress:
         self._printed_at = 0.0
         self.results: list[RunResult] = []
         self.num_planned: int | None = None
-        """All runs that were to be played; None where there is no end."""
         self.num_missing = 0
         """Runs that were not played because an interrupt stopped the others."""
 

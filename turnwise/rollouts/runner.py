@@ -32,9 +32,7 @@ from turnwise.rollouts.tasks import Task
 from turnwise.types import Json
 
 INTERRUPTED = "interrupted"
-"""Termination reason of a session whose run did not end; it is never rewarded."""
 MAX_RUNS_WITHOUT_CALLS = 3
-"""Number of first runs without a model call after which the runner stops with an error."""
 
 OnResult = Callable[[RunResult], None]
 
@@ -82,7 +80,6 @@ class Runner:
         self._has_called = False
         self._without_calls: list[RunResult] = []
         self.stopping = asyncio.Event()
-        """If set, no further run starts; running runs are completed."""
 
     async def play(
         self, tasks: Iterable[Task], *, split: str = "train", group_size: int = 1, pass_index: int = 0

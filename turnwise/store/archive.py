@@ -27,7 +27,6 @@ Row = Mapping[str, Any]
 
 OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies)
 TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}
-"""All archived tables, by name."""
 ROWS_AT_ONCE = 256
 
 
@@ -51,7 +50,6 @@ class ArchivedSession(NamedTuple):
     session: Row
     group: Row | None
     others: Mapping[str, Sequence[Row]]
-    """The rows of the other tables, by table name."""
 
 
 def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:

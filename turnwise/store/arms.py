@@ -53,13 +53,11 @@ class Arm:
     """The finished sessions of one version."""
 
     rewards: tuple[float, ...] = ()
-    """Rewards of the sessions that have one."""
     num_sessions: int = 0
     num_turns: int = 0
     num_broken: int = 0
     """Turns that failed, are untrainable, or were cut by length."""
     by_name: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
-    """Rewards of the sessions that have a reward of this name."""
 
     @property
     def broken_share(self) -> float:

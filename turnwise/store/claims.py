@@ -43,7 +43,6 @@ from turnwise.types import (
 
 _IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
 MOST_COUNTED = 10_000
-"""Most open sessions with a reward that are counted."""
 LONGEST_LEASE_SECONDS = 3600.0
 """Maximum length of a lease. A lease that ends later was granted before the clock was set back; it is ignored."""
 
@@ -71,7 +70,6 @@ class Claim:
     groups: tuple[ClaimedGroup, ...]
     """At least one group, in the order in which they became ready."""
     num_stale: int = 0
-    """Groups that this call dropped because one of their turns was too old."""
 
     @property
     def group_pks(self) -> list[int]:

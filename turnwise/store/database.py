@@ -48,7 +48,6 @@ GRACE_SECONDS = 2.0
 QUEUE_SECONDS = 30.0
 """Longest wait of `Database.fetch` for its turn, while others' reads take all connections."""
 WAL_SECONDS = 0.01
-"""Time between two attempts to turn on the write-ahead log."""
 _REFUSED = "Connection refused"
 _LOGIN_REFUSED = re.compile(
     r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"

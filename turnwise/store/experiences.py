@@ -60,7 +60,6 @@ NUM_GROUPS = 64
 GroupValues = Mapping[int | None, Mapping[str, float]]
 """The advantages of a group: by step and turn, or, under None, by session."""
 SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
-"""Labels by session."""
 _OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 
 
@@ -73,7 +72,6 @@ class Shape:
     gamma: float | None = None
     """Replaces each session's discount; None for its own."""
     reward_bonus_coeff: float = 0.0
-    """Coefficient of the bonus for an improvement from step to step."""
     roles: Collection[Role] = TRAINED_ROLES
     """Roles whose turns are trained; turns of other roles remain in their prompts."""
     merge: Literal["turn", "chain"] = "turn"

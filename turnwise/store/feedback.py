@@ -41,7 +41,6 @@ class Member:
     turn: Turn
     reward: float
     source: str
-    """Id of the session whose turn is copied."""
     copied: str
 
 

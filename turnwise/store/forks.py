@@ -108,6 +108,5 @@ def note_copy(conn: sa.Connection, session: Session, source_ids: Collection[str]
 
 
 def copy_id(session: Session, turn_id: str) -> str:
-    """Return the same id for the same copy, so that a repeated fork stores nothing twice."""
     named = "\0".join((session.tenant, session.session_id, turn_id))
     return f"chatcmpl-{blake2b(named.encode(), digest_size=16).hexdigest()}"

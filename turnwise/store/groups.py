@@ -21,16 +21,7 @@ from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import groups, sessions, turns
 from turnwise.store.selection import LockedSession
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
-from turnwise.types import (
-    DEFAULT_POLICY,
-    IMPORT,
-    GroupKey,
-    GroupStatus,
-    Session,
-    SessionKey,
-    SessionStatus,
-    utc_now,
-)
+from turnwise.types import DEFAULT_POLICY, IMPORT, GroupKey, GroupStatus, Session, SessionKey, SessionStatus, utc_now
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,6 @@ _SESSION_KEYS = "session_keys"
 _KEYS_EXIST = "keys_exist"
 """The secret that exists since the first key; it is never deleted, also not with the key's tenant."""
 USE_INTERVAL = datetime.timedelta(minutes=1)
-"""Time between two updates of a key's last use."""
 EPOCH = datetime.date(1970, 1, 1)
 
 
@@ -72,7 +71,6 @@ class Key:
 
 
 _KEYS = RowFormat(Key, api_keys, joined=("policy",))
-"""A row also has the name of the key's policy, besides the columns of `api_keys`."""
 
 
 def create_key(

@@ -205,9 +205,7 @@ class Activity(NamedTuple):
     """The seconds of one minute, second 0 as the lowest bit."""
 
     served: int
-    """Seconds in which the engine took calls."""
     busy: int
-    """Seconds in which a call ran."""
 
 
 def add_activity(conn: sa.Connection, seen: Mapping[tuple[int, str], Activity]) -> None:
@@ -259,6 +257,5 @@ def idle_shares(conn: sa.Connection, periods: Mapping[int, Period]) -> dict[int,
 
 
 def _bits(begin: int, end: int) -> int:
-    """Return the bits of the seconds from `begin` to before `end`, both counted from the start of a minute."""
     low, high = max(begin, 0), min(end, MINUTE_SECONDS)
     return (1 << high) - (1 << low) if high > low else 0

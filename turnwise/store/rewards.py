@@ -20,17 +20,10 @@ from turnwise.store.rows import StoredRow, dump, to_micros
 from turnwise.store.schema import idempotency, rewards, sessions, turns
 from turnwise.store.selection import LockedSession, holder, lock_sessions, sessions_of_turns
 from turnwise.store.statements import delete_some, insert_ignoring, insert_rows, is_among
-from turnwise.types import (
-    MAX_REWARD,
-    Reward,
-    SessionKey,
-    SessionStatus,
-    utc_now,
-)
+from turnwise.types import MAX_REWARD, Reward, SessionKey, SessionStatus, utc_now
 
 _SELECT_REWARDS = sa.select(*rewards.c, sessions.c.session_id, sessions.c.tenant).join_from(rewards, sessions)
 SEVERAL = ""
-"""Session id of requests for several sessions."""
 
 
 def add_rewards(

@@ -246,7 +246,6 @@ policies = sa.Table(
     *_columns(Policy, omit=frozenset({"policy_id"})),
     sa.UniqueConstraint("tenant", "name"),
 )
-"""The migration stores the default policy's row."""
 
 policy_versions = sa.Table(
     "policy_versions",
@@ -275,7 +274,6 @@ trainer_status = sa.Table(
     sa.Column("reported_at", Instant, nullable=False),
     sa.Column("seen_at", Instant, nullable=False),
 )
-"""The last report of each trainer: what it waits for, what it trains on, or why it died."""
 
 trainer_states = sa.Table(
     "trainer_states",

@@ -32,7 +32,6 @@ MAX_SECONDS = 2.0
 MAX_TEXT_BYTES = 256 * 1024
 """Stored size above which a first prompt or a last reply is not read."""
 MAX_COUNTED_TURNS = 1_000
-"""Number of turns above which the tokens of a session are not counted."""
 TOKEN_BYTES = 4
 
 

@@ -38,7 +38,6 @@ class ServingState(NamedTuple):
     canary: PolicyVersion | None = None
     pinned: PolicyVersion | None = None
     newest: PolicyVersion | None = None
-    """The newest version that has not failed."""
     holdout: PolicyVersion | None = None
     base: PolicyVersion | None = None
     """The adapter that a policy without a version samples with; None for the engine's own model."""

@@ -26,16 +26,7 @@ from turnwise.store.schema import session_labels, sessions, turns
 from turnwise.store.selection import LockedSession, SessionFilter, session_row, session_rows
 from turnwise.store.statements import fetch_rows, insert_new_rows, is_among
 from turnwise.store.updates import Updates, trained_in
-from turnwise.types import (
-    Credit,
-    Label,
-    Reward,
-    Session,
-    SessionKey,
-    SessionStatus,
-    Split,
-    utc_now,
-)
+from turnwise.types import Credit, Label, Reward, Session, SessionKey, SessionStatus, Split, utc_now
 
 CLOSED_AT_ONCE = 500
 Created = tuple[Session, bool] | TurnwiseError

@@ -37,20 +37,9 @@ from turnwise.store.statements import (
     size_of,
 )
 from turnwise.store.updates import Updates, trained_in
-from turnwise.types import (
-    Json,
-    Outcome,
-    Reward,
-    Role,
-    SessionKey,
-    SessionStatus,
-    TokenIds,
-    TrainedIn,
-    Turn,
-)
+from turnwise.types import Json, Outcome, Reward, Role, SessionKey, SessionStatus, TokenIds, TrainedIn, Turn
 
 SESSION_ENDED = "session_ended"
-"""Reason of a turn that is untrainable because its session was over."""
 TurnRow: TypeAlias = dict[str, Any]
 _HAS_CHILD = (
     "EXISTS (SELECT 1 FROM turns AS child WHERE child.session_pk = turns.session_pk AND child.seq > turns.seq "

@@ -21,14 +21,7 @@ from turnwise.store.schema import groups, sessions, trained_sessions, turns
 from turnwise.store.schema import policies as policies_table
 from turnwise.store.schema import updates as table
 from turnwise.store.statements import PAGE_BYTES, insert_rows, is_among, read_page, size_of
-from turnwise.types import (
-    DEFAULT_POLICY,
-    Credit,
-    GroupStatus,
-    SessionKey,
-    TrainedIn,
-    UpdateRecord,
-)
+from turnwise.types import DEFAULT_POLICY, Credit, GroupStatus, SessionKey, TrainedIn, UpdateRecord
 
 _ITEM_BYTES = 200
 Advantages = Mapping[str, float]

@@ -17,13 +17,7 @@ from turnwise.store import rows
 from turnwise.store.schema import NO_TENANT, policies, policy_versions, turns
 from turnwise.store.schema import policy_versions as table
 from turnwise.store.statements import insert_ignoring, read_page, size_of
-from turnwise.types import (
-    DEFAULT_POLICY,
-    Json,
-    PolicyKind,
-    PolicyStatus,
-    PolicyVersion,
-)
+from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"

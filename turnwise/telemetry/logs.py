@@ -26,7 +26,6 @@ LogFormat = Literal["text", "json"]
 MAX_QUEUED_BYTES = 2**20
 """Lines of a log that wait for its reader, some 4,000."""
 CLOSE_SECONDS = 2.0
-"""How long the end of the process waits until these lines are written."""
 
 
 def configure_logging(level: str, log_format: LogFormat) -> LogHandler | None:
@@ -169,7 +168,6 @@ class _LineFile:
         return False
 
     def flush(self) -> None:
-        """Wait until the thread has written all lines, `CLOSE_SECONDS` at most."""
         if self._queue is not None:
             self._queue.flush()
 

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 EXPORT_SECONDS = 1.0
 BATCH_SPANS = 512
 MAX_WAITING = 2048
-"""Ended spans that wait for their export; further ones are lost."""
 
 
 class CountingSpanProcessor(SpanProcessor):

@@ -20,7 +20,6 @@ from turnwise.types import TOOL_GRAMMAR, Json
 MINIMUM_VLLM = "0.32"
 """The oldest vLLM release that meets all requirements."""
 ADDRESS_HINT = "name the address of a vLLM server, without /v1"
-"""What to do if the address of an engine answers 404."""
 CHAT_ROUTE = "/v1/chat/completions"
 CONTINUATION = "continuation"
 SERVER_INFO_ROUTE = "/server_info"
@@ -47,7 +46,6 @@ SAME_NATS = 0.02
 """Logprobs of the same logits differ by less than this, also in bf16; any default that matters changes them by more."""
 POSITIONS_AT_ONCE = 64
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-"""Sampling parameters that the recomputed distribution depends on."""
 NOT_REPEATABLE = (
     "logit_bias",
     "min_tokens",
@@ -74,7 +72,6 @@ class Requirement:
     name: str
     is_met: bool
     text: str
-    """What was found, and what to change where it is not met."""
 
 
 def read_models(url: str, answer: Any) -> list[tuple[str, str]]:

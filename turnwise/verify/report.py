@@ -8,7 +8,6 @@ import dataclasses
 from turnwise.types import Json
 
 MISMATCHES_KEPT = 1000
-"""Mismatches that are listed one by one; all are counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +26,9 @@ class Verification:
 
     checked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     not_checked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """How many turns or files could not be checked, by reason."""
     num_mismatches: int = 0
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
     largest_gap: float = 0.0
-    """Largest difference between a stored and a recomputed logprob, in nats."""
 
     def add(self, check: str, place: str, problem: str) -> None:
         self.num_mismatches += 1

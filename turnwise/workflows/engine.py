@@ -80,7 +80,6 @@ class AgentWorkflowEngine:
     async def process_task_with_retry(
         self, task: Json, task_id: str, rollout_idx: int, **kwargs: Any
     ) -> tuple[str, int, Episode]:
-        """Run one rollout of a task, retry it after an error, and return its id, index and episode."""
         return await self._process(task, self._identity(task_id, rollout_idx), kwargs)
 
     async def execute_tasks(self, tasks: list[Json], task_ids: list[str] | None = None, **kwargs: Any) -> list[Episode]:
@@ -160,7 +159,6 @@ class AgentWorkflowEngine:
             await result
 
     def _pad_token_id(self) -> int:
-        """Return the padding of the rollout engine or of its tokenizer; masks come from lengths, so 0 works too."""
         owners = (self.rollout_engine, getattr(self.rollout_engine, "tokenizer", None))
         return next((found for owner in owners if (found := getattr(owner, "pad_token_id", None)) is not None), 0)
 

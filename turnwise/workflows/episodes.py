@@ -52,7 +52,6 @@ class ModelOutput:
     prompt_ids: list[int] = dataclasses.field(default_factory=list)
     """Tokens of the whole prompt, as the engine received them."""
     completion_ids: list[int] = dataclasses.field(default_factory=list)
-    """Sampled tokens, including the end of the turn."""
     multi_modal_inputs: Json | None = None
     logprobs: list[float] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] | None = None
@@ -71,7 +70,6 @@ class Step:
     """One iteration of an agent's loop."""
 
     chat_completions: list[Json] = dataclasses.field(default_factory=list)
-    """The conversation so far, including the model's reply."""
     observation: Any = None
     thought: str = ""
     action: Any = None

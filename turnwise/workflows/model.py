@@ -100,7 +100,6 @@ class ModelWrapper:
         return {**fields, **self.session, "session_id": self.session_id}
 
     def reward(self, value: float, *, step: int | None = None) -> int:
-        """Write a reward of this session or of one of its steps to the ledger; return how many turns it applies to."""
         return self.client.rewards([wire.reward_line(value, session_id=self.session_id, step=step)])[0]
 
     async def reward_async(self, value: float, *, step: int | None = None) -> int:
@@ -136,7 +135,6 @@ class ModelWrapper:
 
     @property
     def base_url(self) -> str:
-        """The base URL for any other client; its calls belong to this session without headers."""
         return f"{self.client.base_url}/sessions/{wire.segment(self.session_id)}/v1"
 
     def get_openai_client(self) -> OpenAI:
@@ -150,7 +148,6 @@ class ModelWrapper:
         return client
 
     def chat(self, messages: list[Json], **kwargs: Any) -> list[Experience]:
-        """Reply to messages, and return the replies as experiences."""
         body = self._asking(kwargs, messages=messages)
         return self._sampled(self.get_openai_client().chat.completions.create(**body))
 

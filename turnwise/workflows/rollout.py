@@ -25,7 +25,6 @@ _current_session: contextvars.ContextVar[AsyncSessionHandle | None] = contextvar
 
 VERSION_HEADER = "x-policy-version"
 RETRIED = "retried"
-"""Termination reason of a session whose run failed and was retried in another session."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,6 @@ class RolloutEngine:
     validate: bool = False
     weight_version: int | None = None
     pad_token_id: int = 0
-    """Padding of batches; masks are computed from lengths, so its value does not matter."""
 
     async def get_model_response(self, messages: list[Json], **kwargs: Any) -> ModelOutput:
         """Return the model's reply with the policy version that sampled its first token."""
@@ -62,17 +60,13 @@ class RolloutEngine:
     async def _get_model_response(self, messages: list[Json], **kwargs: Any) -> ModelOutput:
         raise NotImplementedError(f"{type(self).__name__} must define get_model_response")
 
-    async def wake_up(self) -> None:
-        """Prepare for sampling."""
+    async def wake_up(self) -> None: ...
 
-    async def sleep(self) -> None:
-        """Release memory for a trainer on the same device."""
+    async def sleep(self) -> None: ...
 
-    async def begin_run(self, run: RunIdentity) -> None:
-        """Set the run of the calling task."""
+    async def begin_run(self, run: RunIdentity) -> None: ...
 
-    async def end_run(self, episode: Episode | None, *, retried: bool = False) -> None:
-        """Record how the run of the calling task ended."""
+    async def end_run(self, episode: Episode | None, *, retried: bool = False) -> None: ...
 
 
 class SessionRolloutEngine(RolloutEngine):

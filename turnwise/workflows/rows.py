@@ -23,7 +23,6 @@ class Tokens:
 
     prompt: list[int]
     response: list[int]
-    """Sampled tokens, and the prompt tokens between turns. [R]"""
     mask: list[int]
     logprobs: list[float]
 

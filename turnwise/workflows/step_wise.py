@@ -16,7 +16,6 @@ from turnwise.workflows.model import ModelWrapper
 from turnwise.workflows.tasks import Task, TaskWorkflow
 
 ENDED = "env_done"
-"""Termination reason of a run whose agent reported that it was done."""
 OUT_OF_STEPS = "max_turns_exceeded"
 FAILED = "error"
 

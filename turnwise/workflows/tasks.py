@@ -126,7 +126,6 @@ class TaskWorkflow:
         raise NotImplementedError(f"{type(self).__name__} cannot take {task.task_id!r}: define reset()")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Set the number of runs of the next call, numbered from `run_id_base`."""
         message = f"{type(self).__name__} cannot repeat {repeat_times!r} runs from {run_id_base!r} on"
         raise NotImplementedError(f"{message}: define set_repeat_times()")
 

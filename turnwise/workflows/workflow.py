@@ -178,7 +178,6 @@ class Workflow(ABC):
             step.reward = reward
 
     def assign_episode_correctness(self, episode: Episode) -> None:
-        """Mark the episode as correct if the sum of its trajectories' rewards is above 0."""
         episode.is_correct = sum(trajectory.reward or 0.0 for trajectory in episode.trajectories) > 0
 
     def collect_metrics(self, episode: Episode) -> None:

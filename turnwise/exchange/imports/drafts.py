@@ -72,7 +72,6 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Roles, and the role that another name stands for."""
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 MEDIA_PARTS = ("image_url", "image", "input_audio", "audio", "video", "video_url", "file")
 

@@ -21,8 +21,7 @@ ROWS_AT_ONCE = 256
 class Documents(Protocol):
     """Numbered documents, from 1 on."""
 
-    def read(self) -> Iterator[tuple[int, Json | BadLine]]:
-        """Yield each document, or why it is none."""
+    def read(self) -> Iterator[tuple[int, Json | BadLine]]: ...
 
 
 @runtime_checkable

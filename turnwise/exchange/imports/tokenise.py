@@ -22,7 +22,6 @@ from turnwise.tokenizer import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, Outcome, Turn, utc_now
 
 NO_POLICY = -1
-"""Policy version of a turn that no policy sampled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from turnwise.types import DEFAULT_POLICY, IMPORT, Json, Reward, Session, Split,
 
 SESSIONS_AT_ONCE = 32
 BAD_LINES_KEPT = 1000
-"""Bad lines that are listed one by one; all are counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,6 @@ class ImportReport:
     tokens: int = 0
     already_there: int = 0
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Lines that hold no conversation, by what they are."""
     num_bad: int = 0
     bad: list[Json] = dataclasses.field(default_factory=list)
 
