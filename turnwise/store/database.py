@@ -66,7 +66,11 @@ _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "Und
 
 
 class Database:
-    """A pool of connections to one SQLite file or PostgreSQL database; safe to share between threads."""
+    """A pool of connections to one SQLite file or PostgreSQL database; safe to share between threads.
+
+    Its methods raise `StoreUnavailable` where the database cannot be reached, is full, or is locked for too long, and
+    `SchemaMismatch` where its tables are not those of this release; the message names the command to run.
+    """
 
     def __init__(self, url: str, *, pool_size: int = 5, lock_timeout_seconds: float = 5.0) -> None:
         self._lock_timeout_seconds = lock_timeout_seconds
@@ -85,23 +89,13 @@ class Database:
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """Open a write transaction: it is committed durably when the block ends, and rolled back if the block raises.
-
-        Raises:
-            StoreUnavailable: the database cannot be reached, is full, or is locked for too long.
-            SchemaMismatch: a table or column is missing.
-        """
+        """Open a write transaction: it is committed durably when the block ends, or rolled back if the block raises."""
         with self._serialised(), attributed(), self._writer.begin() as conn:
             yield conn
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """Open a read-only transaction on one snapshot.
-
-        Raises:
-            StoreUnavailable: the database cannot be reached, or is locked for too long.
-            SchemaMismatch: a table or column is missing.
-        """
+        """Open a read-only transaction on one snapshot."""
         with attributed(), self._reader.connect() as conn:
             yield conn
 
@@ -110,9 +104,7 @@ class Database:
     ) -> T:
         """Return the result of a function that reads the store, called in a thread with a transaction of `read`.
 
-        Raises:
-            StoreUnavailable, SchemaMismatch: as `read`; also after a wait of `QUEUE_SECONDS` for others' reads.
-            TurnwiseError: what the function raises.
+        After a wait of `QUEUE_SECONDS` for others' reads the store counts as unavailable.
         """
         context, deadline = contextvars.copy_context(), time.monotonic() + QUEUE_SECONDS
 
@@ -127,12 +119,7 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._readers, context.run, call)
 
     def upgrade(self) -> None:
-        """Migrate the tables to this release; concurrent migrations run one after the other.
-
-        Raises:
-            SchemaMismatch: this release does not know the tables.
-            StoreUnavailable: the database cannot be reached.
-        """
+        """Migrate the tables to this release; concurrent migrations run one after the other."""
         if self._known_revision() == _head():
             return
         from alembic import command
@@ -148,12 +135,7 @@ class Database:
             command.upgrade(config, "head")
 
     def check_schema(self) -> None:
-        """Check that the tables are those of this release.
-
-        Raises:
-            SchemaMismatch: they are not; the message names the command to run.
-            StoreUnavailable: the database cannot be reached.
-        """
+        """Check that the tables are those of this release."""
         found = self._known_revision()
         if found != _head():
             raise SchemaMismatch(self._mismatch(found))
@@ -163,10 +145,6 @@ class Database:
 
         A new SQLite file, or one at a revision before this release's, is migrated here. A PostgreSQL database is only
         checked, because other machines may use it; `turnwise db upgrade` migrates it.
-
-        Raises:
-            SchemaMismatch: this release does not know the tables, or they are PostgreSQL's and out of date.
-            StoreUnavailable: the database cannot be reached.
         """
         found = self._known_revision()
         if found == _head():
@@ -227,9 +205,7 @@ class Database:
         """Copy an SQLite database to a new file as a consistent snapshot, during concurrent writes.
 
         Raises:
-            SettingsError: the database is PostgreSQL, or the file exists.
-            SchemaMismatch: the database has no tables of this release: its name is wrong, for example.
-            StoreUnavailable: the database cannot be read, or the copy cannot be written.
+            SettingsError: the database is PostgreSQL, or the file exists or cannot be written.
         """
         if self.dialect != "sqlite":
             raise SettingsError("online backup is for SQLite; use `pg_dump --format custom` for PostgreSQL")

@@ -34,9 +34,6 @@ def read_path(conn: sa.Connection, session: Session, turn_id: str, *, before: bo
     """Return the turns to copy, in order, and how many of them an earlier attempt has copied.
 
     With `before` the turn itself is left out, so that its prompt can be sampled again.
-
-    Raises:
-        NotFound: no such turn.
     """
     path = [row.turn_id for row in path_to(conn, turn_id, turns.c.turn_id, tenant=session.tenant)]
     if before:

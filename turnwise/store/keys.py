@@ -90,7 +90,6 @@ def create_key(
     this name. Without `expires_at` it never expires, and without `token_budget` it has no limit.
 
     Raises:
-        NotFound: the tenant has no policy of this name.
         InvalidRequest: the tenant has no name, or the chosen key is not of the form `tw-ID-SECRET`, or too short.
     """
     if tenant == NO_TENANT:
@@ -138,11 +137,7 @@ def valid_key(conn: sa.Connection, key_id: str) -> Key | None:
 
 
 def get_key(conn: sa.Connection, key_id: str, tenant: str | None = None) -> Key:
-    """Return a key, if it belongs to the given tenant.
-
-    Raises:
-        NotFound: no such key.
-    """
+    """Return a key, if it belongs to the given tenant."""
     row = _row(conn, key_id)
     if row is None or tenant not in (None, row.tenant):
         raise NotFound(f"there is no API key {key_id!r}; `turnwise keys list` shows them")
@@ -174,11 +169,7 @@ def any_keys(conn: sa.Connection) -> bool:
 
 
 def revoke_key(conn: sa.Connection, key_id: str, *, tenant: str | None = None) -> Key:
-    """Revoke a key, if it belongs to the given tenant; revoking it again changes nothing.
-
-    Raises:
-        NotFound: no such key.
-    """
+    """Revoke a key, if it belongs to the given tenant; revoking it again changes nothing."""
     get_key(conn, key_id, tenant)
     revoked = sa.update(api_keys).where(api_keys.c.key_id == key_id, api_keys.c.revoked_at.is_(None))
     conn.execute(revoked.values(revoked_at=to_micros(utc_now())))

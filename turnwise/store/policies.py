@@ -214,7 +214,6 @@ def archive_policy(
     """Take a policy out of use, or into use again; return it. Again has no effect.
 
     Raises:
-        NotFound: the tenant has no such policy.
         InvalidRequest: it is the default policy.
         Conflict: the tenant has as many policies in use as it may.
     """

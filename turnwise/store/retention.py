@@ -81,9 +81,6 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
     """Delete a session with its turns, rewards and feedback, and what demonstrations made of it.
 
     Its forks stay: they are sessions of their own. Call it while it has more.
-
-    Raises:
-        NotFound: no such session.
     """
     return _delete_with_copies(conn, [session_row(conn, tenant, session_id, lock=True)])
 

@@ -41,7 +41,6 @@ def add_rewards(
     `retrain` trained groups become ready again, to be trained with the new rewards.
 
     Raises:
-        NotFound: an unknown session, turn or step.
         InvalidRequest: a value is not finite, or a line has both a turn and a step.
         Conflict: the key was used with another body.
     """

@@ -97,11 +97,7 @@ def search_sessions(
     after: str | None = None,
     max_bytes: int = PAGE_BYTES,
 ) -> Found:
-    """Return sessions that satisfy both filters and follow the session `after`, newest first.
-
-    Raises:
-        NotFound: no session `after`.
-    """
+    """Return sessions that satisfy both filters and follow the session `after`, newest first."""
     if contents.is_empty:
         listed, has_more = list_sessions(conn, wanted, limit=limit, after=after, max_bytes=max_bytes)
         return Found(listed, listed[-1].session_id if has_more else None, len(listed))

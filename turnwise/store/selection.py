@@ -95,11 +95,7 @@ def next_rows(
 
 
 def session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:
-    """Return a session's row, which may be locked until the transaction ends.
-
-    Raises:
-        NotFound: no such session.
-    """
+    """Return a session's row, which may be locked until the transaction ends."""
     found = sa.select(sessions).where(*is_session(tenant, session_id))
     row = conn.execute(found.with_for_update() if lock else found).one_or_none()
     if row is None:

@@ -141,9 +141,6 @@ def activate_version(
     A hold-out stays until a version is served that is not newer; without one, the previous version keeps this share
     of new sessions. A version that failed while engines loaded it stays failed. `reload_seconds` is how long engines
     paused.
-
-    Raises:
-        NotFound: no such version.
     """
     policy_id = get_version(conn, version).policy_id
     state = serving_state(conn, policy_id)
@@ -162,11 +159,7 @@ def activate_version(
 
 
 def fail_version(conn: sa.Connection, version: int, error: str, evidence: Json | None = None) -> PolicyVersion:
-    """Record that engines could not load this version, with the error; the evidence is added to its metrics.
-
-    Raises:
-        NotFound: no such version.
-    """
+    """Record that engines could not load this version, with the error; the evidence is added to its metrics."""
     add_metrics(conn, version, evidence or {})
     return change_version(conn, version, status=PolicyStatus.FAILED, error=error)
 
@@ -175,9 +168,6 @@ def try_version(conn: sa.Connection, version: int, share: float | None) -> Polic
     """Record that this share of the sessions that are created from now on samples with this version as a canary.
 
     Without a share engines may load it, and no session samples with it yet.
-
-    Raises:
-        NotFound: no such version.
     """
     began_at = None if share is None else utc_now()
     return change_version(
@@ -191,11 +181,7 @@ def end_holdout(conn: sa.Connection, version: int) -> None:
 
 
 def reconsider_version(conn: sa.Connection, version: int) -> PolicyVersion:
-    """Allow a failed version, or one whose canary was cancelled, to be loaded again; other versions do not change.
-
-    Raises:
-        NotFound: no such version.
-    """
+    """Allow a failed version, or one whose canary was cancelled, to be loaded again; other versions do not change."""
     again = table.c.status.in_([PolicyStatus.FAILED.value, PolicyStatus.CANARY.value])
     return change_version(conn, version, again, status=PolicyStatus.PUBLISHED, error=None, activated_at=None)
 
@@ -206,9 +192,6 @@ def pin_policy(
     """Pin a policy to this version, so that its later ones are not served; None follows the newest version again.
 
     The pin ends when a version above `until` is published; None keeps it.
-
-    Raises:
-        NotFound: it has no such version.
     """
     if version is not None and get_version(conn, version).policy_id != policy_id:
         raise no_version(version)
@@ -221,9 +204,6 @@ def choose_version(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVer
 
     Without a pin it is served until a version above the newest is published, and the versions above it are undone:
     training goes on from it.
-
-    Raises:
-        NotFound: no such version.
     """
     chosen = reconsider_version(conn, version)
     policy_id = chosen.policy_id

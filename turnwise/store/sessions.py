@@ -111,7 +111,6 @@ def end_session(
     """End a session, with an optional last reward; ending it again changes only its rewards.
 
     Raises:
-        NotFound: no such session.
         Conflict: it has expired.
     """
     if reward is not None:
@@ -170,7 +169,6 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
     """Apply the given fields of a session to the stored one of this tenant and id; return it.
 
     Raises:
-        NotFound: no such session.
         Conflict: one of the fields can no longer change.
     """
     row = session_row(conn, wanted.tenant, wanted.session_id, lock=True)
@@ -216,7 +214,6 @@ def set_label(conn: sa.Connection, tenant: str, session_id: str, label: Label) -
     """Give a session a label, or replace the note of the label that it has; return the session.
 
     Raises:
-        NotFound: no such session.
         InvalidRequest: the session has `MAX_LABELS` other labels.
     """
     session_pk = session_row(conn, tenant, session_id, lock=True).session_pk
@@ -243,11 +240,7 @@ def read_session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
 
 
 def read_session_with_rewards(conn: sa.Connection, tenant: str, session_id: str) -> tuple[Session, list[Reward]]:
-    """Return a session, and the reward lines for all of it in order of arrival, without those of its steps and turns.
-
-    Raises:
-        NotFound: no such session.
-    """
+    """Return a session, and the reward lines for all of it, not for a step or turn, in order of arrival."""
     ((found, lines, _),) = sessions_with_lines(conn, [session_row(conn, tenant, session_id)])
     return found, [line for line in lines if credit.is_for_session(line)]
 
@@ -263,9 +256,6 @@ def list_sessions(
     """Return the sessions that follow the session `after`, newest first, and whether there are more.
 
     With `max_bytes` a page may end before its limit.
-
-    Raises:
-        NotFound: no session `after`.
     """
     page, has_more = session_rows(conn, wanted, limit=limit, after=after, max_bytes=max_bytes)
     return sessions_from_rows(conn, page), has_more

@@ -92,11 +92,7 @@ def turns_where(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> list[Tu
 
 
 def turns_to(conn: sa.Connection, turn_id: str, tenant: str) -> tuple[int, list[Turn]]:
-    """Return the key of a turn's session, and the turns from the root of its chain to this turn, inclusive.
-
-    Raises:
-        NotFound: this tenant has no such turn.
-    """
+    """Return the key of a turn's session, and the turns from the root of its chain to this turn, inclusive."""
     session_pk, seq = place_of_turn(conn, turn_id, tenant)
     return session_pk, turns_where(conn, *_with_parents(session_pk, turns.c.seq == seq))
 
@@ -206,11 +202,7 @@ def _with_parents(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.C
 
 
 def read_turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool = True) -> TurnView:
-    """Return a turn with its rewards, and with its whole prompt or the part that it adds to its parent's prompt.
-
-    Raises:
-        NotFound: no such turn.
-    """
+    """Return a turn with its rewards, and with its whole prompt or the part that it adds to its parent's prompt."""
     session_pk, seq = place_of_turn(conn, turn_id, tenant)
     return _views(conn, session_pk, seq, seq + 1, whole_prompt=whole_prompt)[0]
 
@@ -228,9 +220,6 @@ def read_turns(
     """Return a session's turns after the turn `after` in order, and whether there are more.
 
     Each has its whole prompt, or what it adds to its parent's. With `max_bytes` a page may end before its limit.
-
-    Raises:
-        NotFound: no such session, or no turn `after` in it.
     """
     held = session_row(conn, tenant, session_id)
     first = 0 if after is None else 1 + _seq_of(conn, held.session_pk, after)
@@ -381,11 +370,7 @@ def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason
 
 
 def set_chain_role(conn: sa.Connection, tenant: str, turn_id: str, role: Role) -> list[str]:
-    """Set the role of all turns in a turn's chain, with the reason `corrected`; return their ids.
-
-    Raises:
-        NotFound: this tenant has no such turn.
-    """
+    """Set the role of all turns in a turn's chain, with the reason `corrected`; return their ids."""
     session_pk, _ = place_of_turn(conn, turn_id, tenant)
     chain = sa.select(turns.c.chain_id).where(turns.c.turn_id == turn_id).scalar_subquery()
     in_chain = sa.select(turns.c.turn_id).where(turns.c.session_pk == session_pk, turns.c.chain_id == chain)

@@ -158,22 +158,14 @@ def fail_unwritten(conn: sa.Connection, after: int, policy_id: int = DEFAULT_POL
 def change_version(
     conn: sa.Connection, version: int, *conditions: sa.ColumnElement[bool], **fields: Any
 ) -> PolicyVersion:
-    """Set fields of a version if it fulfils the conditions; return it.
-
-    Raises:
-        NotFound: no such version.
-    """
+    """Set fields of a version if it fulfils the conditions; return it."""
     change = sa.update(table).where(table.c.version == version, *conditions)
     conn.execute(change.values(**rows.VERSIONS.values(fields)))
     return get_version(conn, version)
 
 
 def add_metrics(conn: sa.Connection, version: int, metrics: Json) -> None:
-    """Add metrics to those of a version, in place of those of the same names.
-
-    Raises:
-        NotFound: no such version.
-    """
+    """Add metrics to those of a version, in place of those of the same names."""
     change_version(conn, version, metrics=get_version(conn, version).metrics | metrics)
 
 
@@ -182,11 +174,7 @@ def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
 
 
 def get_version(conn: sa.Connection, version: int) -> PolicyVersion:
-    """Return a version.
-
-    Raises:
-        NotFound: no such version.
-    """
+    """Return a version."""
     known = known_version(conn, version)
     if known is None:
         raise no_version(version)
