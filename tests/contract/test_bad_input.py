@@ -11,9 +11,9 @@ from typing import Any
 import httpx2
 import pytest
 from support.control_plane import metric
-from support.proxies import ProxyAndEngine
+from support.proxies import ProxyAndEngine, StartProxy
 from support.tiny_checkpoints import write_weights
-from turnwise_fake_engine import Fault, FaultKind
+from turnwise_fake_engine import Fault, FaultKind, Script, running_fake_engine
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 Shared = tuple[ProxyAndEngine, httpx2.Client]
@@ -239,3 +239,40 @@ def test_calls_fail_with_an_error_while_the_database_is_locked_and_succeed_once_
         assert proxy.turns() == []
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
     assert len(proxy.turns()) == 1
+
+
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+PLAIN: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}]}
+DEADLY: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat": (CHAT_PATH, {**PLAIN, "prompt_logprobs": 1}, "prompt_logprobs"),
+    "chat, none but the prompt's own": (CHAT_PATH, {**PLAIN, "prompt_logprobs": 0}, "prompt_logprobs"),
+    "chat, streamed": (CHAT_PATH, {**PLAIN, "prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    "chat, echo": (CHAT_PATH, {**PLAIN, "echo": True}, "echo"),
+    "text": (TEXT_PATH, {"prompt": "Hello.", "prompt_logprobs": 1}, "prompt_logprobs"),
+}
+
+
+def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy: StartProxy):
+    """The error names the field and the alternative, and is stored; the same call without the field is served."""
+    with running_fake_engine(Script(lora=True)) as engine:
+        proxy = start_proxy(engine.url)
+        engine.calls.clear()
+        with httpx2.Client(base_url=proxy.url) as http:
+            for name, (path, body, field) in DEADLY.items():
+                refused = http.post(path, json=body)
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"], error["param"]) == (400, "engine_has_lora", field), name
+                assert "started without --lora" in error["message"]
+            assert engine.calls == []
+            stored = [(view.turn.outcome, view.turn.reason) for view in proxy.turns()]
+            assert stored == [("error", "engine_has_lora")] * len(DEADLY)
+            assert http.post(CHAT_PATH, json={**PLAIN, "echo": False, "prompt_logprobs": None}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+def test_the_same_request_is_sent_to_an_engine_without_lora(path: str, start_proxy: StartProxy):
+    with running_fake_engine() as engine:
+        proxy = start_proxy(engine.url)
+        asked = {"prompt": "Hello."} if path == TEXT_PATH else PLAIN
+        assert httpx2.post(proxy.url + path, json={**asked, "prompt_logprobs": 1}).status_code == 200
+        assert engine.calls[-1].body["prompt_logprobs"] == 1

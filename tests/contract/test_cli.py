@@ -95,18 +95,6 @@ def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(t
     assert "hunter2" not in output
 
 
-def test_a_key_is_shown_once_and_revoked_by_its_id(database):
-    made = json.loads(
-        invoke("keys", "create", "--role", "admin", "--name", "ci", "--database", database, "--json").output
-    )
-    assert made["key"].startswith(f"tw-{made['key_id']}-")
-    listed = invoke("keys", "list", "--database", database, "--json").output
-    assert made["key"] not in listed
-    assert json.loads(listed)[0]["revoked_at"] is None
-    revoked = json.loads(invoke("keys", "revoke", made["key_id"], "--database", database, "--json").output)
-    assert revoked["revoked_at"] is not None
-
-
 def test_an_empty_store_has_no_sessions_and_no_experiences(database):
     assert json.loads(invoke("sessions", "--database", database, "--json").output) == []
     empty = invoke("sessions", "--database", database)

@@ -149,33 +149,29 @@ def test_an_asynchronous_client_serves_several_event_loops(proxy):
         assert [asyncio.run(call()) for _ in range(2)] == ["hi", "hi"]
 
 
-def test_the_asynchronous_client_has_the_same_methods(proxy, gateway, monkeypatch, tmp_path):
+async def test_the_asynchronous_client_has_the_same_methods(proxy, gateway, monkeypatch, tmp_path):
     monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
     monkeypatch.setattr(wire, "PAGE_SIZE", 2)
-
-    async def go():
-        async with AsyncClient(proxy.url) as client:
-            await client.wait_until_ready(5.0)
-            session = await client.create_session(task_id="t")
-            turn_ids = [(await ask(session.openai_async(step=step))).id for step in (0, 0, 1)]
-            gateway.refusals = [refusal(503, "0")]
-            gateway.num_lost = 1
-            assert await session.reward(0.5, step=0) == 2
-            assert [turn["step"] async for turn in session.turns()] == [0, 0, 1]
-            assert (await client.turn(turn_ids[1]))["step"] == 0
-            assert (await session.end(reason="env_done"))["termination_reason"] == "env_done"
-            assert [e["turn_ids"] async for e in client.experiences()] == [[turn_id] for turn_id in turn_ids]
-            assert (await client.session(session.session_id))["status"] == "ended"
-            assert [s["session_id"] async for s in client.sessions()] == [session.session_id]
-            weights = write_weights(tmp_path / "weights")
-            version = (await client.publish_policy(str(weights)))["version"]
-            assert str(weights) in [policy["path"] async for policy in client.policies()]
-            assert (await client.activate(version))["version"] == version
-            assert [await client.served_model() for _ in range(2)] == ["fake", "fake"]
-            with pytest.raises(errors.NotFound):
-                await client.session("nobody")
-
-    asyncio.run(go())
+    async with AsyncClient(proxy.url) as client:
+        await client.wait_until_ready(5.0)
+        session = await client.create_session(task_id="t")
+        turn_ids = [(await ask(session.openai_async(step=step))).id for step in (0, 0, 1)]
+        gateway.refusals = [refusal(503, "0")]
+        gateway.num_lost = 1
+        assert await session.reward(0.5, step=0) == 2
+        assert [turn["step"] async for turn in session.turns()] == [0, 0, 1]
+        assert (await client.turn(turn_ids[1]))["step"] == 0
+        assert (await session.end(reason="env_done"))["termination_reason"] == "env_done"
+        assert [e["turn_ids"] async for e in client.experiences()] == [[turn_id] for turn_id in turn_ids]
+        assert (await client.session(session.session_id))["status"] == "ended"
+        assert [s["session_id"] async for s in client.sessions()] == [session.session_id]
+        weights = write_weights(tmp_path / "weights")
+        version = (await client.publish_policy(str(weights)))["version"]
+        assert str(weights) in [policy["path"] async for policy in client.policies()]
+        assert (await client.activate(version))["version"] == version
+        assert [await client.served_model() for _ in range(2)] == ["fake", "fake"]
+        with pytest.raises(errors.NotFound):
+            await client.session("nobody")
     assert [line.value for line in proxy.rewards()] == [0.5]
 
 

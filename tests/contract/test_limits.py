@@ -184,67 +184,55 @@ def test_a_length_with_a_space_after_it_is_read(limited):
     assert answer.startswith(b"HTTP/1.1 200 OK"), answer
 
 
-REFUSED_HEADS = {
-    "a tunnel to a path": (b"CONNECT /x HTTP/1.1\r\nhost: x\r\n", 501, "method_not_served"),
-    "a tunnel to a host": (b"CONNECT x:443 HTTP/1.1\r\nhost: x:443\r\n", 501, "method_not_served"),
-    "a tunnel that offers a protocol": (b"CONNECT /x HTTP/1.1\r\nhost: x\r\n" + OFFER, 501, "method_not_served"),
-    "a WebSocket": (
-        b"GET /v1/responses HTTP/1.1\r\nhost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\n",
-        426,
-        "websocket_not_served",
-    ),
-    "a WebSocket or another protocol": (
-        b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket, h2c\r\n",
-        426,
-        "websocket_not_served",
-    ),
-    "no host": (b"GET /healthz HTTP/1.1\r\n", 400, "invalid_host"),
-    "two hosts": (b"GET /healthz HTTP/1.1\r\nhost: x\r\nhost: y\r\n", 400, "invalid_host"),
-    "one host twice": (b"GET /healthz HTTP/1.1\r\nhost: x\r\nhost: x\r\n", 400, "invalid_host"),
-    "two hosts in one line": (b"GET /healthz HTTP/1.1\r\nhost: x, y\r\n", 400, "invalid_host"),
-    "a host with a user": (b"GET /healthz HTTP/1.1\r\nhost: x@y\r\n", 400, "invalid_host"),
-    "a host with a path": (b"GET /healthz HTTP/1.1\r\nhost: x/y\r\n", 400, "invalid_host"),
-    "a port that is none": (b"GET /healthz HTTP/1.1\r\nhost: x:y\r\n", 400, "invalid_host"),
-    "another host in the line": (b"GET http://x/healthz HTTP/1.1\r\nhost: y\r\n", 400, "invalid_host"),
-    "another port in the line": (b"GET http://x:81/healthz HTTP/1.1\r\nhost: x:82\r\n", 400, "invalid_host"),
-    "a user in the line": (b"GET http://u@x/healthz HTTP/1.1\r\nhost: x\r\n", 400, "invalid_host"),
-    "no host in the line": (b"GET http:///healthz HTTP/1.1\r\nhost: x\r\n", 400, "invalid_host"),
-    "a compressed body": (
-        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n",
-        501,
-        "transfer_encoding_not_served",
-    ),
-    "a compressed body in two lines": (
-        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n",
-        501,
-        "transfer_encoding_not_served",
-    ),
-    "a compressed body without an end": (
-        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n",
-        501,
-        "transfer_encoding_not_served",
-    ),
-    "chunks twice": (
-        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, chunked\r\n",
-        400,
-        "invalid_http",
-    ),
-    "chunks and a length": (
-        b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n",
-        400,
-        "invalid_http",
-    ),
-    "HTTP/1.0": (b"GET /healthz HTTP/1.0\r\nhost: x\r\n", 505, "http_version_not_served"),
-    "HTTP/1.0 with an offer": (b"GET /healthz HTTP/1.0\r\nhost: x\r\n" + OFFER, 505, "http_version_not_served"),
-    "no version": (b"GET /healthz\r\n", 505, "http_version_not_served"),
-    "a later version": (b"GET /healthz HTTP/2.0\r\nhost: x\r\n", 505, "http_version_not_served"),
+POSTED = b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: "
+WEBSOCKET = b"connection: Keep-Alive, Upgrade\r\nupgrade: WebSocket\r\n"
+REFUSED_HEADS: dict[tuple[int, str], dict[str, bytes]] = {
+    (501, "method_not_served"): {
+        "a tunnel to a path": b"CONNECT /x HTTP/1.1\r\nhost: x\r\n",
+        "a tunnel to a host": b"CONNECT x:443 HTTP/1.1\r\nhost: x:443\r\n",
+        "a tunnel that offers a protocol": b"CONNECT /x HTTP/1.1\r\nhost: x\r\n" + OFFER,
+    },
+    (426, "websocket_not_served"): {
+        "a WebSocket": b"GET /v1/responses HTTP/1.1\r\nhost: x\r\n" + WEBSOCKET,
+        "one or another": b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket, h2c\r\n",
+    },
+    (400, "invalid_host"): {
+        "no host": b"GET /healthz HTTP/1.1\r\n",
+        "two hosts": b"GET /healthz HTTP/1.1\r\nhost: x\r\nhost: y\r\n",
+        "one host twice": b"GET /healthz HTTP/1.1\r\nhost: x\r\nhost: x\r\n",
+        "two hosts in one line": b"GET /healthz HTTP/1.1\r\nhost: x, y\r\n",
+        "a host with a user": b"GET /healthz HTTP/1.1\r\nhost: x@y\r\n",
+        "a host with a path": b"GET /healthz HTTP/1.1\r\nhost: x/y\r\n",
+        "a port that is none": b"GET /healthz HTTP/1.1\r\nhost: x:y\r\n",
+        "another host in the line": b"GET http://x/healthz HTTP/1.1\r\nhost: y\r\n",
+        "another port in the line": b"GET http://x:81/healthz HTTP/1.1\r\nhost: x:82\r\n",
+        "a user in the line": b"GET http://u@x/healthz HTTP/1.1\r\nhost: x\r\n",
+        "no host in the line": b"GET http:///healthz HTTP/1.1\r\nhost: x\r\n",
+    },
+    (501, "transfer_encoding_not_served"): {
+        "a compressed body": POSTED + b"gzip, chunked\r\n",
+        "a compressed body in two lines": POSTED + b"gzip\r\ntransfer-encoding: chunked\r\n",
+        "a compressed body without an end": POSTED + b"gzip\r\n",
+    },
+    (400, "invalid_http"): {
+        "chunks twice": POSTED + b"chunked, chunked\r\n",
+        "chunks and a length": POSTED + b"chunked\r\ncontent-length: 5\r\n",
+    },
+    (505, "http_version_not_served"): {
+        "HTTP/1.0": b"GET /healthz HTTP/1.0\r\nhost: x\r\n",
+        "HTTP/1.0 with an offer": b"GET /healthz HTTP/1.0\r\nhost: x\r\n" + OFFER,
+        "no version": b"GET /healthz\r\n",
+        "a later version": b"GET /healthz HTTP/2.0\r\nhost: x\r\n",
+    },
 }
 
 
-@pytest.mark.parametrize("sent", REFUSED_HEADS)
-def test_a_head_that_the_proxy_does_not_serve_is_refused_once_and_its_connection_closed(limited, sent):
+@pytest.mark.parametrize(
+    ("status", "code", "head"),
+    [pytest.param(*refusal, head, id=sent) for refusal, heads in REFUSED_HEADS.items() for sent, head in heads.items()],
+)
+def test_a_head_that_the_proxy_does_not_serve_is_refused_once_and_its_connection_closed(limited, status, code, head):
     """As RFC 9112 says of hosts (3.2) and transfer encodings (6.1), and RFC 9110 of methods, versions and 426."""
-    head, status, code = REFUSED_HEADS[sent]
     before = metric(limited.proxy, "turnwise_refused_total", code=code)
     answer = talk(limited.proxy, [head + b"\r\n"])
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer
@@ -365,7 +353,7 @@ def test_the_proxy_takes_the_open_files_that_the_system_allows_and_warns_if_they
     assert bool(done.stderr) == bool(warning)
 
 
-def test_a_tenant_whose_exports_are_read_slowly_delays_no_other_tenant_and_holds_no_snapshot(
+def test_exports_that_are_read_slowly_delay_no_call_and_no_other_tenant_and_hold_no_snapshot(
     fake_engine, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     """40 sessions of 30,000 tokens are more than sockets buffer. Each export stands still after its first bytes."""
@@ -395,9 +383,13 @@ def test_a_tenant_whose_exports_are_read_slowly_delays_no_other_tenant_and_holds
             client.sendall(head.encode())
             assert client.recv(12) == b"HTTP/1.1 200"
         refused = read("mine")
-        assert refused.status_code == 429, refused.text
+        assert code_of(refused) == (429, "overloaded"), refused.text
+        assert "retry-after" in refused.headers
         assert "4 clients of this tenant read exports" in refused.json()["error"]["message"]
         assert len(read("theirs").text.splitlines()) == 1
+        mine = {"authorization": f"Bearer {secrets['mine']}"}
+        assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=mine).status_code == 200
+        assert httpx2.get(f"{proxy.v1}/sessions", headers=mine).status_code == 200
 
         def is_log_emptied() -> bool:
             database.truncate_log()

@@ -28,11 +28,6 @@ NOTHING = {
 }
 MODEL_OF_FIRST = {"TURNWISE_PROXY_POLICY_TENANT": "first"}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
-BODIES = {
-    "/v1/turns/{turn_id}/fork": {"session_id": "forked"},
-    "/v1/turns/{turn_id}/role": {"role": "side"},
-}
-"""Bodies of the routes that require one."""
 
 
 def turnwise(proxy_database: str, *arguments: str) -> dict:
@@ -73,24 +68,11 @@ def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, dict[str, Tenant]]]:
         yield proxy, tenants
 
 
-def routes_of_ids(http):
-    """Return method and path of each route of a session or a turn; calls of agents open the session that they name."""
-    paths = http.get("/openapi.json").raise_for_status().json()["paths"]
-    names = ("{session_id}", "{turn_id}")
-    found = [(m, path) for path, each in paths.items() for m in each if any(name in path for name in names)]
-    return [(method, path) for method, path in found if path.startswith("/v1/")]
-
-
 def test_a_second_tenant_cannot_read_anything_of_the_first(keyed):
     _, tenants = keyed
     first, other = tenants["admin"].http, tenants["other"].http
     first.post("/v1/sessions", json={"session_id": "mine", "task_id": "t", "group_id": "g"}).raise_for_status()
     turn_id = tenants["admin"].call("mine")
-    for method, path in routes_of_ids(first):
-        answer = other.request(
-            method, path.format(session_id="mine", turn_id=turn_id, label="l"), json=BODIES.get(path, {})
-        )
-        assert answer.status_code == 404, (method, path, answer.text)
     for line in ({"turn_id": turn_id}, {"session_id": "mine"}, {"session_id": "mine", "step": 0}):
         assert other.post("/v1/rewards", json={**line, "value": 1.0}).status_code == 404
     assert other.get("/v1/sessions").json()["data"] == []
@@ -125,9 +107,6 @@ def test_a_session_key_works_for_its_own_session_only(keyed):
         assert http.post("/v1/rewards", json={"session_id": "foreign", "value": 1.0}).status_code == 403
         foreign = tenants["agent"].call("foreign")
         assert http.post("/v1/rewards", json={"turn_id": foreign, "value": 1.0}).status_code == 404
-        assert http.post("/v1/sessions/foreign/end", json={}).status_code == 403
-        for path in ("/v1/sessions", "/v1/sessions/own", f"/v1/turns/{turn_id}", "/v1/experiences", "/v1/policies"):
-            assert http.get(path).status_code == 403
         assert http.post("/v1/sessions/own/end", json={}).status_code == 200
         assert http.post("/v1/chat/completions", json=CHAT).json()["error"]["code"] == "session_not_open"
 
@@ -137,6 +116,7 @@ def test_a_key_that_another_process_has_revoked_is_refused(keyed):
     assert CACHE_SECONDS == 5
     proxy, _ = keyed
     made = new_key(proxy.database_url, "agent", "first")
+    assert made["key"].startswith(f"tw-{made['key_id']}-")
     listed = {key["key_id"]: key for key in turnwise(proxy.database_url, "keys", "list")}
     assert listed[made["key_id"]]["revoked_at"] is None
     assert made["key"] not in json.dumps(listed)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
-import numpy as np
 import pytest
 from support.private_postgres import PrivatePostgres, binary
 from support.proxies import RunningProxy, running_proxy
@@ -18,14 +16,8 @@ from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, 
 from support.waiting import wait_until
 from turnwise_fake_engine import Script, running_fake_engine
 
-from turnwise.store import rewards, sessions
-from turnwise.store.database import Database
-from turnwise.store.turns import append_turns
-from turnwise.types import Reward, Session, Turn
-
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 DEADLINE_SECONDS = 60.0
-NUM_LARGE_TURNS = 8
 IMPATIENT = ("--commit-timeout-seconds", "1")
 
 
@@ -122,47 +114,3 @@ def test_no_turn_is_lost_while_the_disk_is_full_and_calls_succeed_once_there_is_
         agents.stop()
         assert agents.refusals == {(503, "store_unavailable")}
         assert_nothing_is_lost_or_doubled(agents, proxy, engine)
-
-
-def store_large_session(url: str) -> None:
-    """Store a session whose experiences are some 20 MB of JSON, more than the sockets between hold."""
-    database = Database(url)
-    ids = np.full(100_000, 123_456, np.int32)
-    with database.write() as connection:
-        sessions.create_session(connection, Session(session_id="large"))
-        turns = [
-            Turn(
-                turn_id=f"t{number}",
-                session_id="large",
-                chain_id=f"t{number}",
-                token_ids=ids,
-                logprobs=np.full(len(ids), -1.2345, np.float32),
-                prompt_delta=ids[:1],
-                prompt_length=1,
-                finish_reason="stop",
-            )
-            for number in range(NUM_LARGE_TURNS)
-        ]
-        append_turns(connection, turns)
-        rewards.add_rewards(connection, [Reward(session_id="large", value=1.0)])
-        sessions.end_session(connection, "default", "large")
-    database.close()
-
-
-def test_exports_that_nobody_reads_do_not_delay_calls(start_proxy, fake_engine):
-    """An export over the limit is refused, calls are served, and closed exports make room for new ones."""
-    proxy = start_proxy(fake_engine.url)
-    store_large_session(proxy.database_url)
-    export = f"{proxy.url}/v1/experiences"
-    with contextlib.ExitStack() as stalled:
-        for _ in range(4):
-            peer = stalled.enter_context(socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2]))))
-            peer.sendall(b"GET /v1/experiences HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-            assert peer.recv(100).startswith(b"HTTP/1.1 200")
-        reply = httpx2.get(export, timeout=DEADLINE_SECONDS)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
-        assert "retry-after" in reply.headers
-        assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT).status_code == 200
-        assert httpx2.get(f"{proxy.v1}/sessions").status_code == 200
-    wait_until(lambda: httpx2.get(export, timeout=DEADLINE_SECONDS).status_code == 200, "exports are served again")
-    assert len(httpx2.get(export, timeout=DEADLINE_SECONDS).content.splitlines()) == NUM_LARGE_TURNS

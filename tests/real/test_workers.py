@@ -1,4 +1,4 @@
-"""`turnwise proxy --workers 2`: several serving processes behind one port are one proxy to its clients."""
+"""Several serving processes behind one port, and several proxies over one store."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from pydantic import PrivateAttr
+from support.commands import run_turnwise
 from support.control_plane import ask, metric, publish, wait_for_status
 from support.proxies import (
     STOP_SECONDS,
     ProxyAndEngine,
     RunningProxy,
+    StartProxy,
     running_proxy,
     wait_until_gone,
 )
 from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
 from support.tiny_checkpoints import write_weights
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Script, running_fake_engine
+from turnwise_fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
 
 NUM_CONNECTIONS = 16
@@ -192,3 +195,42 @@ def test_a_worker_that_cannot_start_ends_the_command_with_its_reason(tmp_path):
     ):
         pass
     assert "Traceback" not in str(failed.value)
+
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+
+
+def call(proxy: RunningProxy, **headers: str) -> httpx2.Response:
+    return httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=headers)
+
+
+def ending(proxy: RunningProxy, session_id: str) -> tuple[str, str | None]:
+    turn = proxy.turns(session_id)[-1].turn
+    return turn.outcome.value, turn.reason
+
+
+def test_a_session_that_another_proxy_ended_gets_one_turn_that_is_not_trained(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Without the second look, all later turns of the session would be lost for training."""
+    one = start_proxy(fake_engine.url)
+    other = start_proxy(fake_engine.url, database_url=one.database_url)
+    call(other, **{"x-session-id": "app"}).raise_for_status()
+    httpx2.post(f"{one.v1}/sessions/app/end", json={}).raise_for_status()
+    call(other, **{"x-session-id": "app"}).raise_for_status()
+    assert ending(one, "app") == ("untrainable", "session_ended")
+    later = call(other, **{"x-session-id": "app"})
+    assert later.headers["x-session-id"] == "app~2"
+    assert ending(one, "app~2") == ("exact", None)
+
+
+def test_a_second_proxy_on_the_port_of_a_running_one_leaves_it_alone(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    running = start_proxy(fake_engine.url)
+    port = running.url.rpartition(":")[2]
+    done = run_turnwise("proxy", "--engine", fake_engine.url, "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr + done.stdout
+    assert len([line for line in done.stderr.splitlines() if line.startswith("turnwise: ")]) == 1, done.stderr
+    assert running.process.poll() is None

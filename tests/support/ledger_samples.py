@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,14 +39,16 @@ def make_turn(turn_id: str, parent: Turn | None = None, *, session_id: str = "s"
     return dataclasses.replace(turn, **fields)
 
 
-def add_session(database: Database, session_id: str = "s", *, turns: int = 1, **fields: Any) -> Session:
+def add_session(
+    database: Database, session_id: str = "s", *, turns: int = 1, of_turns: Mapping[str, Any] = {}, **fields: Any
+) -> Session:
     """Store a session with a chain of turns `SESSION-t1`, `SESSION-t2` and so on, after `TENANT-` for other tenants."""
     with database.write() as connection:
         session, _ = sessions.create_session(connection, Session(session_id=session_id, **fields))
         prefix = session_id if session.tenant == "default" else f"{session.tenant}-{session_id}"
         parent: Turn | None = None
         for number in range(1, turns + 1):
-            turn = make_turn(f"t{number}", parent, session_id=session_id, tenant=session.tenant)
+            turn = make_turn(f"t{number}", parent, session_id=session_id, tenant=session.tenant, **of_turns)
             parent_id = None if parent is None else parent.turn_id
             name = f"{prefix}-t{number}"
             chain_id = f"{prefix}-t1"
@@ -59,6 +62,18 @@ def finish(database: Database, session_id: str = "s", value: float = 1.0, tenant
     with database.write() as connection:
         rewards.add_rewards(connection, [Reward(session_id=session_id, tenant=tenant, value=value)])
         sessions.end_session(connection, tenant, session_id)
+
+
+def sampled_by(version: int) -> dict[str, int]:
+    """Return the fields of turns that a policy version has sampled."""
+    return {"policy_version_first": version, "policy_version_last": version}
+
+
+def add_finished(database: Database, session_id: str = "s", *, value: float = 1.0, **fields: Any) -> Session:
+    """Store a session as `add_session` does, reward it and end it."""
+    session = add_session(database, session_id, **fields)
+    finish(database, session_id, value, session.tenant)
+    return session
 
 
 def update_record(update_id: int, *, policy_version: int | None = None, **fields: Any) -> UpdateRecord:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn, update_record
+from support.ledger_samples import add_finished, add_session, make_turn, update_record
 
 from turnwise.store import claims, keys, rows, schema, sessions, turns
 from turnwise.store.database import Database
@@ -64,16 +64,13 @@ def acknowledge(conn: sa.Connection, update_id: int, session_id: str) -> None:
 
 def fill(database: Database) -> None:
     add_session(database, "s", tenant="t", turns=2)
-    add_session(database, "done", tenant="t")
-    finish(database, "done", tenant="t")
+    add_finished(database, "done", tenant="t")
     with database.write() as conn:
         acknowledge(conn, 1, "done")
-    add_session(database, "over", tenant="t")
-    finish(database, "over", tenant="t")
+    add_finished(database, "over", tenant="t")
     add_session(database, "member", tenant="t", group_id="g")
     add_session(database, "unrewarded", tenant="t")
-    add_session(database, "held-out", tenant="t", split=Split.EVAL)
-    finish(database, "held-out", tenant="t")
+    add_finished(database, "held-out", tenant="t", split=Split.EVAL)
     with database.write() as conn:
         turns.append_turns(conn, [inferred_turn("t8")])
         sessions.end_session(conn, "t", "unrewarded")

@@ -2,7 +2,7 @@
 
 So the servers that a file's tests share start once. All files that use the shared vLLM form one group, so one worker
 starts it. That group runs first: it is the longest, and the other workers run the other files meanwhile, those that
-take long first. The files that import vLLM form another group, and so do those that start worlds of processes.
+take long first.
 
 `--dist loadgroup` has no effect with pytest 9.2 (pytest-dev/pytest-xdist issue 1386), so the scheduler is defined here.
 """
@@ -20,19 +20,11 @@ from xdist.workermanage import WorkerController
 ROOT = Path(__file__).parents[2]
 SHARED_ENGINE = "engine: RunningEngine"
 """The parameter of each test that uses the shared vLLM."""
-GROUPS = {
-    "worlds of processes": (
-        "tests/real/trainer/test_divided.py",
-        "tests/real/trainer/test_divided_state.py",
-        "tests/real/trainer/test_world_refusals.py",
-    ),
-}
-"""Files that share what takes seconds of CPU time once per worker: a server that forks processes with torch loaded."""
 LONGEST_FIRST = (
     "tests/real/test_page.py",
     "tests/real/trainer/test_workflows.py",
     "tests/real/test_chaos.py",
-    *GROUPS["worlds of processes"],
+    "tests/real/trainer/test_divided.py",
     "tests/real/faults/test_kill.py",
     "tests/real/rollouts/test_run.py",
     "tests/real/test_originals.py",
@@ -61,9 +53,7 @@ def uses_shared_engine(path: Path) -> bool:
 
 def group_of(node_id: str) -> str:
     file = node_id.partition("::")[0]
-    if uses_shared_engine(ROOT / file):
-        return "shared vLLM"
-    return next((name for name, files in GROUPS.items() if file in files), file)
+    return "shared vLLM" if uses_shared_engine(ROOT / file) else file
 
 
 class GroupScheduling(LoadScopeScheduling):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from support.commands import invoke
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_finished, add_session
 from support.migrated import migrated, new_database
 
 from trainer.claims.claims import Claims
@@ -33,8 +33,7 @@ LATER = utc_now() + datetime.timedelta(days=1)
 def fill(database: Database) -> None:
     """Store a trained group of two sessions, a session that waits for training, and an open one."""
     for session_id in ("a", "b"):
-        add_session(database, session_id, turns=3, group_id="g", group_size=2, metadata={"of": session_id})
-        finish(database, session_id, 0.5)
+        add_finished(database, session_id, turns=3, group_id="g", group_size=2, metadata={"of": session_id}, value=0.5)
     with database.write() as conn:
         conn.execute(sa.update(groups).values(status=GroupStatus.TRAINED.value, update_id=7))
         pk = conn.execute(sa.select(sessions.c.session_pk).where(sessions.c.session_id == "a")).scalar_one()
@@ -43,8 +42,7 @@ def fill(database: Database) -> None:
                 session_pk=pk, update_id=7, policy_version=8, advantages='{"a-t1": 0.25}', digest=b"\x00\xff"
             )
         )
-    add_session(database, "ready")
-    finish(database, "ready")
+    add_finished(database, "ready")
     add_session(database, "open")
 
 

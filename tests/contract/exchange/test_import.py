@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.commands import invoke
 from support.exchanged import CONVERSATION, HELLO, TOOLS, export, install_format, records, run_import
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_finished
 from support.migrated import new_database
 from turnwise_fake_engine import running_fake_engine, tokens
 
@@ -71,8 +71,7 @@ def test_an_imported_reply_is_never_counted_as_sampled(database: Database, tmp_p
 def test_only_a_claim_for_imported_groups_gets_them(database: Database, tmp_path: Path, model: Path) -> None:
     """A trainer of another loss leaves them where they are, instead of dropping them."""
     run_import(tmp_path, model, [HELLO], "openai")
-    add_session(database, "sampled")
-    finish(database, "sampled")
+    add_finished(database, "sampled")
     with database.read() as conn:
         assert claims.num_claimable(conn) == (0, 1)
         assert claims.num_claimable(conn, with_imported=True) == (1, 1)

@@ -44,38 +44,30 @@ async def listening(hub: Events, tenant: str) -> AsyncIterator[AsyncIterator[Eve
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the_store(database: Database) -> None:
+async def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the_store(database: Database) -> None:
     add_session(database, "old", tenant="mine")
-
-    async def go() -> None:
-        hub = Events(database, Metrics())
-        async with listening(hub, "mine") as mine, listening(hub, "theirs") as theirs:
-            add_session(database, "s", tenant="mine", task_id="<b>")
-            add_session(database, "t", tenant="theirs")
-            fields = {"session_id": "s", "task_id": "<b>", "group_id": None, "status": "open"}
-            counts = {"num_turns": 1, "num_chains": 1, "num_rewards": 0}
-            assert await anext(mine) == Event("session", fields | counts)
-            assert (await anext(theirs)).data["session_id"] == "t"
-            finish(database, "old", tenant="mine")
-            while (event := await anext(mine)).data["status"] == "open":
-                assert event.data["session_id"] == "old"
-            assert (event.data["session_id"], event.data["status"], event.data["num_rewards"]) == ("old", "ended", 1)
-
-    asyncio.run(go())
+    hub = Events(database, Metrics())
+    async with listening(hub, "mine") as mine, listening(hub, "theirs") as theirs:
+        add_session(database, "s", tenant="mine", task_id="<b>")
+        add_session(database, "t", tenant="theirs")
+        fields = {"session_id": "s", "task_id": "<b>", "group_id": None, "status": "open"}
+        counts = {"num_turns": 1, "num_chains": 1, "num_rewards": 0}
+        assert await anext(mine) == Event("session", fields | counts)
+        assert (await anext(theirs)).data["session_id"] == "t"
+        finish(database, "old", tenant="mine")
+        while (event := await anext(mine)).data["status"] == "open":
+            assert event.data["session_id"] == "old"
+        assert (event.data["session_id"], event.data["status"], event.data["num_rewards"]) == ("old", "ended", 1)
 
 
 @pytest.mark.usefixtures("quick")
-def test_listeners_of_a_tenant_share_a_reading(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listeners_of_a_tenant_share_a_reading(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "SHARED_SECONDS", 600.0)
-
-    async def go() -> None:
-        hub = Events(database, Metrics())
+    hub = Events(database, Metrics())
+    async with listening(hub, "mine"):
+        database.close()
         async with listening(hub, "mine"):
-            database.close()
-            async with listening(hub, "mine"):
-                pass
-
-    asyncio.run(go())
+            pass
 
 
 def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notice() -> None:
@@ -94,21 +86,17 @@ def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notic
         ("MAX_TENANT_LISTENERS", "1 clients of this tenant listen", False),
     ],
 )
-def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_others(
+async def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_others(
     database: Database, monkeypatch: pytest.MonkeyPatch, limit: str, refusal: str, is_another_refused: bool
 ) -> None:
     monkeypatch.setattr(events, limit, 1)
-
-    async def go() -> None:
-        hub = Events(database, Metrics())
-        async with listening(hub, "mine"):
-            with pytest.raises(Overloaded, match=refusal):
-                hub.listeners.check("mine")
-            with pytest.raises(Overloaded) if is_another_refused else contextlib.nullcontext():
-                hub.listeners.check("another")
-        hub.listeners.check("mine")
-
-    asyncio.run(go())
+    hub = Events(database, Metrics())
+    async with listening(hub, "mine"):
+        with pytest.raises(Overloaded, match=refusal):
+            hub.listeners.check("mine")
+        with pytest.raises(Overloaded) if is_another_refused else contextlib.nullcontext():
+            hub.listeners.check("another")
+    hub.listeners.check("mine")
 
 
 class Stream:

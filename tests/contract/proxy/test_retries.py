@@ -141,19 +141,6 @@ async def test_the_oldest_answers_are_evicted_first():
 
 
 @pytest.mark.parametrize("replay_bytes", [10**6, 0])
-def test_a_keyed_call_of_a_conversation_is_found_again_although_its_turn_is_the_newest(
-    replay_bytes: int, tmp_path: Path
-):
-    """In memory and in the store: what a retry continues by then is no part of its request."""
-    ask, keyed = {"input": "One", "conversation": "conv_kim"}, {"idempotency-key": "k"}
-    with in_process_proxy(tmp_path, replay_bytes=replay_bytes) as (http, _):
-        first, again = (http.post("/v1/responses", json=ask, headers=keyed).raise_for_status() for _ in range(2))
-        assert again.json()["id"] == first.json()["id"]
-        assert http.post("/v1/responses", json={**ask, "input": "Two"}, headers=keyed).status_code == 409
-        assert len(http.get("/v1/sessions/conversation:conv_kim/turns").json()["data"]) == 1
-
-
-@pytest.mark.parametrize("replay_bytes", [10**6, 0])
 @pytest.mark.parametrize("field", ["conversation", "previous_response_id"])
 def test_a_keyed_call_that_continues_stored_turns_and_refers_to_their_items_is_found_again(
     field: str, replay_bytes: int, tmp_path: Path

@@ -126,45 +126,37 @@ def test_a_job_waits_for_a_locked_store(locked):
     assert len(stored(database)) == 3
 
 
-def test_a_turn_that_could_not_be_stored_is_reported_until_another_one_is(locked, monkeypatch):
+async def test_a_turn_that_could_not_be_stored_is_reported_until_another_one_is(locked, monkeypatch):
     """A full disk refuses turns and opens transactions: the check of readiness, which stores nothing, passed."""
     _, url, holder = locked
-
-    async def run() -> None:
-        async with writing(url, seconds=1.0) as writer:
-            with pytest.raises(StoreUnavailable):
-                await writer.append([turn("a")])
-            holder.rollback()
-            with pytest.raises(StoreUnavailable, match=r"the last turn could not be stored: .*lock"):
-                await writer.check()
-            monkeypatch.setattr(client, "FAILED_SECONDS", 0.0)
+    async with writing(url, seconds=1.0) as writer:
+        with pytest.raises(StoreUnavailable):
+            await writer.append([turn("a")])
+        holder.rollback()
+        with pytest.raises(StoreUnavailable, match=r"the last turn could not be stored: .*lock"):
             await writer.check()
-            monkeypatch.undo()
-            await writer.append([turn("b")])
-            await writer.check()
+        monkeypatch.setattr(client, "FAILED_SECONDS", 0.0)
+        await writer.check()
+        monkeypatch.undo()
+        await writer.append([turn("b")])
+        await writer.check()
 
-    asyncio.run(run())
 
-
-def test_the_check_names_what_the_writing_process_waits_for(locked, monkeypatch):
+async def test_the_check_names_what_the_writing_process_waits_for(locked, monkeypatch):
     """A batch is tried again until its deadline, and the check waits behind it."""
     _, url, holder = locked
     monkeypatch.setattr(client, "LOCK_SECONDS", 0.1)
     monkeypatch.setattr(client, "ANSWER_SECONDS", 1.0)
-
-    async def run() -> None:
-        async with writing(url, seconds=60.0) as writer, asyncio.timeout(50):
-            waiting, said = asyncio.ensure_future(writer.append([turn("a")])), ""
-            while "has not answered for 1 s: the database failed (OperationalError: database is locked" not in said:
-                with pytest.raises(StoreUnavailable, match="has not answered") as unavailable:  # it starts first
-                    await writer.check()
-                said = str(unavailable.value)
-            holder.rollback()
-            monkeypatch.undo()
-            await waiting
-            await writer.check()
-
-    asyncio.run(run())
+    async with writing(url, seconds=60.0) as writer, asyncio.timeout(50):
+        waiting, said = asyncio.ensure_future(writer.append([turn("a")])), ""
+        while "has not answered for 1 s: the database failed (OperationalError: database is locked" not in said:
+            with pytest.raises(StoreUnavailable, match="has not answered") as unavailable:  # it starts first
+                await writer.check()
+            said = str(unavailable.value)
+        holder.rollback()
+        monkeypatch.undo()
+        await waiting
+        await writer.check()
 
 
 def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(locked):
@@ -186,7 +178,7 @@ def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(loc
     assert stored(database) == []
 
 
-def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missing(database, database_url):
+async def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missing(database, database_url):
     """The logprobs come in the pieces of a stream; a turn without tokens needs none."""
     two = np.array([5, 6], np.int32)
     pieces = [b'{"content":[{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}]}', b"null"]
@@ -198,13 +190,9 @@ def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missi
         turn("b", token_ids=two, encoded_logprobs=[*pieces, b"{"]),
         turn("none", outcome=Outcome.ERROR, reason="engine_500"),
     ]
-
-    async def run() -> None:
-        async with writing(database_url) as writer:
-            await writer.do(sessions.create_session, SESSION)
-            assert all([await writer.append([each]) for each in appended])
-
-    asyncio.run(run())
+    async with writing(database_url) as writer:
+        await writer.do(sessions.create_session, SESSION)
+        assert all([await writer.append([each]) for each in appended])
     assert [(each.outcome, each.reason, each.chain_id) for each in appended] == [
         (Outcome.EXACT, None, "whole"),
         (Outcome.UNTRAINABLE, "no_logprobs", "short"),

@@ -250,7 +250,7 @@ def test_a_connection_that_was_given_up_is_closed(silent_server: socket.socket) 
         database.close()
 
 
-def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other_work(
+async def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other_work(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, asked = threading.Event(), threading.Event()
@@ -259,7 +259,8 @@ def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other
         asked.set()
         assert answers.wait(SILENT_SECONDS)
 
-    async def read_behind_a_read_without_an_answer() -> None:
+    database = Database(database_url, pool_size=1)
+    try:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         first = asyncio.create_task(database.fetch(wait_for_an_answer))
         assert await asyncio.wait_for(asyncio.to_thread(asked.wait, SILENT_SECONDS), SILENT_SECONDS)
@@ -269,10 +270,6 @@ def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other
         await first
         with pytest.raises(StoreUnavailable, match="busy with other reads"):
             await second
-
-    database = Database(database_url, pool_size=1)
-    try:
-        asyncio.run(read_behind_a_read_without_an_answer())
     finally:
         answers.set()
         database.close()

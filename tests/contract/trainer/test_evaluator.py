@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_finished, sampled_by
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import StopFlag
 from trainer.evaluate import Evaluator
 from turnwise.errors import StoreUnavailable
-from turnwise.store import serving, turns, versions
+from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, Split
 
@@ -47,14 +47,6 @@ def publish(database: Database, *numbers: int) -> None:
             serving.fail_version(connection, version, "there is no engine")
 
 
-def play(database: Database, session_id: str, version: int) -> None:
-    add_session(database, session_id, turns=0, split=Split.EVAL)
-    turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
-    with database.write() as connection:
-        turns.append_turns(connection, [turn])
-    finish(database, session_id)
-
-
 @pytest.mark.parametrize("ended_by", ["stop", "time limit"])
 def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger, tmp_path, ended_by):
     """A mean over few sessions is often the highest one, and `keep_best` would keep its version."""
@@ -67,7 +59,7 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     playing.start()
     try:
         wait_until(started.exists, "the command runs")
-        play(ledger, "s5", 5)
+        add_finished(ledger, "s5", split=Split.EVAL, of_turns=sampled_by(5))
         if ended_by == "time limit":
             evaluation._timeout_seconds = 0.0
             playing.join(WAIT_SECONDS)
@@ -89,7 +81,7 @@ def test_sessions_of_an_evaluation_that_an_outage_ended_do_not_count_for_the_nex
     command = [sys.executable, "-c", CAUSES_AN_OUTAGE_OF_VERSION_5, str(database.outage)]
     evaluation = Evaluator(database, command)
     assert evaluation.evaluate(5) == {}
-    play(ledger, "s5", 5)
+    add_finished(ledger, "s5", split=Split.EVAL, of_turns=sampled_by(5))
     database.outage.unlink()
     assert evaluation.evaluate(6) == {}
     database.close()

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 from support.algorithms import algorithm
-from support.ledger_samples import add_session, finish, groups_by_status, make_turn, update_record
+from support.ledger_samples import add_finished, add_session, finish, groups_by_status, make_turn, update_record
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.waiting import wait_until
@@ -130,8 +130,7 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_separately(database)
     """Acme's rewards 1 and 0 have mean 0.5, zeta's 5 and 3 mean 4, although their groups and sessions share names."""
     for tenant, rewards in (("acme", (1, 0)), ("zeta", (5, 3))):
         for run, reward in enumerate(rewards):
-            add_session(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2)
-            finish(database, f"kim-{run}", reward, tenant)
+            add_finished(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2, value=reward)
     batch = source_for(database, groups_per_batch=2).next(NOW)
     keys = [group.key for group in batch.claim.groups]
     chosen = select(batch.experiences, keys, algorithm("dr_grpo"), SelectionRule())
@@ -151,8 +150,7 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_separately(database)
 
 def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, caplog):
     """Here another connection holds SQLite's write lock for longer than a write waits for it."""
-    add_session(ledger, "s")
-    finish(ledger, "s")
+    add_finished(ledger, "s")
     impatient = Database(f"sqlite:///{tmp_path}/ledger.db", lock_timeout_seconds=0.05)
     source = source_for(impatient)
     batch = source.next(NOW)
@@ -196,8 +194,7 @@ def test_a_jump_of_the_clock_stalls_no_group():
 
 def test_the_reason_of_the_trainers_wait_is_stored(database):
     """One group of four is ready: the report has this number and the time at which the batch starts in any case."""
-    add_session(database, "s")
-    finish(database, "s")
+    add_finished(database, "s")
     source = source_for(database, groups_per_batch=4, wait_seconds=60.0)
     waiting = threading.Thread(target=source.next, args=(NOW,))
     waiting.start()
@@ -214,8 +211,7 @@ def test_the_reason_of_the_trainers_wait_is_stored(database):
 def test_a_refilled_batch_is_reported_as_trained_again(database):
     """Its training can take minutes; until then the page and `turnwise doctor` show this report."""
     for session_id in ("a", "b"):
-        add_session(database, session_id)
-        finish(database, session_id)
+        add_finished(database, session_id)
     source = source_for(database, groups_per_batch=1)
     batch = source.next(NOW)
     assert statuses(database)[0].text == "training on 1 single sessions"
@@ -252,8 +248,7 @@ def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_o
         serving.fail_version(connection, 3, "rolled back as a canary: worse")
         assert versions.refused_in_a_row(connection, 3) == []
         serving.fail_version(connection, 3, "the engine differs")
-    add_session(database, "s")
-    finish(database, "s")
+    add_finished(database, "s")
     source = source_for(database, groups_per_batch=1)
     found: list[object] = []
     waiting = threading.Thread(target=lambda: found.append(source.next(NOW)))

@@ -292,7 +292,7 @@ def test_validation_runs_are_never_trained_on(proxy):
     assert [session.split for session in proxy.sessions()] == ["eval"]
 
 
-def test_a_failed_batch_leaves_no_run_active(proxy):
+async def test_a_failed_batch_leaves_no_run_active(proxy):
     """rLLM leaves the other runs active; here they have ended before the error reaches the caller."""
 
     class Slow(Chat):
@@ -308,14 +308,11 @@ def test_a_failed_batch_leaves_no_run_active(proxy):
             finally:
                 Slow.running -= 1
 
-    async def go():
-        engine = AgentWorkflowEngine(Slow, {}, RolloutEngine(), n_parallel_tasks=3)
-        with pytest.raises(RolloutFailed):
-            await engine.execute_tasks([{"q": 0}, {"q": 1}, {"q": 2}])
-        assert Slow.running == 0
-        engine.shutdown()
-
-    asyncio.run(go())
+    engine = AgentWorkflowEngine(Slow, {}, RolloutEngine(), n_parallel_tasks=3)
+    with pytest.raises(RolloutFailed):
+        await engine.execute_tasks([{"q": 0}, {"q": 1}, {"q": 2}])
+    assert Slow.running == 0
+    engine.shutdown()
 
 
 def test_a_reply_is_stamped_with_the_version_before_the_await():

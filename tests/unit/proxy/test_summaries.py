@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn, update_record
+from support.ledger_samples import add_finished, add_session, finish, make_turn, update_record
 
 from proxy.recent_counts import RecentCounts
 from proxy.routes.summaries import Mean, Summary, summarise_sessions, summarise_updates, training_note
@@ -103,14 +103,12 @@ def test_the_note_of_a_group_states_how_many_sessions_are_finished_until_it_is_r
 
 
 def test_the_note_of_a_group_without_a_size_states_when_it_closes(database: Database) -> None:
-    add_session(database, group_id="g")
-    finish(database)
+    add_finished(database, group_id="g")
     assert "has no `group_size`" in note(database)
 
 
 def test_the_note_of_an_eval_session_states_that_it_is_not_trained(database: Database) -> None:
-    add_session(database, split=Split.EVAL)
-    finish(database)
+    add_finished(database, split=Split.EVAL)
     assert note(database) == "A session of split `eval` is not trained."
 
 

@@ -7,7 +7,7 @@ import datetime
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn, sampled_by
 
 from turnwise.errors import NotFound
 from turnwise.store import arms, serving, sessions, turns, versions
@@ -27,14 +27,12 @@ def play(
     opened_by: str | None = None,
     **fields: object,
 ) -> None:
-    add_session(database, session_id, turns=0, opened_by=opened_by)
-    turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
-    with database.write() as connection:
-        turns.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1", **fields)])
-        if value is None:
-            sessions.end_session(connection, "default", session_id)
+    add_session(database, session_id, opened_by=opened_by, of_turns={**sampled_by(version), **fields})
     if value is not None:
         finish(database, session_id, value)
+        return
+    with database.write() as connection:
+        sessions.end_session(connection, "default", session_id)
 
 
 def compared(database: Database, since: datetime.datetime = SINCE) -> tuple[Arm, Arm]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn, update_record
+from support.ledger_samples import add_finished, add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
 from turnwise.store import claims, processes, retention, rewards, rows, schema, sessions, turns, updates, versions
@@ -25,8 +25,7 @@ MINUTE = datetime.timedelta(minutes=1)
 
 def add_ready(database: Database, *session_ids: str, **fields: Any) -> None:
     for session_id in session_ids:
-        add_session(database, session_id, **fields)
-        finish(database, session_id, tenant=fields.get("tenant", "default"))
+        add_finished(database, session_id, **fields)
 
 
 def claim(database: Database, trainer_id: str = "t", max_groups: int = 10, **options: Any) -> Claim:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_finished, add_session, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
@@ -110,8 +110,7 @@ def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_sp
 
 
 def test_a_rating_after_training_makes_the_session_ready_again_where_revisions_are_trained(database: Database) -> None:
-    add_session(database, "s", tenant="t")
-    finish(database, "s", tenant="t")
+    add_finished(database, "s", tenant="t")
     with database.write() as conn:
         acknowledge(conn, 1, "s")
         said = Feedback(session_id="s", tenant="t", kind=FeedbackKind.BOOLEAN, name="thumb", content={"value": True})
@@ -145,8 +144,7 @@ def test_a_label_is_stored_with_its_note_replaced_and_removed(database: Database
 def test_lists_records_and_experiences_are_filtered_by_label(database: Database) -> None:
     for tenant in ("a", "b"):
         for session_id in ("one", "two"):
-            add_session(database, session_id, tenant=tenant)
-            finish(database, session_id, tenant=tenant)
+            add_finished(database, session_id, tenant=tenant)
         set_label(database, "one", "golden", tenant=tenant)
     with database.read() as conn:
         found, _ = sessions.list_sessions(conn, SessionFilter(tenant="a", label="golden"))

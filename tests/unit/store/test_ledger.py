@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_finished, add_session, finish, groups_by_status, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import (
@@ -40,11 +40,6 @@ from turnwise.types import (
 )
 
 HOUR = datetime.timedelta(hours=1)
-
-
-def group_status(database: Database) -> dict[str, int]:
-    with database.read() as connection:
-        return overview.count_rows(connection).groups
 
 
 def stored_session(database: Database, session_id: str = "s") -> Session:
@@ -183,8 +178,7 @@ def test_a_turn_must_fit_the_session_that_it_names(database: Database) -> None:
 
 
 def test_a_turn_for_an_ended_session_is_stored_but_not_trained(database: Database) -> None:
-    add_session(database, turns=1)
-    finish(database)
+    add_finished(database, turns=1)
     late = make_turn("t2")
     broken = make_turn("t3", outcome=Outcome.ABORTED, reason="client_left")
     with database.write() as connection:
@@ -247,35 +241,34 @@ def test_a_session_is_finished_when_it_has_ended_and_has_a_reward_in_any_order(d
     for session_id in ("end_last", "reward_last", "expired"):
         add_session(database, session_id)
     finish(database, "end_last")
-    assert group_status(database) == {"ready": 1, "open": 2}
+    assert groups_by_status(database) == {"ready": 1, "open": 2}
     with database.write() as connection:
         sessions.end_session(connection, "default", "reward_last")
-    assert group_status(database) == {"ready": 1, "open": 2}
+    assert groups_by_status(database) == {"ready": 1, "open": 2}
     for _ in range(2):  # a revision does not finish it again
         with database.write() as connection:
             rewards.add_rewards(connection, [Reward(session_id="reward_last", value=1)])
-    assert group_status(database) == {"ready": 2, "open": 1}
+    assert groups_by_status(database) == {"ready": 2, "open": 1}
     with database.write() as connection:
         rewards.add_rewards(connection, [Reward(session_id="expired", value=1)])
         sessions.expire_idle_sessions(connection, utc_now() + HOUR)
-    assert group_status(database) == {"ready": 3}
+    assert groups_by_status(database) == {"ready": 3}
 
 
 def test_a_group_is_ready_when_as_many_sessions_as_its_size_are_finished(database: Database) -> None:
     for session_id in ("a", "b", "c"):
         add_session(database, session_id, turns=0, group_id="g", group_size=2)
     finish(database, "a")
-    assert group_status(database) == {"open": 1}
+    assert groups_by_status(database) == {"open": 1}
     finish(database, "c")
-    assert group_status(database) == {"ready": 1}
+    assert groups_by_status(database) == {"ready": 1}
     finish(database, "b")  # one more than needed changes nothing
-    assert group_status(database) == {"ready": 1}
+    assert groups_by_status(database) == {"ready": 1}
 
 
 def test_eval_sessions_have_no_group(database: Database) -> None:
-    add_session(database, split=Split.EVAL, group_id="g", group_size=1)
-    finish(database)
-    assert group_status(database) == {}
+    add_finished(database, split=Split.EVAL, group_id="g", group_size=1)
+    assert groups_by_status(database) == {}
 
 
 def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turns(database: Database) -> None:
@@ -386,10 +379,10 @@ def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(databa
         assert groups.stalled(utc_now() - HOUR, "train").make(connection) == []
         closed = groups.stalled(utc_now() + HOUR, "train").make(connection)
     assert sorted(closed) == ["some", "unsized"]
-    assert group_status(database) == {"ready": 2, "open": 1}
+    assert groups_by_status(database) == {"ready": 2, "open": 1}
     with database.write() as connection:
         assert groups.stalled(utc_now() + HOUR, "drop").make(connection) == ["none"]
-    assert group_status(database) == {"ready": 2, "dropped": 1}
+    assert groups_by_status(database) == {"ready": 2, "dropped": 1}
 
 
 def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> None:

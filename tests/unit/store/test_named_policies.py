@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import finish, make_turn, update_record
+from support.ledger_samples import add_finished, sampled_by, update_record
 
 from proxy.routes.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
@@ -26,7 +26,6 @@ from turnwise.store import (
     schema,
     serving,
     sessions,
-    turns,
     updates,
     versions,
 )
@@ -205,15 +204,6 @@ def test_a_group_has_one_policy(database: Database, two: tuple[int, int]) -> Non
         assert isinstance(refused, Conflict)
 
 
-def finished(database: Database, session_id: str, policy_id: int, version: int, **fields: Any) -> None:
-    with database.write() as conn:
-        sessions.create_session(conn, Session(session_id=session_id, policy_id=policy_id, **fields))
-        sampled = {"policy_version_first": version, "policy_version_last": version}
-        turn = make_turn("t1", session_id=session_id, **sampled)
-        turns.append_turns(conn, [dataclasses.replace(turn, turn_id=session_id, chain_id=session_id)])
-    finish(database, session_id)
-
-
 def claimed_groups(database: Database, policy_id: int, **options: Any) -> list[str]:
     claim = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=policy_id, **options)
     return [] if claim is None else [group.group_id for group in claim.groups]
@@ -223,7 +213,7 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
     for session_id, policy_id, version in (("d", DEFAULT_POLICY, 0), ("a1", a, 1), ("b1", b, 2), ("a2", a, 1)):
-        finished(database, session_id, policy_id, version)
+        add_finished(database, session_id, policy_id=policy_id, of_turns=sampled_by(version))
     with database.read() as conn:
         assert [claims.num_claimable(conn, policy_id=each) for each in (DEFAULT_POLICY, *two)] == [
             (0, 1),
@@ -271,9 +261,9 @@ def test_sessions_are_compared_within_their_policy(database: Database, two: tupl
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
     since = utc_now()
-    finished(database, "of-a", a, 1)
-    finished(database, "of-b", b, 2)
-    finished(database, "held-out-of-b", b, 2, split=Split.EVAL)
+    add_finished(database, "of-a", policy_id=a, of_turns=sampled_by(1))
+    add_finished(database, "of-b", policy_id=b, of_turns=sampled_by(2))
+    add_finished(database, "held-out-of-b", policy_id=b, split=Split.EVAL, of_turns=sampled_by(2))
     with database.read() as conn:
         newer, older = arms.arms_since(conn, since, (1, 2), a)
         assert (newer.num_sessions, older.num_sessions) == (1, 0)

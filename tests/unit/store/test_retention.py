@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from support.full_disk import no_file_over
-from support.ledger_samples import add_session, finish, update_record
+from support.ledger_samples import add_finished, add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError, StoreUnavailable
 from turnwise.store import claims, forks, keys, overview, retention, rewards, schema, selection, sessions, turns
@@ -50,11 +50,9 @@ def train_all(database: Database) -> None:
 
 
 def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -> None:
-    add_session(database, "trained", turns=3)
-    finish(database, "trained")
+    add_finished(database, "trained", turns=3)
     train_all(database)
-    add_session(database, "claimed")
-    finish(database, "claimed")
+    add_finished(database, "claimed")
     assert claims.claim(database, "t", max_groups=1, lease_seconds=60)
     for session_id, fields in (("ready", {}), ("open", {}), ("eval", {"split": Split.EVAL})):
         add_session(database, session_id, **fields)
@@ -82,8 +80,7 @@ def test_a_deletion_keeps_the_answers_of_sessions_that_share_only_a_tenant_or_an
 
 
 def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> None:
-    add_session(database, "a", group_id="g", group_size=2)
-    finish(database, "a")
+    add_finished(database, "a", group_id="g", group_size=2)
     with database.write() as connection:
         assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
         assert retention.prune(connection, utc_now() + HOUR).sessions == (("default", "a"),)
@@ -117,8 +114,7 @@ def test_the_deletion_of_an_end_user_leaves_that_of_the_same_name_of_another_ten
 
 def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database: Database) -> None:
     """Its group is still expected to become complete."""
-    add_session(database, "old", group_id="g", group_size=3)
-    finish(database, "old")
+    add_finished(database, "old", group_id="g", group_size=3)
     with database.write() as connection:
         connection.execute(sa.update(schema.sessions).values(last_active_at=0))
     add_session(database, "young", group_id="g", group_size=3)
@@ -142,8 +138,7 @@ def test_a_deleted_session_leaves_its_group(database: Database) -> None:
 
 def test_the_deletion_of_a_tenant_names_the_versions_that_were_trained_on_it(database: Database) -> None:
     for tenant in ("acme", "zeta"):
-        add_session(database, "s", tenant=tenant, turns=2)
-        finish(database, "s", tenant=tenant)
+        add_finished(database, "s", tenant=tenant, turns=2)
     train_all(database)
     add_session(database, "untrained", tenant="zeta")
     with database.write() as connection:
@@ -157,8 +152,7 @@ def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(
     monkeypatch.setattr(retention, "SESSIONS_AT_ONCE", 2)
     for tenant in ("acme", "zeta"):
         for number in range(3):
-            add_session(database, f"s{number}", tenant=tenant, turns=2)
-            finish(database, f"s{number}", tenant=tenant)
+            add_finished(database, f"s{number}", tenant=tenant, turns=2)
         with database.write() as connection:
             keys.create_key(connection, tenant, keys.KeyRole.AGENT, "")
     rounds = []

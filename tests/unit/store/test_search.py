@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.ledger_samples import add_session, finish, make_turn, update_record
+from support.ledger_samples import add_finished, make_turn, update_record
 from support.migrated import migrated
 from support.private_postgres import PrivatePostgres
 
@@ -165,8 +165,7 @@ PAGES: dict[str, Page] = {
 def paged(database: Database) -> Database:
     """Four sessions, of four turns each, four updates and four versions, each of 10,000 bytes or more."""
     for number in range(1, 5):
-        add_session(database, f"s{number}", turns=4, metadata={"text": TEXT})
-        finish(database, f"s{number}")
+        add_finished(database, f"s{number}", turns=4, metadata={"text": TEXT})
         claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
         assert claimed is not None
         record = update_record(number, metrics={"text": TEXT})

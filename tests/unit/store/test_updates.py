@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.algorithms import assigned
-from support.ledger_samples import add_session, finish, update_record
+from support.ledger_samples import add_finished, add_session, update_record
 
 from turnwise.chains import experience_json
 from turnwise.errors import Conflict
@@ -38,8 +38,7 @@ def ledger_of_two(database: Database) -> Database:
     """Two groups named kim: acme's is trained in update 1, zeta's is dropped by it."""
     for tenant in ("acme", "zeta"):
         for run in range(2):
-            add_session(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2)
-            finish(database, f"kim-{run}", 1 - run, tenant)
+            add_finished(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2, value=1 - run)
     train(database, 1, KIM, {("zeta", "kim"): "uniform_rewards"})
     return database
 
@@ -130,8 +129,7 @@ def test_a_version_whose_files_are_gone_cannot_be_chosen(
 
 
 def test_an_update_is_recorded_although_an_imported_session_in_it_was_deleted_meanwhile(database: Database) -> None:
-    add_session(database, "kim-0", tenant="acme", group_id="kim", group_size=1)
-    finish(database, "kim-0", 1, "acme")
+    add_finished(database, "kim-0", tenant="acme", group_id="kim", group_size=1, value=1)
     train(database, 1, {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "gone"): {"acme-gone-t1": 1.0}})
     with database.read() as connection:
         (update,), _ = list_update_views(connection, "acme")

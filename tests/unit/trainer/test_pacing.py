@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.ledger_samples import add_session, finish, groups_by_status, update_record
+from support.ledger_samples import add_finished, add_session, finish, groups_by_status, update_record
 from support.waiting import wait_until
 
 from trainer.claims import claims as pacing
@@ -166,8 +166,7 @@ def pin(database, version):
 def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database, caplog):
     """Even under a staleness bound that would drop them: they wait with the trainer."""
     caplog.set_level("INFO")
-    add_session(database, "s", group_id="g", group_size=1)
-    finish(database, "s")
+    add_finished(database, "s", group_id="g", group_size=1)
     pin(database, 0)
     at, source = AT_7, source_for(database, max_staleness=2)
     with ThreadPoolExecutor(1) as trainer:
@@ -205,8 +204,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
         for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
             record = update_record(update_id, policy_version=0, policy_id=policy_id, num_tokens=100)
             conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))
-    add_session(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
-    finish(database, "s")
+    add_finished(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
     values = {"groups_per_batch": 1, "singles_per_group": 1, "wait_seconds": 0.0}
     source = Claims(database, TrainerSettings(**values, **quota), policy=own)
     with ThreadPoolExecutor(1) as trainer:
@@ -222,8 +220,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
 
 
 def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
-    add_session(database, "s", group_id="g", group_size=1)
-    finish(database, "s")
+    add_finished(database, "s", group_id="g", group_size=1)
     monkeypatch.setattr(pacing, "FIRST_WAIT_SECONDS", 0.0)
     patient = {"wait_seconds": 3600.0}
     assert next_batch_within(source_for(database, **patient), NOW) is None
@@ -237,12 +234,10 @@ def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wai
     """
     late, patient = {"groups_per_batch": 8, "singles_per_group": 3}, {"singles_per_group": 3, "wait_seconds": 3600.0}
     for number in range(5):
-        add_session(database, f"s{number}")
-        finish(database, f"s{number}")
+        add_finished(database, f"s{number}")
     assert next_batch_within(source_for(database, **late), NOW) is None
     for number in (5, 6):
-        add_session(database, f"s{number}")
-        finish(database, f"s{number}")
+        add_finished(database, f"s{number}")
     assert next_batch_within(source_for(database, **patient, groups_per_batch=8), NOW) is None
     for rule, size in ((late, 7), (patient, 6)):
         source = source_for(database, **rule)
@@ -254,18 +249,15 @@ def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wai
 def test_single_sessions_that_are_ready_join_a_small_batch_of_groups(database):
     """The batch does not wait for them, and they need not wait for a whole one."""
     for name, group in (("single", {}), ("a", {"group_id": "g", "group_size": 2})):
-        add_session(database, name, **group)
-        finish(database, name)
-    add_session(database, "b", group_id="g", group_size=2)
-    finish(database, "b")
+        add_finished(database, name, **group)
+    add_finished(database, "b", group_id="g", group_size=2)
     batch = next_batch_within(source_for(database, groups_per_batch=4, singles_per_group=8), NOW, 60.0)
     assert sorted(group.group_id for group in batch.claim.groups) == ["g", "single"]
 
 
 def test_dropped_groups_are_named_in_the_log_when_nothing_else_is_ready(database, caplog):
     """The claim is empty then, and the drop must still be logged."""
-    add_session(database, "s", group_id="g", group_size=1)
-    finish(database, "s")
+    add_finished(database, "s", group_id="g", group_size=1)
     assert claims.claim(database, "t", max_groups=1, lease_seconds=1.0, min_policy_version=1) is None
     assert caplog.messages == ["dropped 1 groups with a turn older than policy version 1 (max_staleness): g"]
 

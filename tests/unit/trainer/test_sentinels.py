@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_finished, add_session, finish, make_turn
 from support.waiting import wait_until
 
 from trainer.checks import sentinels
@@ -104,8 +104,7 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
             )
             sessions.end_session(conn, "default", f"s{number}")
     for number, other in enumerate(({"group_id": "g", "group_size": 2}, {"split": Split.EVAL})):
-        add_session(database, f"other{number}", **other)
-        finish(database, f"other{number}")
+        add_finished(database, f"other{number}", **other)
     with database.read() as conn:
         assert sentinels.check(conn, {}) is None
         assert sentinels.check(conn, {"questions": 1.0, "kl": 0.5}) is None
@@ -125,8 +124,7 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
 def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_session(database)
-    finish(database)
+    add_finished(database)
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)
@@ -180,8 +178,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
 
 
 def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
-    add_session(database)
-    finish(database)
+    add_finished(database)
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)

@@ -1,4 +1,4 @@
-"""rLLM's `Workflow`, rule by rule. Each docstring states the rule."""
+"""rLLM's `Workflow`, rule by rule: the name of each test states one."""
 
 import asyncio
 import dataclasses
