@@ -4,14 +4,14 @@
     ├── ClientError            an error of the caller: the message says what to change
     │   ├── InvalidRequest     a body, parameter or id that cannot be served
     │   │   ├── BadLine        a line of a file that cannot be imported
-    │   │   └── SkippedLine    a line of a file that holds no conversation
+    │   │   └── SkippedLine    a line that holds no conversation, such as a failed call of a log
     │   ├── Unauthorized       no key, or one that is unknown or revoked
     │   ├── Forbidden          a known key whose role does not allow the request
     │   ├── NotFound           no such session, turn, policy or route for this tenant
-    │   │   └── SessionDeleted  the session of a call was deleted before its reply could be stored
+    │   │   └── SessionDeleted  the call's session was deleted before its reply could be stored; a retry gets a new one
     │   ├── Conflict           the target's state does not allow the request (an ended session, a changed replay)
     │   ├── TooLarge           over a limit of size, depth or count
-    │   ├── UnsupportedMediaType  a body that is not JSON
+    │   ├── UnsupportedMediaType  a body that is not JSON, or is compressed
     │   ├── Overloaded         too many requests; retry after `retry_after_seconds`
     │   ├── BudgetSpent        a token budget is spent; an early retry fails again
     │   └── ClientLeft         closed its connection before it had its reply; no client sees this error
@@ -31,11 +31,11 @@
     │   └── LeaseLost          a stale fencing token: another process holds the lease
     ├── PolicyError            an error of a checkpoint or batch
     │   ├── BadCheckpoint      incomplete, corrupt, or of another architecture
-    │   ├── NotWritten         a version or a trainer's state cannot be written, as on a full disk
+    │   ├── NotWritten         a version or state cannot be written, as on a full disk; a later start may
     │   ├── FilesNotRead       a version's files are still being read, or their file system does not answer
     │   ├── BatchRefused       a batch that must not be trained, with the gauge that shows it
     │   └── EngineDisagrees    nearly all groups have other logprobs than the trainer computes
-    ├── ChildFailed            a supervised process that does not keep running
+    ├── ChildFailed            a supervised process that does not keep running, with the end of its log
     └── SettingsError          a configuration that cannot work
 """
 
@@ -47,13 +47,10 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError
 """What Python raises where a value from outside has another shape than the code that reads it expects."""
 
 
-class TurnwiseError(Exception):
-    """Base class of all errors that Turnwise raises on purpose."""
+class TurnwiseError(Exception): ...
 
 
 class ClientError(TurnwiseError):
-    """An error of the caller; the message says what to change."""
-
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
@@ -62,57 +59,25 @@ class ClientError(TurnwiseError):
         """A stable error code for programs, if it is more specific than the class."""
 
 
-class InvalidRequest(ClientError):
-    """A body, parameter or id that cannot be served."""
-
-
-class BadLine(InvalidRequest):
-    """A line of a file that cannot be imported; the message says why."""
-
-
-class SkippedLine(InvalidRequest):
-    """A line of a file that holds no conversation, such as a failed call of a log; the message says what it is."""
-
-
-class Unauthorized(ClientError):
-    """No key, or one that is unknown or revoked."""
-
-
-class Forbidden(ClientError):
-    """A known key whose role does not allow the request."""
-
-
-class NotFound(ClientError):
-    """No such session, turn, policy or route for this tenant."""
-
-
-class SessionDeleted(NotFound):
-    """The session of a call was deleted before its reply could be stored; a retry gets a new session."""
-
-
-class Conflict(ClientError):
-    """The target's state does not allow the request."""
-
-
-class TooLarge(ClientError):
-    """Over a limit of size, depth or count."""
-
-
-class UnsupportedMediaType(ClientError):
-    """A body that is not JSON, or that is compressed."""
+class InvalidRequest(ClientError): ...
+class BadLine(InvalidRequest): ...
+class SkippedLine(InvalidRequest): ...
+class Unauthorized(ClientError): ...
+class Forbidden(ClientError): ...
+class NotFound(ClientError): ...
+class SessionDeleted(NotFound): ...
+class Conflict(ClientError): ...
+class TooLarge(ClientError): ...
+class UnsupportedMediaType(ClientError): ...
 
 
 class Overloaded(ClientError):
-    """Too many requests at the same time."""
-
     def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
 
 class BudgetSpent(ClientError):
-    """The token budget of a key or a tenant is spent; a retry fails until the budget is raised or renewed."""
-
     def __init__(self, message: str, *, retry_after_seconds: int | None = None) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
@@ -120,27 +85,16 @@ class BudgetSpent(ClientError):
 
 
 class ClientLeft(ClientError):
-    """The client closed its connection before it had its reply."""
-
     def __init__(self) -> None:
         super().__init__("the client closed its connection before it had its reply")
 
 
-class EngineError(TurnwiseError):
-    """vLLM's side."""
-
-
-class EngineUnavailable(EngineError):
-    """The engine cannot be reached, or disconnected before its first byte."""
-
-
-class EngineReplyTooLong(EngineUnavailable):
-    """The engine sent a reply over the limit of bytes, and was cut off."""
+class EngineError(TurnwiseError): ...
+class EngineUnavailable(EngineError): ...
+class EngineReplyTooLong(EngineUnavailable): ...
 
 
 class EngineRefused(EngineError):
-    """The engine answered with an error status."""
-
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"the engine answered {status}: {body[:500].decode(errors='replace')}")
         self.status = status
@@ -151,13 +105,10 @@ class EngineRefused(EngineError):
         return self.status == 429 or self.status >= 500
 
 
-class EngineUnsuitable(EngineError):
-    """The engine lacks a feature that exact capture requires."""
+class EngineUnsuitable(EngineError): ...
 
 
 class ReloadFailed(EngineError):
-    """New weights were not loaded; the last good version is served."""
-
     def __init__(self, message: str, *, is_transient: bool = False, evidence: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.is_transient = is_transient
@@ -165,29 +116,14 @@ class ReloadFailed(EngineError):
         self.evidence = evidence or {}
 
 
-class ProxyUnavailable(TurnwiseError):
-    """The SDK cannot reach the proxy, or the proxy failed or is stopping."""
-
-
-class RolloutFailed(TurnwiseError):
-    """A run of a workflow that failed on every attempt, or rollouts that cannot continue."""
-
-
-class GraderFailed(TurnwiseError):
-    """A reward source that gave no usable reward."""
-
-
-class ExportFailed(TurnwiseError):
-    """An endpoint cannot be reached, or does not take what is exported."""
-
-
-class StoreError(TurnwiseError):
-    """An error of the database."""
+class ProxyUnavailable(TurnwiseError): ...
+class RolloutFailed(TurnwiseError): ...
+class GraderFailed(TurnwiseError): ...
+class ExportFailed(TurnwiseError): ...
+class StoreError(TurnwiseError): ...
 
 
 class StoreUnavailable(StoreError):
-    """The database cannot be reached, is full, or is locked for too long."""
-
     def __init__(self, message: str, *, is_permanent: bool = False) -> None:
         super().__init__(message)
         self.is_permanent = is_permanent
@@ -195,41 +131,13 @@ class StoreUnavailable(StoreError):
         statement takes longer than the database allows."""
 
 
-class SchemaMismatch(StoreError):
-    """The tables are not those of this release."""
-
-
-class LeaseLost(StoreError):
-    """A stale fencing token: another process holds the lease."""
-
-
-class PolicyError(TurnwiseError):
-    """An error of a checkpoint or batch."""
-
-
-class BadCheckpoint(PolicyError):
-    """A checkpoint that is incomplete, corrupt, or of another architecture."""
-
-
-class NotWritten(PolicyError):
-    """A version or a trainer's state cannot be written, as on a full disk: a later start may write it."""
-
-
-class FilesNotRead(PolicyError):
-    """Files of a version are still being read, or their file system does not answer: nothing is known about them."""
-
-
-class BatchRefused(PolicyError):
-    """A batch that must not be trained."""
-
-
-class EngineDisagrees(PolicyError):
-    """Nearly all groups have other logprobs than the trainer computes: the engine's weights or settings are wrong."""
-
-
-class SettingsError(TurnwiseError):
-    """A configuration that cannot work."""
-
-
-class ChildFailed(TurnwiseError):
-    """A supervised process that does not keep running; the message contains the end of its log."""
+class SchemaMismatch(StoreError): ...
+class LeaseLost(StoreError): ...
+class PolicyError(TurnwiseError): ...
+class BadCheckpoint(PolicyError): ...
+class NotWritten(PolicyError): ...
+class FilesNotRead(PolicyError): ...
+class BatchRefused(PolicyError): ...
+class EngineDisagrees(PolicyError): ...
+class SettingsError(TurnwiseError): ...
+class ChildFailed(TurnwiseError): ...
