@@ -56,6 +56,9 @@ class KeptTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
+    def __len__(self) -> int:
+        return int(self._backend.get_vocab_size())
+
     def apply_chat_template(
         self,
         conversation: Sequence[Json],

@@ -11,6 +11,7 @@ import datetime
 import enum
 import hashlib
 import json
+import math
 import operator
 from typing import Any
 
@@ -49,8 +50,27 @@ def value_of_json(text: str) -> Any:
     """
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadLine(f"{text!r:.80} is not JSON: {error}") from error
+
+
+def number_of(value: Any, name: str) -> float | None:
+    """Return a number of a file, which may be written as text or as a truth value; None where there is none.
+
+    Raises:
+        BadLine: it is no number up to the largest reward.
+    """
+    if value is None:
+        return None
+    try:
+        found = float(
+            {"true": 1.0, "false": 0.0}.get(value.strip().lower(), value) if isinstance(value, str) else value
+        )
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not abs(found) <= MAX_REWARD:
+        raise BadLine(f"its {name} is {value!r:.80}, not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+    return found
 
 
 def utc_now() -> datetime.datetime:

@@ -13,7 +13,7 @@ import click
 from turnwise.commands.place import database_option, database_url
 from turnwise.errors import NotFound, SettingsError
 from turnwise.exchange import plugins
-from turnwise.types import DEFAULT_POLICY_NAME, Json, Split
+from turnwise.types import DEFAULT_POLICY_NAME, MAX_REWARD, Json, Split
 
 if TYPE_CHECKING:
     from turnwise.exchange.imports.formats import Format
@@ -66,6 +66,8 @@ def imports(path: Path, database: str | None, template_arguments: str | None, *,
             click.echo(f"\r{report.lines} lines, {report.sessions} sessions", nl=False, err=True)
 
     reward = None if given.pop("no_reward") else given["reward"]
+    if reward is not None and not abs(reward) <= MAX_REWARD:
+        raise SettingsError(f"--reward {reward!r} is not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
     report = _import(
         database_url(database),
         path,
@@ -86,6 +88,13 @@ def _print_report(report: dict[str, Any], *, is_dry_run: bool) -> None:
         click.echo(f"{click.style('bad line', fg='red')}  {bad['file']}:{bad['line']}: {bad['reason']}", err=True)
     for reason, number in report["skipped"].items():
         click.echo(f"{click.style('skipped', fg='yellow')}  {number}: {reason}", err=True)
+    if report["num_unended"]:
+        click.echo(
+            f"{click.style('warning', fg='yellow')}  {report['num_unended']} replies end without an end token of the "
+            "model: the template has another one, so that the text after it is trained and no end is; give the "
+            "tokenizer's generation_config.json the template's token in eos_token_id",
+            err=True,
+        )
     done = "would be stored" if is_dry_run else "stored"
     click.echo(
         f"{report['lines']} lines read: {report['sessions']} sessions with {report['turns']} replies of "

@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwise.errors import BadLine
 from turnwise.types import Json
-from turnwise_formats.values import instant
+from turnwise_formats.values import check_whole, instant
 
 
 def key_of(document: Json) -> str | None:
@@ -35,12 +35,12 @@ def drafts_of(document: Json) -> list[Json]:
     messages: list[Json] = []
     steps_of: dict[int, Json] = {}
     for step in steps:
-        if step.get("source") == "agent":
+        if step.get("source") == "agent" and not step.get("is_copied_context"):
             steps_of[len(messages)] = step
         messages += _messages(step)
+    check_whole(messages)
     conversation = _conversation(messages, steps_of, extra.get("tools") or agent.get("tool_definitions"))
-    reward = extra.get("reward")
-    rewards = {"reward": float(reward)} if isinstance(reward, int | float) else {}
+    rewards = {"reward": extra.get("reward")}
     task_id = extra.get("task_id")
     known_task = task_id if isinstance(task_id, str) else None
     return [{"conversations": [conversation], "rewards": rewards, "task_id": known_task}]
@@ -93,7 +93,7 @@ def _results(step: Json) -> list[Json]:
     for result in _object(step.get("observation")).get("results") or []:
         content = result.get("content") if isinstance(result, dict) else None
         if content is None:
-            continue
+            raise BadLine(f"an observation {result!r:.80} has no content, so the model read what is not known")
         if result.get("source_call_id"):
             found.append({"role": "tool", "tool_call_id": result["source_call_id"], "content": content})
         else:
@@ -106,12 +106,7 @@ def _sampled(step: Json) -> Json | None:
     prompt, ids = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
     if not prompt or not ids:
         return None
-    logprobs = metrics.get("logprobs") or []
-    if not all(isinstance(each, int) and each >= 0 for each in (*prompt, *ids)):
-        raise BadLine("a token id is not a whole number from 0 on")
-    if logprobs and len(logprobs) != len(ids):
-        raise BadLine(f"a step has {len(ids)} completion_token_ids and {len(logprobs)} logprobs")
-    return {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": [float(each) for each in logprobs]}
+    return {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": metrics.get("logprobs") or []}
 
 
 def _object(value: Any) -> Json:

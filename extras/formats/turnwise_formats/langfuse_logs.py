@@ -6,12 +6,17 @@ spellings, `traceId` and `trace_id`. A numeric score is a reward with the score'
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from typing import Any
 
 from turnwise.errors import BadLine, SkippedLine
-from turnwise.types import Json
-from turnwise_formats.values import call_draft, message_list, reply_of
+from turnwise.types import Json, number_of
+from turnwise_formats.values import call_draft, instant, message_list, reply_of, with_system
+
+NO_TIME = dt.datetime.min.replace(tzinfo=dt.UTC)
+NUMBERS = ("NUMERIC", "BOOLEAN", None)
+"""Data types of scores that are numbers; the value of a category is 0 or its place in a list."""
 
 
 def key_of(document: Json) -> str | None:
@@ -36,7 +41,7 @@ def drafts_of(document: Json) -> list[Json]:
     generations = [one for one in observations if _is_generation(one) and _field(one, "level") != "ERROR"]
     if not generations:
         raise SkippedLine("a trace without a generation")
-    generations.sort(key=lambda one: str(_field(one, "startTime") or ""))
+    generations.sort(key=lambda one: instant(_field(one, "startTime")) or NO_TIME)
     return [{"conversations": [_generation(one) for one in generations], "rewards": _scores(document)}]
 
 
@@ -46,16 +51,15 @@ def _generation(document: Json) -> Json:
     if _field(document, "level") == "ERROR":
         raise SkippedLine("a failed generation")
     request = _value(document.get("input"))
-    tools: Any = None
+    whole = request if isinstance(request, dict) else {}
     if isinstance(request, dict):
-        tools = request.get("tools")
         request = request.get("messages") or request.get("input")
     if isinstance(request, str):
         request = [{"role": "user", "content": request}]
     return call_draft(
-        message_list(request),
+        with_system(whole, message_list(request)),
         reply_of(_value(document.get("output"))),
-        tools=tools or _object(_field(document, "modelParameters")).get("tools"),
+        tools=whole.get("tools") or _object(_field(document, "modelParameters")).get("tools"),
         model=str(document.get("model") or _field(document, "providedModelName") or ""),
         ended=_field(document, "endTime") or _field(document, "startTime"),
     )
@@ -66,15 +70,26 @@ def _is_generation(document: Json) -> bool:
 
 
 def _scores(document: Json) -> dict[str, float]:
-    """Return the numeric scores by name, the newest of each name."""
+    """Return the numeric scores by name, the newest of each name.
+
+    Raises:
+        BadLine: which score of a name is the newest is not known, or a numeric score has no number.
+    """
     found = _value(document.get("scores")) or []
-    scores = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    scores.sort(key=lambda one: str(_field(one, "timestamp") or _field(one, "createdAt") or ""))
-    return {
-        str(one.get("name") or "reward"): float(one["value"])
-        for one in scores
-        if isinstance(one.get("value"), int | float)
-    }
+    newest: dict[str, tuple[dt.datetime | None, float]] = {}
+    for one in (one for one in found if isinstance(one, dict)) if isinstance(found, list) else ():
+        kind, value = _field(one, "dataType"), one.get("value")
+        if kind not in NUMBERS or isinstance(value, str | None) or (kind is None and _field(one, "stringValue")):
+            continue
+        name = str(one.get("name") or "reward")
+        scored = number_of(value, f"score {name!r}")
+        at = instant(_field(one, "timestamp") or _field(one, "createdAt"))
+        before, other = newest.get(name, (NO_TIME, None))
+        if other not in (None, scored) and (at is None or before is None or at == before):
+            raise BadLine(f"it has several scores {name!r}, and not the times that tell which is the newest")
+        if other is None or at is None or before is None or at > before:
+            newest[name] = at, scored or 0.0
+    return {name: value for name, (_, value) in newest.items()}
 
 
 def _field(document: Json, name: str) -> Any:
@@ -89,7 +104,9 @@ def _value(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError) as error:
+            if value.startswith(('{"', "[{", '["')):
+                raise BadLine(f"{value!r:.80} is broken JSON; was it cut when it was logged?") from error
             return value  # a text that begins with a bracket
     return value
 

@@ -6,9 +6,11 @@ replies joins their turns.
 
 from __future__ import annotations
 
+from typing import Any
+
 from turnwise.errors import SkippedLine
 from turnwise.types import Json, value_of_json
-from turnwise_formats.values import as_object, call_draft, message_list, reply_of
+from turnwise_formats.values import as_object, call_draft, message_list, reply_of, with_system
 
 CHAT_CALLS = ("completion", "acompletion", "anthropic_messages", "")
 SESSION_FIELDS = ("session_id", "litellm_session_id", "trace_id", "litellm_trace_id")
@@ -22,6 +24,10 @@ def key_of(document: Json) -> str | None:
             if isinstance(place.get(field), str) and place[field]:
                 return str(place[field])
     return None
+
+
+def _messages(found: Any) -> Any:
+    return value_of_json(found) if isinstance(found, str) and found else found
 
 
 def drafts_of(document: Json) -> list[Json]:
@@ -38,10 +44,10 @@ def drafts_of(document: Json) -> list[Json]:
         raise SkippedLine("a failed call")
     body = as_object(document.get("proxy_server_request")).get("body", document.get("proxy_server_request"))
     request = as_object(body)
-    found = document.get("messages") or request.get("messages")
+    found = _messages(document.get("messages")) or _messages(request.get("messages"))
     parameters = as_object(document.get("model_parameters")) or as_object(document.get("optional_params"))
     conversation = call_draft(
-        message_list(value_of_json(found) if isinstance(found, str) else found),
+        with_system(parameters | request, message_list(found)),
         reply_of(document.get("response")),
         tools=parameters.get("tools") or request.get("tools"),
         model=str(document.get("model") or ""),

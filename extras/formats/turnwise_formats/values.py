@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from typing import Any
 
 from turnwise.errors import BadLine
 from turnwise.types import Json, value_of_json
+
+CUT = re.compile(r"litellm_truncated|<truncated[^<>]{0,80}>|@@@langfuseMedia:|redacted-by-litellm")
+"""What LiteLLM and Langfuse write in the place of a text that they cut or took out."""
+SYSTEM_FIELDS = ("system", "instructions", "system_prompt", "system_instruction", "systemInstruction")
+
+
+def check_whole(found: Any) -> None:
+    """Check that no text of a logged value was cut or taken out.
+
+    Raises:
+        BadLine: one was; what the model read or said is not known.
+    """
+    waiting = [found]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str) and (cut := CUT.search(value)):
+            raise BadLine(f"a text was cut when it was logged: it has {cut[0]!r}")
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+
+
+def with_system(request: Json, messages: list[Json]) -> list[Json]:
+    """Return the messages of a logged request after the system prompt that it may have beside them.
+
+    Raises:
+        BadLine: there are several, or the messages begin with another one.
+    """
+    given = [request[field] for field in SYSTEM_FIELDS if request.get(field)]
+    if len(given) > 1 or (given and isinstance(messages[0], dict) and messages[0].get("role") == "system"):
+        raise BadLine("it has several system prompts")
+    return [*({"role": "system", "content": content} for content in given), *messages]
 
 
 def as_object(value: Any) -> Json:
@@ -26,19 +60,27 @@ def message_list(found: Any) -> list[Json]:
     return found
 
 
+CUT_OFF = ("length", "content_filter", "max_tokens")
+"""Reasons of an end that the model did not sample."""
+
+
 def reply_of(response: Any) -> Json:
     """Return the assistant's message of a logged response: a completion, a message or its text.
 
     Raises:
         BadLine: it has no message.
     """
-    value = value_of_json(response) if isinstance(response, str) and response[:1] in "{[" else response
+    value = value_of_json(response) if isinstance(response, str) and response[:1] in ("{", "[") else response
     if isinstance(value, str) and value:
         return {"role": "assistant", "content": value}
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, dict) and value.get("choices"):
+        if value["choices"][0].get("finish_reason") in CUT_OFF:
+            raise BadLine(f"its reply was cut off: its finish reason is {value['choices'][0]['finish_reason']!r}")
         value = value["choices"][0].get("message")
+    if isinstance(value, dict) and value.get("stop_reason") in CUT_OFF:
+        raise BadLine(f"its reply was cut off: its stop reason is {value['stop_reason']!r}")
     if not isinstance(value, dict) or ("content" not in value and "tool_calls" not in value):
         raise BadLine(f"its response {response!r:.80} has no message; was content logging turned off?")
     return {"role": "assistant"} | value
@@ -46,6 +88,8 @@ def reply_of(response: Any) -> Json:
 
 def instant(value: Any) -> dt.datetime | None:
     """Return a logged time, in seconds since 1970 or as ISO text; None for anything else."""
+    if isinstance(value, bool):
+        return None
     try:
         if isinstance(value, int | float):
             return dt.datetime.fromtimestamp(value, dt.UTC)
@@ -56,7 +100,12 @@ def instant(value: Any) -> dt.datetime | None:
 
 
 def call_draft(prompt: list[Json], reply: Json, *, tools: Any, model: str, ended: Any) -> Json:
-    """Return a conversation of one logged call: its prompt, and the reply that is trained."""
+    """Return a conversation of one logged call: its prompt, and the reply that is trained.
+
+    Raises:
+        BadLine: a text was cut when it was logged.
+    """
+    check_whole([prompt, reply, tools])
     created_at = instant(ended)
     return {
         "messages": [*prompt, reply],

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 from typing import Any
 
 from turnwise.errors import BadLine
-from turnwise.types import Json, value_of_json
+from turnwise.types import Json, number_of, value_of_json
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,21 @@ class SampledTokens:
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
+    """One for each of `token_ids`, or none."""
+
+    def __post_init__(self) -> None:
+        """Check what a file has.
+
+        Raises:
+            BadLine: an id is no whole number, or a logprob is missing or none.
+        """
+        for ids in (self.prompt_token_ids, self.token_ids):
+            if not isinstance(ids, list) or not ids or not all(type(each) is int and 0 <= each < 2**31 for each in ids):
+                raise BadLine(f"its token ids are {_shown(ids)}, not a list of whole numbers from 0 on")
+        if not isinstance(self.logprobs, list) or len(self.logprobs) not in (0, len(self.token_ids)):
+            raise BadLine(f"its logprobs are {_shown(self.logprobs)}, not one for each of {len(self.token_ids)} tokens")
+        if not all(isinstance(each, float | int) and -math.inf < each <= 0 for each in self.logprobs):
+            raise BadLine("a logprob is not a finite number up to 0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +89,9 @@ ROLES = {
     "observation": "tool",
 }
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-MEDIA_PARTS = ("image_url", "image", "input_audio", "audio", "video", "video_url", "file")
+TEXT_PARTS = ("text", "input_text", "output_text")
+MEDIA_FIELDS = ("images", "image", "videos", "video", "audios", "audio", "documents", "chat_template_kwargs")
+"""Fields of a message or columns of a row that change what the model reads, and that cannot be tokenised."""
 
 
 def chat_messages(found: Any) -> list[Json]:
@@ -94,9 +112,12 @@ def chat_message(found: Any) -> Json:
     if not isinstance(name, str) or name not in ROLES:
         raise BadLine(f"a message has the role {name!r}; known roles are {', '.join(ROLES)}")
     message: Json = {"role": ROLES[name] or name}
-    content = found.get("content", found.get("value"))
+    content = found["content"] if found.get("content") is not None else found.get("value")
     if content is not None:
         message["content"] = _content(content)
+    elif message["role"] != "assistant":
+        raise BadLine(f"a message of the role {name!r} has no content")
+    check_no_media(found)
     for field in ("name", "tool_call_id", "refusal"):
         if isinstance(found.get(field), str):
             message[field] = found[field]
@@ -114,7 +135,40 @@ def tool_schemas(found: Any) -> list[Json] | None:
         return None
     if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
         raise BadLine(f"its tools are {_shown(schemas)}, not a list of tool schemas")
-    return [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
+    wrapped = [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
+    for schema in wrapped:
+        function = schema["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "input_schema" in function:
+            raise BadLine(f"a tool is {_shown(function)}, not a function with a name and parameters")
+    return wrapped
+
+
+def untrained_of(found: list[Any]) -> frozenset[int]:
+    """Return the places of the messages that a file marks by `weight` 0 or `train` false.
+
+    Raises:
+        BadLine: a mark is neither 0 nor 1.
+    """
+    untrained = set()
+    for place, message in enumerate(found):
+        for field in ("weight", "train"):
+            mark = number_of(message.get(field), f"message's {field}")
+            if mark not in (None, 0.0, 1.0):
+                raise BadLine(f"a message has the {field} {message[field]!r}; 0 and 1 are known")
+            if mark == 0.0:
+                untrained.add(place)
+    return frozenset(untrained)
+
+
+def check_no_media(found: Json) -> None:
+    """Check that a message or a row has nothing that is not text.
+
+    Raises:
+        BadLine: it has.
+    """
+    for field in MEDIA_FIELDS:
+        if found.get(field):
+            raise BadLine(f"its {field} cannot be tokenised, and the model would read something else without them")
 
 
 def _content(content: Any) -> Any:
@@ -123,16 +177,18 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         raise BadLine(f"a content is {_shown(content)}, neither text nor a list of parts")
     for part in content:
-        if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
-            raise BadLine(f"a content has a part of type {part['type']!r}; only text can be tokenised")
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, str) and (kind not in TEXT_PARTS or not isinstance(part.get("text"), str)):
+            raise BadLine(f"a content has a part of type {kind!r}; only text can be tokenised")
     return content
 
 
 def _add_reply_fields(message: Json, found: Json) -> None:
     for field in REASONING_FIELDS:
-        if isinstance(found.get(field), str) and found[field]:
-            message["reasoning"] = found[field]
-            break
+        if not isinstance(found.get(field), str | None):
+            raise BadLine(f"an assistant message has the {field} {_shown(found[field])}, not a text")
+        if found.get(field):
+            message.setdefault("reasoning", found[field])
     calls = found.get("tool_calls")
     if isinstance(found.get("function_call"), dict):  # OpenAI's form before tools
         calls = [{"id": "call_0", "type": "function", "function": found["function_call"]}]
@@ -146,6 +202,8 @@ def _tool_call(call: Any) -> Json:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadLine(f"a tool call is {_shown(call)}, without the name of a function")
+    if "arguments" not in function and function.keys() & {"input", "parameters", "args"}:
+        raise BadLine(f"a tool call is {_shown(call)}, without arguments")
     arguments = function.get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {

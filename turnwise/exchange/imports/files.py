@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from turnwise.errors import BadLine, InvalidRequest
+from turnwise.errors import MALFORMED, BadLine, InvalidRequest
 from turnwise.types import Json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -44,7 +44,9 @@ def open_files(path: Path) -> list[tuple[Path, Documents]]:
 def open_documents(path: Path) -> Documents:
     if path.suffix == ".parquet":
         return ParquetRows(path)
-    return JsonArray(path) if path.suffix == ".json" and _begins_with_bracket(path) else JsonLinesFile(path)
+    if path.suffix != ".json" or not _is_one_text(path):
+        return JsonLinesFile(path)
+    return JsonArray(path)
 
 
 class JsonLinesFile:
@@ -73,11 +75,12 @@ class JsonLinesFile:
 
 
 class JsonArray:
-    """A file that is one JSON array, held in memory."""
+    """A file that is one JSON array, or one object over several lines, held in memory."""
 
     def __init__(self, path: Path) -> None:
         try:
-            self._documents: list[Any] = json.loads(path.read_bytes())
+            found: Any = json.loads(path.read_bytes())
+            self._documents: list[Any] = found if isinstance(found, list) else [found]
         except ValueError as error:
             raise InvalidRequest(f"{str(path)!r} is not JSON: {error}") from error
         except RecursionError as error:
@@ -108,9 +111,12 @@ class ParquetRows:
     def read(self) -> Iterator[tuple[int, Json | BadLine]]:
         number = 0
         for batch in self._file.iter_batches(batch_size=ROWS_AT_ONCE):
-            for row in batch.to_pylist():
+            for index in range(batch.num_rows):
                 number += 1
-                yield number, _without_nulls(row)
+                try:
+                    yield number, _without_nulls(batch.slice(index, 1).to_pylist()[0])
+                except MALFORMED as error:  # a text that is no UTF-8, or a time that Python does not know
+                    yield number, BadLine(f"it cannot be read: {type(error).__name__}: {error}")
 
 
 def _document(line: bytes) -> Json | BadLine:
@@ -123,9 +129,12 @@ def _document(line: bytes) -> Json | BadLine:
     return document if isinstance(document, dict) else BadLine(f"{document!r:.80} is not a JSON object")
 
 
-def _begins_with_bracket(path: Path) -> bool:
+def _is_one_text(path: Path) -> bool:
+    """Return whether a file is an array, or an object whose first line is only its beginning."""
     with path.open("rb") as file:
-        return file.read(256).lstrip().startswith(b"[")
+        first = next((line.strip() for line in file if line.strip(b" \t\r\n\xef\xbb\xbf")), b"")
+    text = first.decode(json.detect_encoding(first), errors="replace").strip()
+    return text.startswith("[") or text in ("{", "") or (text.startswith("{") and text.endswith((",", "{", "[")))
 
 
 def _without_nulls(value: Any) -> Any:

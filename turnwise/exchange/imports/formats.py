@@ -3,7 +3,8 @@
 OpenAI has supervised examples with optional weights, and pairs of preferred and other outputs. Of data sets it takes
 the columns that TRL and most published sets use: `messages` or `conversations`; `prompt` with `completion`; `prompt`
 with `chosen` and `rejected`, or these two with the prompt in both; `instruction`, `input` and `output` of Alpaca. Each
-may be messages or plain text. A `label` (KTO) or `score` column is the reward.
+may be messages or plain text. `system`, `system_prompt` and `history` come before them. A `label` (KTO) or `score`
+column is the reward. A row that can be read in two ways is refused: an import never guesses a reply.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from turnwise.exchange.imports.drafts import (
     Draft,
     ImportedConversation,
     SampledTokens,
+    chat_message,
     chat_messages,
+    check_no_media,
     conversation_of,
     tool_schemas,
+    untrained_of,
 )
-from turnwise.types import Json
+from turnwise.types import Json, number_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +38,10 @@ class Format:
     """Returns the session that the document belongs to; None if it is a separate session."""
 
 
-OUTPUTS = {"preferred_output": ("chosen", 1.0), "non_preferred_output": ("rejected", 0.0)}
+REWARDS = {"chosen": 1.0, "rejected": 0.0}
+"""The sessions of a pair."""
+OUTPUTS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+"""Fields of a preference example, and the session that each becomes."""
 
 
 def openai_drafts(document: Json) -> list[Draft]:
@@ -43,29 +50,32 @@ def openai_drafts(document: Json) -> list[Draft]:
         return _pair(document)
     if "messages" not in document:
         raise BadLine(f"it has neither messages nor preferred_output; its fields are {', '.join(document) or 'none'}")
-    found = document["messages"]
-    messages = chat_messages(found)
-    untrained = frozenset(index for index, message in enumerate(found) if message.get("weight") == 0)
+    messages = chat_messages(document["messages"])
+    untrained = untrained_of(document["messages"])
     return [Draft(conversations=[conversation_of(messages, _openai_tools(document), untrained=untrained)])]
-
-
-def completed(prompt: list[Json], output: Any, tools: list[Json] | None) -> ImportedConversation:
-    messages = [*prompt, *chat_messages(output)]
-    return conversation_of(messages, tools, untrained=frozenset(range(len(prompt))))
 
 
 def _pair(document: Json) -> list[Draft]:
     request = document.get("input")
     if not isinstance(request, dict):
         raise BadLine("a preference example needs an input with messages")
-    prompt, tools = chat_messages(request.get("messages")), _openai_tools(request)
+    prompt = chat_messages(request.get("messages"))
+    wholes = {suffix: [*prompt, *chat_messages(document.get(field))] for field, suffix in OUTPUTS.items()}
+    return _pair_drafts(wholes, len(prompt), _openai_tools(request))
+
+
+def _pair_drafts(wholes: dict[str, list[Json]], start: int, tools: list[Json] | None) -> list[Draft]:
+    """Return the sessions of a better and a worse conversation; what both begin with is only part of prompts."""
+    better, worse = wholes.values()
+    while start < min(len(better), len(worse)) and better[start] == worse[start]:
+        start += 1
     return [
         Draft(
-            conversations=[completed(prompt, document.get(field), tools)],
-            rewards={"reward": reward},
+            conversations=[conversation_of(whole, tools, untrained=frozenset(range(start)))],
+            rewards={"reward": REWARDS[suffix]},
             suffix=suffix,
         )
-        for field, (suffix, reward) in OUTPUTS.items()
+        for suffix, whole in wholes.items()
     ]
 
 
@@ -75,50 +85,103 @@ def _openai_tools(document: Json) -> list[Json] | None:
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 REWARD_COLUMNS = ("reward", "score", "label")
-PAIR = {"chosen": 1.0, "rejected": 0.0}
 
 
 def data_set_drafts(document: Json) -> list[Draft]:
-    """Return the session of a row, or the two sessions of a preference row."""
+    """Return the session of a row, or the two sessions of a preference row.
+
+    Raises:
+        BadLine: the row has none of the known columns, or its columns contradict each other.
+    """
+    check_no_media(document)
     tools = tool_schemas(document.get("tools"))
     if document.get("chosen") is not None and document.get("rejected") is not None:
-        return [
-            Draft(conversations=[_output(document, name, tools)], rewards={"reward": reward}, suffix=name)
-            for name, reward in PAIR.items()
-        ]
+        starts, wholes = [], {}
+        for name in REWARDS:
+            wholes[name], start = _with_prompt(document, name)
+            starts.append(start)
+        return _pair_drafts(wholes, min(starts), tools)
     rewards = _rewards(document)
-    for column in CONVERSATION_COLUMNS:
-        if document.get(column) is not None:
-            return [Draft(conversations=[_whole_conversation(document[column], tools)], rewards=rewards)]
-    if document.get("completion") is not None:
-        return [Draft(conversations=[_output(document, "completion", tools)], rewards=rewards)]
+    columns = [column for column in CONVERSATION_COLUMNS if document.get(column) is not None]
+    if len(columns) > 1:
+        raise BadLine(f"it has the columns {' and '.join(columns)}, each of which is a conversation")
+    if columns:
+        return [Draft(conversations=[_whole_conversation(document, columns[0], tools)], rewards=rewards)]
     if isinstance(document.get("instruction"), str) and document.get("output") is not None:
         asked = "\n\n".join(filter(None, (document["instruction"], document.get("input"))))
-        row = {"prompt": asked, "completion": document["output"]}
-        return [Draft(conversations=[_output(row, "completion", tools)], rewards=rewards)]
+        document = document | {"prompt": asked, "completion": document["output"]}
+    if document.get("completion") is not None:
+        whole, start = _with_prompt(document, "completion")
+        start = start or len(whole) - 1
+        return [
+            Draft(conversations=[conversation_of(whole, tools, untrained=frozenset(range(start)))], rewards=rewards)
+        ]
     raise BadLine(
         f"it has none of the columns {', '.join(CONVERSATION_COLUMNS)}, completion, chosen with rejected, "
         f"instruction with output; its columns are {', '.join(document) or 'none'}"
     )
 
 
-def _whole_conversation(found: Any, tools: list[Json] | None) -> ImportedConversation:
-    messages = chat_messages(found)
-    untrained = frozenset(n for n, one in enumerate(found) if one.get("weight") == 0 or one.get("train") is False)
-    return conversation_of(messages, tools, untrained=untrained)
-
-
-def _output(document: Json, column: str, tools: list[Json] | None) -> ImportedConversation:
-    output = _as_messages(document[column], "assistant")
+def _whole_conversation(document: Json, column: str, tools: list[Json] | None) -> ImportedConversation:
+    messages, before = chat_messages(document[column]), _before(document)
     prompt = document.get("prompt")
+    if prompt is not None and _begun(messages, chat_messages(_as_messages(prompt, "user"))) is None:
+        raise BadLine(f"its prompt {prompt!r:.80} is not part of its {column}")
+    whole = _joined(before, messages)
+    shift = len(whole) - len(messages)
+    untrained = {*range(len(before)), *(shift + place for place in untrained_of(document[column]))}
+    return conversation_of(whole, tools, untrained=frozenset(untrained))
+
+
+def _with_prompt(document: Json, column: str) -> tuple[list[Json], int]:
+    """Return a row's messages up to the output in a column, and how many of them are its prompt; 0: it has none."""
+    output, prompt = document[column], document.get("prompt")
+    messages, start = chat_messages(_as_messages(output, "assistant")), 0
+    if prompt is None and isinstance(output, str):
+        raise BadLine(f"its {column} is a text, and there is no prompt that it answers")
     if prompt is not None:
-        prompt_messages = chat_messages(_as_messages(prompt, "user"))
-        whole = chat_messages(output)
-        if whole[: len(prompt_messages)] == prompt_messages and len(whole) > len(prompt_messages):
-            output = output[len(prompt_messages) :]  # some sets repeat the prompt in both outputs
-        return completed(prompt_messages, output, tools)
-    messages = chat_messages(output)
-    return conversation_of(messages, tools, untrained=frozenset(range(len(messages) - 1)))
+        asked = chat_messages(_as_messages(prompt, "user"))
+        begun = _begun(messages, asked)
+        if begun is None and messages[0]["role"] != "assistant" and asked[-1]["role"] == "user":
+            raise BadLine(f"its prompt is not part of its {column}, which has a prompt of its own")
+        messages, start = ([*asked, *messages], len(asked)) if begun is None else (messages, begun)
+    whole = _joined(_before(document), messages)
+    return whole, start + len(whole) - len(messages) if start else 0
+
+
+def _begun(messages: list[Json], asked: list[Json]) -> int | None:
+    """Return after how many messages a prompt ends that a conversation repeats; None where it does not repeat it.
+
+    A data set may give the question as text beside a conversation that begins with a system prompt.
+    """
+    if len(messages) > len(asked) and messages[: len(asked)] == asked:
+        return len(asked)
+    first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    return first + 1 if len(asked) == 1 and messages[first : first + 1] == asked else None
+
+
+def _before(document: Json) -> list[Json]:
+    """Return the messages of the columns that precede a conversation: a system prompt, and earlier exchanges."""
+    given = {column: document[column] for column in ("system", "system_prompt") if document.get(column)}
+    history = document.get("history") or []
+    is_paired = isinstance(history, list) and all(isinstance(one, list) and len(one) == 2 for one in history)
+    if len(given) > 1 or not is_paired:
+        raise BadLine(f"its {', '.join(given) if is_paired else 'history'} cannot be put before the conversation")
+    exchanges = [message for asked, answered in history for message in (("user", asked), ("assistant", answered))]
+    return [
+        chat_message({"role": role, "content": text})
+        for role, text in [*(("system", one) for one in given.values()), *exchanges]
+    ]
+
+
+def _joined(before: list[Json], messages: list[Json]) -> list[Json]:
+    if before and messages[0]["role"] in ("system", "developer"):
+        if messages[0] != before[0]:
+            raise BadLine(
+                "its conversation begins with a system prompt, and a column would put something else before it"
+            )
+        messages = messages[1:]
+    return [*before, *messages]
 
 
 def _as_messages(value: Any, role: str) -> Any:
@@ -127,9 +190,9 @@ def _as_messages(value: Any, role: str) -> Any:
 
 def _rewards(document: Json) -> dict[str, float]:
     for column in REWARD_COLUMNS:
-        value = document.get(column)
-        if isinstance(value, bool | int | float):
-            return {"reward": float(value)}
+        value = number_of(document.get(column), column)
+        if value is not None:
+            return {"reward": value}
     return {}
 
 
@@ -140,13 +203,18 @@ def plugin_format(module: Any) -> Format:
         return [
             Draft(
                 conversations=[_checked(each) for each in found["conversations"]],
-                rewards=found.get("rewards", {}),
+                rewards=_numbers(found.get("rewards", {})),
                 task_id=found.get("task_id"),
             )
             for found in module.drafts_of(document)
         ]
 
     return Format(drafts_of, module.key_of)
+
+
+def _numbers(found: Json) -> dict[str, float]:
+    values = {name: number_of(value, f"reward {name!r}") for name, value in found.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _checked(found: Json) -> ImportedConversation:

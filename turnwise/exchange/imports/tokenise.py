@@ -19,7 +19,7 @@ from turnwise.chains import IMPORTED
 from turnwise.errors import BadLine, EngineUnavailable, EngineUnsuitable
 from turnwise.exchange.imports.drafts import ImportedConversation, SampledTokens
 from turnwise.tokenizer import ContentFormat, load_tokenizer, shape_conversation
-from turnwise.types import Json, Outcome, Turn, utc_now
+from turnwise.types import Json, Outcome, Turn, utc_now, value_of_json
 
 NO_POLICY = -1
 
@@ -47,9 +47,12 @@ class Tokeniser:
             OSError, ValueError: there is no such tokenizer.
         """
         self._tokenizer, end_tokens = load_tokenizer(path)
+        self._num_ids = len(self._tokenizer)
         self._ends = {self._tokenizer.decode([token], skip_special_tokens=False): token for token in end_tokens}
         self.arguments = arguments or {}
         self.content_format: ContentFormat = "string"
+        self.num_unended = 0
+        """Replies after which the template has no end token of the model: what it has instead is trained."""
 
     def prompt_ids(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> list[int]:
         """Return the tokens of a prompt.
@@ -134,6 +137,7 @@ class Tokeniser:
     ) -> tuple[_Reply | None, list[int], list[int], str, str]:
         """Return the turn that is extended, the tokens after it, the reply's, the text of both, and the end's."""
         messages, tools = conversation.messages, conversation.tools
+        _check_arguments(messages[: index + 1])
         prompt = self._render(messages[:index], tools, generate=True)
         whole = self._render(messages[: index + 1], tools, generate=False)
         if not whole.startswith(prompt):
@@ -142,8 +146,8 @@ class Tokeniser:
                 "--template-arguments"
             )
         reply, end = self._cut_at_end(whole[len(prompt) :])
-        if not reply:
-            raise BadLine(f"the template renders nothing for message {index + 1}")
+        self._check_rendered(reply, messages[index], index + 1)
+        self.num_unended += not end
         parent = last if last is not None and last.text is not None and prompt.startswith(last.text) else None
         added = prompt if parent is None or parent.text is None else prompt[len(parent.text) :]
         delta, ids = self._encode_after("" if parent is None else parent.end, added, reply)
@@ -170,15 +174,23 @@ class Tokeniser:
         return (self._encode(added) if end else prompt), ids
 
     def _check_ids(self, sampled: SampledTokens, message: Json) -> None:
-        try:
-            decoded = "".join(self._tokenizer.decode(sampled.token_ids, skip_special_tokens=False).split())
-        except (OverflowError, TypeError, KeyError, IndexError) as error:
-            raise BadLine(f"its completion_token_ids are not of this tokenizer: {error}") from error
-        expected = [message.get("content") if isinstance(message.get("content"), str) else ""]
-        expected += [call["function"]["name"] for call in message.get("tool_calls") or []]
-        for text in expected:
-            if "".join((text or "").split()) not in decoded:
-                raise BadLine(f"its completion_token_ids are not of this tokenizer: {text!r:.60} is not their text")
+        if max(*sampled.prompt_token_ids, *sampled.token_ids) >= self._num_ids:
+            raise BadLine(f"its token ids are not of this tokenizer, which has {self._num_ids}")
+        decoded = self._tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
+        if missing := _missing(decoded, message, with_reasoning=False):
+            raise BadLine(f"its completion_token_ids are not of this tokenizer: {missing!r:.60} is not their text")
+
+    @staticmethod
+    def _check_rendered(reply: str, message: Json, number: int) -> None:
+        """Check that the template renders all of a reply.
+
+        Raises:
+            BadLine: it leaves a part of it out, or the reply is empty.
+        """
+        if not any(_texts_of(message)):
+            raise BadLine(f"message {number} is an empty reply")
+        if missing := _missing(reply, message):
+            raise BadLine(f"the template leaves {missing!r:.60} of message {number} out")
 
     def _render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool) -> str:
         has_developer = "developer" in str(self._tokenizer.chat_template)
@@ -193,6 +205,34 @@ class Tokeniser:
     def _encode(self, text: str) -> list[int]:
         ids: Any = self._tokenizer.encode(text, add_special_tokens=False)
         return list(ids)
+
+
+def _texts_of(message: Json, *, with_reasoning: bool = True) -> list[str]:
+    """Return the texts that a rendered reply must have."""
+    content = message.get("content") or ""
+    whole = [content] if isinstance(content, str) else content
+    parts = [part if isinstance(part, str) else part["text"] for part in whole]
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
+    return [*parts, *calls, message.get("reasoning") or "" if with_reasoning else ""]
+
+
+def _missing(text: str, message: Json, *, with_reasoning: bool = True) -> str | None:
+    """Return a text of a reply that is not in what was rendered or decoded, white space aside; None without one."""
+    found = "".join(text.split())
+    texts = _texts_of(message, with_reasoning=with_reasoning)
+    return next((one for one in texts if "".join(one.split()) not in found), None)
+
+
+def _check_arguments(messages: Sequence[Json]) -> None:
+    """Check that a template gets the arguments of all calls as they are: it renders others as no arguments.
+
+    Raises:
+        BadLine: the arguments of a call are not the JSON of an object.
+    """
+    for call in (call for message in messages for call in message.get("tool_calls") or []):
+        text = call["function"]["arguments"]
+        if text.strip() and not isinstance(value_of_json(text), dict):
+            raise BadLine(f"the arguments of {call['function']['name']!r:.60} are {text!r:.80}, not a JSON object")
 
 
 TIMEOUT_SECONDS = 60.0

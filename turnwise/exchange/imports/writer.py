@@ -14,11 +14,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from turnwise.errors import BadLine, InvalidRequest, SkippedLine
+from turnwise.errors import MALFORMED, BadLine, InvalidRequest, SkippedLine
 from turnwise.exchange.imports.drafts import Draft
 from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_files
 from turnwise.exchange.imports.formats import Format
 from turnwise.exchange.imports.tokenise import Tokeniser
+from turnwise.json_text import dumps
 from turnwise.store import rewards as stored_rewards
 from turnwise.store import search
 from turnwise.store import sessions as stored_sessions
@@ -61,6 +62,8 @@ class ImportReport:
     tokens: int = 0
     already_there: int = 0
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    num_unended: int = 0
+    """Replies that the template ends otherwise than by an end token of the model."""
     num_bad: int = 0
     bad: list[Json] = dataclasses.field(default_factory=list)
 
@@ -68,10 +71,15 @@ class ImportReport:
         for place in places:
             self.num_bad += 1
             if len(self.bad) < BAD_LINES_KEPT:
-                self.bad.append({"file": place.file, "line": place.line, "reason": reason})
+                self.bad.append({"file": place.file, "line": place.line, "reason": _printable(reason)})
 
     def as_json(self) -> Json:
         return dataclasses.asdict(self) | {"skipped": dict(self.skipped)}
+
+
+def _printable(text: str) -> str:
+    """Return a text as it can be printed: that of a bad line may hold half of a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,6 +126,7 @@ def import_files(
             report.sessions += 1
             report.turns += len(turns)
             report.tokens += sum(turn.token_ids.size for turn in turns)
+        report.num_unended = tokeniser.num_unended
         progress(report)
     return report
 
@@ -132,11 +141,15 @@ def _units(path: Path, reader: Format, rule: ImportRule, report: ImportReport) -
             if isinstance(document, BadLine):
                 report.add_bad([place], str(document))
                 continue
-            key = reader.key_of(document)
+            try:
+                key, digest = reader.key_of(document), _digest(document)
+                hash(key)
+            except MALFORMED as error:
+                report.add_bad([place], _reason(error))
+                continue
             if key is not None:
                 by_key[key].append((_indexed(documents, file), place))
                 continue
-            digest = _digest(document)
             seen[digest] += 1  # equal lines are as many sessions
             yield _Unit(_stem(rule, digest, str(seen[digest])), digest, [place], [document], None)
     for key, lines in by_key.items():
@@ -181,27 +194,47 @@ def _prepare(unit: _Unit, reader: Format, tokeniser: Tokeniser, rule: ImportRule
         try:
             drafts += reader.drafts_of(document)
         except SkippedLine as skipped:
-            report.skipped[str(skipped)] += 1
-        except BadLine as error:
-            report.add_bad([place], str(error))
+            report.skipped[_printable(str(skipped))] += 1
+        except (BadLine, *MALFORMED) as error:
+            report.add_bad([place], _reason(error))
             others = [other for other in unit.places if other != place]
             report.add_bad(others, f"line {place.line} of the same session is bad")
             return False
-    if unit.source_id is not None and drafts:
-        drafts = [_merged(drafts)]
     try:
+        if unit.source_id is not None and drafts:
+            drafts = [_merged(drafts)]
         for draft in drafts:
             session = _session(unit, draft, rule, is_group=len(drafts) > 1)
             turns = tokeniser.turns(session.session_id, rule.tenant, draft.conversations)
+            _check_storable(turns)
             unit.sessions.append((session, draft, turns))
-    except BadLine as error:
+    except (BadLine, *MALFORMED) as error:
         unit.sessions.clear()
-        report.add_bad(unit.places, str(error))
+        report.add_bad(unit.places, _reason(error))
     return bool(unit.sessions)
 
 
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, BadLine) else f"it cannot be read: {type(error).__name__}: {error}"
+
+
+def _check_storable(turns: list[Turn]) -> None:
+    """Check what the store encodes, so that no line ends the transaction of others, and a dry run finds it too.
+
+    Raises:
+        TypeError: a message or a tool is nested too deep, or has a value that JSON has not.
+    """
+    for turn in turns:
+        dumps([turn.messages, turn.response, turn.tools])
+
+
 def _merged(drafts: list[Draft]) -> Draft:
-    rewards = {name: value for draft in drafts for name, value in draft.rewards.items()}
+    rewards: dict[str, float] = {}
+    for name, value in (item for draft in drafts for item in draft.rewards.items()):
+        if rewards.setdefault(name, value) != value:
+            raise BadLine(
+                f"lines of the same session have the rewards {rewards[name]} and {value} of the name {name!r}"
+            )
     task_id = next((draft.task_id for draft in drafts if draft.task_id is not None), None)
     conversations = [conversation for draft in drafts for conversation in draft.conversations]
     return Draft(conversations=conversations, rewards=rewards, task_id=task_id)

@@ -1,0 +1,277 @@
+"""What a file cannot mean: a bad line is refused with its number, and no reply is guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.commands import invoke
+from support.exchanged import CALL, CONVERSATION, HELLO, TOOLS, install_format, records, run_import
+from support.migrated import new_database
+from turnwise_fake_engine import tokens
+
+from turnwise.exchange import plugins
+from turnwise.store.database import Database
+
+USER, REPLY = HELLO["messages"]
+HALF = "\ud83d"
+"""Half of a surrogate pair: JSON has it as an escape, UTF-8 and tokenizers have not."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokens.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = new_database(tmp_path / "turnwise.db")
+    yield database
+    database.close()
+
+
+def reply(**fields: object) -> dict:
+    return {"messages": [USER, {"role": "assistant", **fields}]}
+
+
+def called(**function: object) -> dict:
+    return reply(tool_calls=[{"id": "c", "type": "function", "function": {"name": "look", **function}}])
+
+
+def after(*messages: dict) -> dict:
+    return {"messages": [USER, *messages, REPLY]}
+
+
+def nested(depth: int) -> dict:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+BAD_OPENAI = {
+    "half of a surrogate pair in a reply": (reply(content=HALF), "cannot be read"),
+    "half of a surrogate pair in a prompt": (
+        {"messages": [{"role": "user", "content": HALF}, REPLY]},
+        "cannot be read",
+    ),
+    "a tool that is nested too deep to be stored": (HELLO | {"tools": [{"name": "f", "parameters": nested(300)}]}, ""),
+    "an unknown part": (reply(content=[{"type": "tool_use", "name": "f", "input": {}}]), "'tool_use'"),
+    "a result among the parts": (
+        after({"role": "user", "content": [{"type": "tool_result", "content": "x"}]}),
+        "result",
+    ),
+    "a part without text": (reply(content=[{"type": "text", "text": None}]), "'text'"),
+    "arguments as Python writes them": (called(arguments="{'a': 1}"), "not JSON"),
+    "arguments that were cut": (called(arguments='{"a": "b'), "not JSON"),
+    "arguments that are a list": (called(arguments=[1]), "not a JSON object"),
+    "arguments encoded twice": (called(arguments=json.dumps('{"a": 1}')), "not a JSON object"),
+    "arguments under another name": (called(input={"a": 1}), "without arguments"),
+    "an empty reply": (reply(content=""), "empty reply"),
+    "a refusal alone": (reply(content=None, refusal="No."), "empty reply"),
+    "a tool message without content": (after({"role": "tool", "tool_call_id": "c", "result": "x"}), "no content"),
+    "reasoning that is no text": (reply(content="x", reasoning={"summary": "y"}), "reasoning"),
+    "pictures beside the text": ({"messages": [USER | {"images": ["a.png"]}, REPLY]}, "images"),
+    "a weight of its own kind": ({"messages": [USER, REPLY | {"weight": 0.5}]}, "weight"),
+    "a weight that is no number": ({"messages": [USER, REPLY | {"weight": "no"}]}, "weight"),
+    "a tool of another API": (HELLO | {"tools": [{"name": "f", "input_schema": {}}]}, "a tool is"),
+    "a tool without a name": (HELLO | {"tools": [{"type": "web_search"}]}, "a tool is"),
+}
+WHOLE = [{"role": "system", "content": "Be brief."}, USER, REPLY]
+BAD_ROWS = {
+    **{f"a score of {value}": (HELLO | {"score": value}, "score") for value in ("good", "", [1], 10**400, 2e6)},
+    "a score that is not a number": ('{"messages": [], "score": NaN}\n', ""),
+    "an infinite reward": (json.dumps(HELLO | {"reward": float("inf")}) + "\n", "reward"),
+    "two conversations": ({"messages": [USER, REPLY], "conversations": [USER, REPLY]}, "messages and conversations"),
+    "a prompt that the conversation has not": ({"prompt": "Who?", "messages": [USER, REPLY]}, "not part of"),
+    "a prompt beside another conversation": (
+        {"prompt": "Who?", "chosen": WHOLE, "rejected": [*WHOLE[:2], REPLY | {"content": "No"}]}, "not part of",
+    ),
+    "a text without a prompt": ({"chosen": "Human: Hi\n\nAssistant: A", "rejected": "Human: Hi"}, "prompt"),
+    "two system prompts": ({"system": "Be long.", "messages": WHOLE}, "system prompt"),
+    "two columns of system prompts": ({"system": "a", "system_prompt": "b", **HELLO}, "system, system_prompt"),
+    "a history that is no list of pairs": ({"instruction": "a", "output": "b", "history": ["x"]}, "history"),
+    "pictures in a column": (HELLO | {"images": [{"bytes": "x"}]}, "images"),
+    "arguments of the template": (HELLO | {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+    "equal outputs": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "no assistant message is left"),
+    "an input that is no text": ({"instruction": "a", "input": {"b": 1}, "output": "c"}, ""),
+}  # fmt: skip
+CASES = [("openai", *case) for case in BAD_OPENAI.values()] + [("hf", *case) for case in BAD_ROWS.values()]
+
+
+@pytest.mark.parametrize(("format_name", "line", "named"), CASES, ids=[*BAD_OPENAI, *BAD_ROWS])
+def test_one_bad_line_is_reported_with_its_number_and_the_lines_beside_it_are_stored(
+    format_name: str, line: dict | str, named: str, database: Database, tmp_path: Path, model: Path
+) -> None:
+    """A dry run reports the same."""
+    other = {"messages": [USER, REPLY | {"content": "Ho"}]}
+    dry, stored = (
+        run_import(tmp_path, model, [HELLO, line, other], format_name, *options, status=1)
+        for options in (["--dry-run"], [])
+    )
+    assert dry == stored
+    assert (stored["sessions"], [bad["line"] for bad in stored["bad"]]) == (2, [2])
+    assert named in stored["bad"][0]["reason"]
+    assert [record.turns[0].response["content"] for record in records(database)] == ["Hello", "Ho"]
+
+
+RUNS = """
+def key_of(document):
+    return document["run"]
+
+def drafts_of(document):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    ids = {"prompt_token_ids": [72], "token_ids": [72, 111], "logprobs": [-1.0, -2.0]} | document.get("ids", {})
+    return [{"conversations": [{"messages": messages, "sampled": {1: ids}}], "rewards": document.get("rewards", {})}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("document", "named"),
+    [
+        *(({"ids": {"logprobs": given}}, "logprob") for given in ([None, -1.0], [float("nan"), -1.0], [-1.0], "ab")),
+        *(({"ids": {"token_ids": given}}, "token ids") for given in ("Ho", [72, 1.5], [72, True], None, [], [-1, 72])),
+        ({"ids": {"prompt_token_ids": [2**40]}}, "token ids"),
+        ({"ids": {"prompt_token_ids": [tokens.VOCABULARY_SIZE]}}, "token ids"),
+        *(({"rewards": {"r": given}}, "reward 'r'") for given in (float("nan"), 10**400, 2e6, "good", [1])),
+        ({"run": {}}, "cannot be read"),
+        ({"ids": {"strange": 1}}, "cannot be read"),
+    ],
+)
+def test_a_bad_value_of_another_packages_format_is_a_bad_line(
+    document: dict, named: str, database: Database, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site").mkdir()
+    install_format(tmp_path / "site", plugins.IMPORTS, "odd", RUNS)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    plugins.installed.cache_clear()
+    lines = [{"run": "a"}, {"run": "b"} | document, {"run": "c"}]
+    dry, stored = (run_import(tmp_path, model, lines, "odd", *options, status=1) for options in (["--dry-run"], []))
+    plugins.installed.cache_clear()
+    assert dry == stored
+    assert (stored["sessions"], [bad["line"] for bad in stored["bad"]]) == (2, [2])
+    assert named in stored["bad"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [("0.0", 0.0), ("1", 1.0), (" 0.25 ", 0.25), (True, 1.0), (False, 0.0), ("false", 0.0), (0, 0.0)],
+)
+def test_a_score_may_be_written_as_text(
+    value: object, reward: float, database: Database, tmp_path: Path, model: Path
+) -> None:
+    run_import(tmp_path, model, [HELLO | {"score": value}], "hf")
+    assert [record.session.reward for record in records(database)] == [reward]
+
+
+@pytest.mark.parametrize("mark", [{"weight": "0"}, {"weight": 0.0}, {"weight": False}, {"train": "false"}])
+@pytest.mark.parametrize("format_name", ["openai", "hf"])
+def test_a_reply_that_is_marked_as_not_trained_is_not_trained(
+    mark: dict, format_name: str, database: Database, tmp_path: Path, model: Path
+) -> None:
+    last = {"role": "assistant", "content": "Ciao"}
+    run_import(tmp_path, model, [{"messages": [USER, REPLY | mark, {**USER, "content": "Bye"}, last]}], format_name)
+    (record,) = records(database)
+    assert [turn.response["content"] for turn in record.turns] == ["Ciao"]
+
+
+FIRST = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}
+PROMPTED = {
+    "a system column": ({"system": "Be brief.", "conversations": [USER, REPLY]}, WHOLE[:2]),
+    "a system prompt of a question": ({"system_prompt": "Be brief.", "prompt": "Hi", "completion": "Hello"}, WHOLE[:2]),
+    "the same system prompt twice": ({"system": "Be brief.", "messages": WHOLE}, WHOLE[:2]),
+    "a history": (
+        {"system": "Be brief.", "instruction": "Hi", "output": "Hello", "history": [["One?", "1"]]},
+        [WHOLE[0], *FIRST, USER],
+    ),
+    "a text prompt beside a whole conversation": ({"prompt": "Hi", "completion": WHOLE}, WHOLE[:2]),
+    "a prompt beside messages": ({"prompt": "Hi", "messages": WHOLE}, WHOLE[:2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "prompt"), PROMPTED.values(), ids=PROMPTED)
+def test_columns_before_a_conversation_are_part_of_the_prompt_once(
+    row: dict, prompt: list[dict], database: Database, tmp_path: Path, model: Path
+) -> None:
+    run_import(tmp_path, model, [row], "hf")
+    (record,) = records(database)
+    (view,) = record.views()
+    assert view.prompt_token_ids.tolist() == tokens.encode(tokens.render(prompt, None))
+    assert tokens.decode(view.turn.token_ids.tolist()) == "Hello<|im_end|>"
+
+
+def test_of_a_pair_that_parts_at_an_earlier_turn_everything_after_it_is_trained(
+    database: Database, tmp_path: Path, model: Path
+) -> None:
+    """Both begin with the same question and reply; the outputs differ from the second question on."""
+    chosen, rejected = (
+        [*FIRST, {"role": "user", "content": asked}, {"role": "assistant", "content": said}, USER, REPLY]
+        for asked, said in (("Two?", "2"), ("Three?", "4"))
+    )
+    openai = {"input": {"messages": [FIRST[0]]}, "preferred_output": chosen[1:], "non_preferred_output": rejected[1:]}
+    for format_name, row in (("hf", {"chosen": chosen, "rejected": rejected}), ("openai", openai)):
+        run_import(tmp_path, model, [row], format_name, name=f"{format_name}.jsonl")
+    said = [[turn.response["content"] for turn in record.turns] for record in records(database)]
+    assert said == [["2", "Hello"], ["4", "Hello"]] * 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_may_begin_with_a_byte_order_mark(
+    encoding: str, indent: int | None, database: Database, tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "file.json").write_text(json.dumps([HELLO, HELLO], indent=indent), encoding=encoding)
+    report = run_import(tmp_path, model, None, "openai", name="file.json")
+    assert (report["lines"], report["sessions"]) == (2, 2)
+
+
+def test_a_json_file_may_be_one_object_over_several_lines_or_one_a_line(
+    database: Database, tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(HELLO, indent=2))
+    assert run_import(tmp_path, model, None, "openai", name="one.json")["sessions"] == 1
+    (tmp_path / "lines.json").write_text(json.dumps(HELLO) + "\n{broken\n")
+    report = run_import(tmp_path, model, None, "openai", name="lines.json", status=1)
+    assert (report["lines"], report["already_there"], report["num_bad"]) == (2, 1, 1)
+
+
+def test_a_parquet_row_with_a_value_that_python_cannot_read_is_a_bad_line(
+    database: Database, tmp_path: Path, model: Path
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.array([b"Hi", b"\xff", b"Hi"]).cast(pyarrow.binary()).view(pyarrow.string())
+    columns = {"prompt": texts, "completion": ["Hello"] * 3, "score": [0.5, 0.5, float("nan")]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    report = run_import(tmp_path, model, None, "hf", name="rows.parquet", status=1)
+    assert (report["sessions"], [bad["line"] for bad in report["bad"]]) == (1, [2, 3])
+
+
+def test_a_template_that_ends_a_turn_without_the_models_end_token_is_warned_of(
+    database: Database, tmp_path: Path
+) -> None:
+    """The reply is trained up to the template's last character, a line break that an engine never samples."""
+    other = tokens.write_tokenizer(tmp_path / "other")
+    template = tokens.CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'</tool_response>\\n'")
+    (other / "chat_template.jinja").write_text(template)
+    report = run_import(tmp_path, other, [HELLO, {"messages": CONVERSATION, "tools": TOOLS}], "openai")
+    assert report["num_unended"] == 3
+    command = ["import", str(tmp_path / "file.jsonl"), "--format", "openai", "--tokenizer", str(other), "--tenant", "b"]
+    shown = invoke(*command, "--database", f"sqlite:///{tmp_path}/turnwise.db")
+    assert "without an end token of the model" in shown.stderr
+
+
+def test_what_the_template_leaves_out_of_a_reply_makes_a_bad_line(database: Database, tmp_path: Path) -> None:
+    other = tokens.write_tokenizer(tmp_path / "other")
+    template = tokens.CHAT_TEMPLATE.replace("message.reasoning %}", "false %}").replace("message.tool_calls or", "")
+    (other / "chat_template.jinja").write_text(template)
+    lines = [reply(content="x", reasoning="because"), reply(content="x", tool_calls=[CALL]), HELLO]
+    report = run_import(tmp_path, other, lines, "openai", status=1)
+    assert [(bad["line"], "leaves 'because'" in bad["reason"]) for bad in report["bad"]] == [(1, True), (2, False)]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e9"])
+def test_a_reward_on_the_command_line_is_a_number_of_the_ledger(
+    value: str, database: Database, tmp_path: Path, model: Path
+) -> None:
+    assert "--reward" in run_import(tmp_path, model, [HELLO], "openai", "--reward", value, status=2)["error"]
