@@ -26,7 +26,7 @@ from trainer.model.loading import model_class, read_config
 from turnwise.store.turns import TurnView
 from turnwise.support import unpack
 from turnwise.types import PolicyKind, PolicyVersion
-from turnwise.verify.report import Verification
+from turnwise.verify.records import Verification
 from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
 
 MODELS_KEPT = 2

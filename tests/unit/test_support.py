@@ -16,8 +16,7 @@ from turnwise.chains import merge_session, split_session
 from turnwise.store.rows import turn_row
 from turnwise.support import pack, support_json, unpack
 from turnwise.types import Turn
-from turnwise.verify.records import check_turns
-from turnwise.verify.report import Verification
+from turnwise.verify.records import Verification, check_turns
 
 IDS = st.sets(st.integers(0, 2**31 - 1), max_size=40)
 

@@ -14,20 +14,18 @@ from typing import Any
 import click
 
 from turnwise.commands.db import db
-from turnwise.commands.doctor import doctor
 from turnwise.commands.export import export
 from turnwise.commands.imports import imports
 from turnwise.commands.init import init
 from turnwise.commands.keys import keys
-from turnwise.commands.one_process import engine, fake_engine, proxy, train
+from turnwise.commands.one_process import engine, fake_engine, proxy, reward, train
 from turnwise.commands.output import print_error
 from turnwise.commands.policies import policies, updates
 from turnwise.commands.recipe import recipe
-from turnwise.commands.reward import reward
 from turnwise.commands.run import run
 from turnwise.commands.sessions import archive, forget, prune, sessions
 from turnwise.commands.up import up
-from turnwise.commands.verify import verify
+from turnwise.commands.verify import doctor, verify
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError
 from turnwise.exchange import plugins
 

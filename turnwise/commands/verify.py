@@ -1,4 +1,4 @@
-"""`turnwise verify`: what is stored, checked."""
+"""`turnwise verify` and `turnwise doctor`: what is stored, and the installation, checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import click
 from turnwise.commands.place import (
     DataPlace,
     api_filters,
+    database_option,
+    database_url,
     engine_client_options,
+    engine_urls,
     filter_of,
     filter_options,
     json_option,
@@ -24,7 +27,7 @@ from turnwise.types import Json
 if TYPE_CHECKING:
     from turnwise.client import Client
     from turnwise.store.selection import SessionFilter
-    from turnwise.verify.report import Verification
+    from turnwise.verify.records import Verification
 
 BAR_CHARACTERS = 30
 
@@ -137,3 +140,28 @@ def _print_verification(found: dict[str, Any], *, as_json: bool) -> None:
     for reason, number in found["not_checked"].items():
         click.echo(f"{click.style('left out', fg='yellow')}  {number}: {reason}")
     click.echo(f"{found['num_mismatches']} mismatches")
+
+
+@click.command("doctor")
+@click.option(
+    "--engine",
+    multiple=True,
+    metavar="URL",
+    help="Engine to check [default: those of the running `turnwise up`, or the proxy's].",
+)
+@database_option
+@json_option
+def doctor(engine: tuple[str, ...], database: str | None, *, as_json: bool) -> None:
+    """Check this installation, the engines and the database; exit 1 if something has to be done."""
+    from turnwise.processes.installation import examine
+
+    findings = []
+    for finding in examine(engine_urls(engine), database_url(database), **engine_client_options()):
+        findings.append({"check": finding.check, "verdict": finding.verdict.value, "text": finding.text})
+        if not as_json:
+            colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict.value]
+            click.echo(f"{click.style(finding.verdict.value.ljust(4), fg=colour)}  {finding.check}: {finding.text}")
+    if as_json:
+        click.echo(json.dumps(findings, indent=2))
+    if any(finding["verdict"] == "fail" for finding in findings):
+        sys.exit(1)

@@ -19,7 +19,7 @@ from turnwise.verify.engine import (
     read_logprobs,
     read_models,
 )
-from turnwise.verify.report import Verification
+from turnwise.verify.records import Verification
 from turnwise.version_directory import MANIFEST, read_json
 
 TIMEOUT_SECONDS = 300.0

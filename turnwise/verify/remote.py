@@ -16,8 +16,7 @@ import numpy as np
 from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
 from turnwise.types import Json, Outcome, Turn
-from turnwise.verify.records import check_turns
-from turnwise.verify.report import Verification
+from turnwise.verify.records import Verification, check_turns
 
 if TYPE_CHECKING:
     from turnwise.client import Client

@@ -12,8 +12,7 @@ from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.store.turns import TurnView
 from turnwise.types import PolicyVersion
-from turnwise.verify.records import check_record, check_turns, check_update, check_weights
-from turnwise.verify.report import Verification
+from turnwise.verify.records import Verification, check_record, check_turns, check_update, check_weights
 
 
 class Checker(Protocol):

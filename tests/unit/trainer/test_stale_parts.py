@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.forward import load_version, name_stale_parts
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
-from turnwise.verify.report import Verification
+from turnwise.verify.records import Verification
 
 TEXT = list(range(3, 19))
 POSITIONS = list(range(1, len(TEXT)))
