@@ -1,6 +1,8 @@
 """Formats of trainers elsewhere: OpenAI fine-tuning, TRL conversations and preference pairs, Axolotl tokens, verl.
 
-Conversations are rendered again by the chat template of the other trainer; the tokens for Axolotl are the stored ones.
+Conversations are rendered again by the chat template of the other trainer, so for TRL and verl they have the form that
+templates read: text contents, arguments as objects, reasoning. A conversation of which a call's arguments are no JSON
+object has no such form and is left out. The tokens for Axolotl are the stored ones.
 A reward is a column wherever the format allows further columns. OpenAI has one line per conversation, with the tools
 that its model saw; replies that are no training data have weight 0 there: assistant messages that an application wrote
 into a prompt, and turns that are not trainable.
@@ -9,12 +11,14 @@ into a prompt, and turns that are not trainable.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from turnwise.chains import IMPORTED, TRAINABLE_OUTCOMES
 from turnwise.client.conversations import AgentConversation, conversations
+from turnwise.errors import InvalidRequest
 from turnwise.exchange.parquet import write_rows
 from turnwise.types import Json
 
@@ -48,7 +52,10 @@ NO_LABEL = -100
 def trl_lines(session: Json) -> Iterator[Json]:
     """Yield TRL's prompt and completion of each conversation; the completion begins with the first reply."""
     for conversation in conversations(session):
-        yield _row(session, conversation, *_parts(conversation))
+        messages, first = _template_messages(conversation), min(conversation.replies)
+        if messages is not None:
+            row = {"prompt": messages[:first], "completion": messages[first:], **_tools_of(conversation)}
+            yield row | {name: session[name] for name in ("reward", "session_id", "group_id", "task_id")}
 
 
 def trl_pairs(sessions: Iterable[Json]) -> Iterator[Json]:
@@ -66,10 +73,20 @@ def trl_pairs(sessions: Iterable[Json]) -> Iterator[Json]:
         chosen, rejected = (next(conversations(one), None) for one in (high, low))
         if high["reward"] == low["reward"] or chosen is None or rejected is None:
             continue
-        (prompt, good), (other, bad) = _parts(chosen), _parts(rejected)
-        if prompt == other:
-            pair: Json = {"prompt": prompt, "chosen": good, "rejected": bad, "group_id": high["group_id"]}
-            yield pair | {"chosen_reward": high["reward"], "rejected_reward": low["reward"]}
+        if (parts := _parted(chosen, rejected)) is not None:
+            pair = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True)) | _tools_of(chosen)
+            values = {"chosen_reward": high["reward"], "rejected_reward": low["reward"]}
+            yield pair | {"group_id": high["group_id"]} | values
+
+
+def _parted(chosen: AgentConversation, rejected: AgentConversation) -> tuple[list[Json], list[Json], list[Json]] | None:
+    """Return what two conversations begin with, up to the reply where they part, and both from there on."""
+    good, bad = _template_messages(chosen), _template_messages(rejected)
+    if good is None or bad is None or chosen.tools != rejected.tools:
+        return None
+    same = next((n for n, two in enumerate(zip(good, bad, strict=False)) if two[0] != two[1]), min(len(good), len(bad)))
+    start = max((n for n in chosen.replies.keys() & rejected.replies.keys() if n <= same), default=None)
+    return None if start is None else (good[:start], good[start:], bad[start:])
 
 
 def axolotl_line(experience: Json) -> Json:
@@ -80,48 +97,126 @@ def axolotl_line(experience: Json) -> Json:
 
 
 def write_verl(sessions: Iterable[Json], path: Path) -> int:
-    rows = (_verl_row(session, each) for session in sessions for each in conversations(session))
-    return write_rows(path, _verl_columns(), rows)
+    """Write verl's Parquet file; return the number of its rows.
+
+    A column has one type, and what an object lacks is null there. So arguments are objects only where all calls have
+    the same ones, else JSON text, which a template has to take.
+
+    Raises:
+        InvalidRequest: the tools differ in their fields, so that nulls would be part of their schemas.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as kept:  # the types are known at the end
+        tools, arguments = _Shapes(), _Shapes()
+        for session in sessions:
+            for conversation in conversations(session):
+                messages = _template_messages(conversation)
+                if messages is None:
+                    continue
+                row = {"messages": messages, "tools": conversation.tools or None}
+                row |= {name: session[name] for name in ("reward", "session_id", "group_id", "task_id")}
+                tools.add(*(conversation.tools or ()))
+                arguments.add(
+                    *(call["function"]["arguments"] for one in messages for call in one.get("tool_calls", ()))
+                )
+                kept.write(json.dumps(row) + "\n")
+        if not tools.is_one:
+            raise InvalidRequest(
+                "the tools of these sessions have different fields, and in verl's Parquet file each would get those of "
+                "the others as nulls: export sessions with one tool, or --format trl or axolotl"
+            )
+        kept.seek(0)
+        rows = (_verl_row(json.loads(line), as_text=not arguments.is_one) for line in kept)
+        return write_rows(path, _verl_columns(tools.type(), arguments.type()), rows)
 
 
-def _parts(conversation: AgentConversation) -> tuple[list[Json], list[Json]]:
-    first = min(conversation.replies)
-    messages = [
-        {name: one[name] for name in MESSAGE_FIELDS if one.get(name) is not None} for one in conversation.messages
-    ]
-    return messages[:first], messages[first:]
+class _Shapes:
+    """The fields of objects, with the types of their values."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Json] = {}
+
+    def add(self, *objects: Json) -> None:
+        for one in objects:
+            self._found.setdefault(json.dumps(_shape(one)), one)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether a column of one type holds all of them as they are."""
+        return len(self._found) <= 1 and not any('"ragged"' in shape for shape in self._found)
+
+    def type(self) -> Any:
+        import pyarrow
+
+        return pyarrow.infer_type(list(self._found.values())) if self._found and self.is_one else pyarrow.string()
 
 
-def _row(session: Json, conversation: AgentConversation, prompt: list[Json], completion: list[Json]) -> Json:
-    row: Json = {"prompt": prompt, "completion": completion}
-    if conversation.tools:
-        row["tools"] = conversation.tools
-    return row | {name: session[name] for name in ("reward", "session_id", "group_id", "task_id")}
+def _shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shape(value[name]) for name in sorted(value)} or "ragged"
+    if isinstance(value, list):
+        shapes = {json.dumps(_shape(each)) for each in value}
+        return ["ragged" if len(shapes) > 1 else shapes.pop() if shapes else None]
+    return type(value).__name__
 
 
-def _verl_row(session: Json, conversation: AgentConversation) -> Json:
-    messages = [message for part in _parts(conversation) for message in part]
-    for message in messages:
-        content = message.get("content")
-        message["content"] = content if isinstance(content, str | None) else json.dumps(content)
+def _template_messages(conversation: AgentConversation) -> list[Json] | None:
+    """Return messages as chat templates read them; None where the arguments of a call are no JSON object."""
+    try:
+        return [_template_message(message) for message in conversation.messages]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _template_message(message: Json) -> Json:
+    content = message.get("content") or ""
+    parts = [content] if isinstance(content, str) else [_text_of(part) for part in content]
+    shaped: Json = {"role": message["role"], "content": "\n".join(parts)}
+    shaped |= {field: message[field] for field in ("name", "tool_call_id") if isinstance(message.get(field), str)}
+    if message["role"] == "assistant":
+        if message.get("tool_calls"):
+            shaped["tool_calls"] = [_template_call(call) for call in message["tool_calls"]]
+        if message.get("reasoning"):
+            shaped["reasoning_content"] = message["reasoning"]
+    return shaped
+
+
+def _text_of(part: Any) -> str:
+    return str(part.get("text") or part.get("refusal") or "") if isinstance(part, dict) else str(part)
+
+
+def _template_call(call: Json) -> Json:
+    arguments = call["function"].get("arguments") or "{}"
+    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(found, dict):
+        raise ValueError("a call's arguments are no JSON object")  # noqa: TRY004  as those that are no JSON
     return {
-        "messages": messages,
-        "tools": json.dumps(conversation.tools) if conversation.tools else None,
-        **{name: session[name] for name in ("reward", "session_id", "group_id", "task_id")},
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": call["function"]["name"], "arguments": found},
     }
 
 
-def _verl_columns() -> Json:
+def _tools_of(conversation: AgentConversation) -> Json:
+    return {"tools": conversation.tools} if conversation.tools else {}
+
+
+def _verl_row(row: Json, *, as_text: bool) -> Json:
+    for call in (call for message in row["messages"] for call in message.get("tool_calls", ()) if as_text):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return row
+
+
+def _verl_columns(tool: Any, arguments: Any) -> Json:
     import pyarrow
 
     text = pyarrow.string()
-    call = pyarrow.struct(
-        {"id": text, "type": text, "function": pyarrow.struct({"name": text, "arguments": text})}.items()
-    )
-    fields = {**dict.fromkeys(("role", "content", "name", "tool_call_id"), text), "tool_calls": pyarrow.list_(call)}
+    function = pyarrow.struct({"name": text, "arguments": arguments}.items())
+    call = pyarrow.struct({"id": text, "type": text, "function": function}.items())
+    texts = ("role", "content", "name", "tool_call_id", "reasoning_content")
+    fields = {**dict.fromkeys(texts, text), "tool_calls": pyarrow.list_(call)}
     return {
         "messages": pyarrow.list_(pyarrow.struct(fields.items())),
-        "tools": text,
+        "tools": pyarrow.list_(tool),
         "reward": pyarrow.float64(),
         **dict.fromkeys(("session_id", "group_id", "task_id"), text),
     }

@@ -42,7 +42,8 @@ def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens
 ) -> None:
     with database.write() as connection:
         asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]
-        worse = make_turn("t4", session_id="worse", messages=asks, response={"role": "assistant", "content": "tom"})
+        said = {"role": "assistant", "content": "tom"}
+        worse = make_turn("t4", session_id="worse", messages=asks, response=said, tools=TOOLS)
         sessions.create_session(connection, Session(session_id="worse", task_id="kim", group_id="g"))
         turns.append_turns(connection, [worse])
     finish(database, "worse", value=0.25)
@@ -63,7 +64,8 @@ def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens
     export(tmp_path, "--format", "verl", "--output", str(tmp_path / "verl.parquet"))
     table = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "verl.parquet").to_pylist()
     assert [row["reward"] for row in table] == [0.5, 0.5, 0.25]
-    assert table[0]["messages"][2]["tool_calls"] == [CALL]
+    called = {**CALL, "function": {"name": "lookup", "arguments": {"name": "kim"}}}
+    assert table[0]["messages"][2]["tool_calls"] == [called]
 
 
 @pytest.mark.parametrize("format_name", ["jsonl", "sessions", "openai", "parquet", "hf"])

@@ -1,0 +1,144 @@
+"""What the libraries of other trainers make of an export: with the model's template, the stored tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import invoke
+from support.exchanged import CALL, TOOLS, export, run_import
+from support.migrated import new_database
+from transformers import AutoTokenizer
+from turnwise_fake_engine import tokens
+
+from turnwise.store.database import Database
+
+LINE_BREAK = tokens.encode("\n")
+"""The template's, after a reply: an engine never samples it."""
+
+
+def conversation(asked: str, said: str, arguments: dict | str = '{"name": "kim"}') -> list[dict]:
+    function = {"name": "lookup", "arguments": arguments}
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Who is"}, {"type": "text", "text": "kim's boss?"}]},
+        {"role": "assistant", "reasoning": "look it up", "tool_calls": [CALL | {"function": function}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "lea"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": f"{said} again", "reasoning": "as before"},
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A template of `reasoning_content`, the name that templates of models have."""
+    directory = tokens.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    template = tokens.CHAT_TEMPLATE.replace("message.reasoning", "message.reasoning_content")
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = new_database(tmp_path / "turnwise.db")
+    yield database
+    database.close()
+
+
+def store(tmp_path: Path, model: Path, *rows: dict) -> list[list[int]]:
+    """Import rows of a data set; return the tokens of each stored conversation."""
+    run_import(tmp_path, model, list(rows), "hf")
+    views = [json.loads(line)["turns"][-1] for line in export(tmp_path, "--format", "sessions").splitlines()]
+    return [view["prompt_token_ids"] + view["token_ids"] for view in views]
+
+
+def loaded(tmp_path: Path, format_name: str) -> list[Any]:
+    """Return the rows as TRL's users load them."""
+    datasets = pytest.importorskip("datasets")
+    export(tmp_path, "--format", format_name, "--output", str(tmp_path / f"{format_name}.jsonl"))
+    files = str(tmp_path / f"{format_name}.jsonl")
+    return list(datasets.load_dataset("json", data_files=files, split="train", cache_dir=str(tmp_path / "cache")))
+
+
+def rendered_by_trl(row: dict, model: Path) -> dict[str, list[int]]:
+    apply = pytest.importorskip("trl.data_utils").apply_chat_template
+    fields = {name: row[name] for name in ("prompt", "completion", "chosen", "rejected") if name in row}
+    texts = apply(fields, AutoTokenizer.from_pretrained(model), tools=row["tools"])
+    return {name: tokens.encode(text) for name, text in texts.items()}
+
+
+def test_trl_renders_prompt_and_completion_as_the_stored_tokens(
+    database: Database, tmp_path: Path, model: Path
+) -> None:
+    """Calls with different arguments in one file too: none gets those of the others as nulls."""
+    rows = [
+        {"messages": conversation("And tom's?", "Lea.", arguments), "tools": TOOLS}
+        for arguments in ('{"name": "kim"}', '{"names": ["kim", null], "depth": 2}', "{}")
+    ]
+    stored = store(tmp_path, model, *rows)
+    for row, ids in zip(loaded(tmp_path, "trl"), stored, strict=True):
+        rendered = rendered_by_trl(row, model)
+        assert rendered["prompt"] + rendered["completion"] == ids + LINE_BREAK
+        assert rendered["prompt"] == tokens.encode(tokens.render(row["prompt"], TOOLS))
+
+
+def test_trl_renders_a_pair_as_the_stored_tokens_from_the_reply_where_it_parts(
+    database: Database, tmp_path: Path, model: Path
+) -> None:
+    better, worse = conversation("And tom's?", "Lea."), conversation("And tom's?", "Lea.")
+    worse[-1] = {"role": "assistant", "content": "No."}
+    stored = store(tmp_path, model, {"chosen": better, "rejected": worse, "tools": TOOLS})
+    (row,) = loaded(tmp_path, "trl-pairs")
+    rendered = rendered_by_trl(row, model)
+    for name, ids in zip(("chosen", "rejected"), stored, strict=True):
+        assert rendered["prompt"] + rendered[name] == ids + LINE_BREAK
+    assert [message["role"] for message in row["chosen"]] == ["assistant"]
+
+
+@pytest.mark.parametrize("arguments", ['{"name": "tom"}', '{"other": 1}'])
+def test_verl_renders_messages_as_the_stored_tokens(
+    arguments: str, database: Database, tmp_path: Path, model: Path
+) -> None:
+    """verl reads the file with pandas and passes rows to the template as they are; see `MultiTurnSFTDataset`.
+
+    Where calls have different arguments they are text, which the template has to take, as Qwen3's does.
+    """
+    pandas, numpy = pytest.importorskip("pandas"), pytest.importorskip("numpy")
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        return [plain(each) for each in value] if isinstance(value, list | numpy.ndarray) else value
+
+    rows = [
+        {"messages": conversation("And?", "Lea.", given), "tools": TOOLS}
+        for given in (CALL["function"]["arguments"], arguments)
+    ]
+    stored = store(tmp_path, model, *rows)
+    export(tmp_path, "--format", "verl", "--output", str(tmp_path / "verl.parquet"))
+    frame = pandas.read_parquet(tmp_path / "verl.parquet")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    as_it_is = "arguments if call.function.arguments is string else call.function.arguments"
+    tokenizer.chat_template = tokenizer.chat_template.replace("arguments |", f"{as_it_is} |")
+    assert as_it_is in tokenizer.chat_template
+    for number, ids in enumerate(stored):
+        messages, tools = (plain(frame[name][number]) for name in ("messages", "tools"))
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert tokens.encode(text) == ids + LINE_BREAK
+
+
+def test_verl_refuses_tools_that_its_file_cannot_hold(database: Database, tmp_path: Path, model: Path) -> None:
+    """Each would get the parameters of the other as nulls, in the schema that the model reads."""
+    two = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}
+        for name in ("a", "b")
+    ]
+    store(tmp_path, model, {"messages": conversation("And?", "Lea."), "tools": two})
+    command = ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", "verl"]
+    result = invoke(*command, "--output", str(tmp_path / "verl.parquet"))
+    assert result.exit_code != 0
+    assert "different fields" in result.stderr
