@@ -7,7 +7,7 @@ is named, with its reason and the share of the parameters that is reached, befor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ NOT_ADAPTED = {
 }
 """Linear layers that get an adapter only by name, with the reason."""
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+OF_MAMBA, SKIP = "out_proj", "D"
+"""The last layer of Mamba's mixers, and a weight of theirs that no other layer has."""
+OF_MAMBA_REASON = "Mamba's kernels read its weights past an adapter"
 OF_EXPERTS_REASON = "peft adapts the experts with it, in a form that no engine loads"
 
 
@@ -79,14 +82,16 @@ def reach_of(model: Any, wanted: Sequence[str] = (), *, name: str = "") -> Reach
     return Reach(targets, len(modules), adapted / sum(each.numel() for each in model.get_decoder().parameters()), rest)
 
 
-def _not_served(model: Any, found: Collection[str]) -> dict[str, str]:
+def _not_served(model: Any, found: Mapping[str, list[str]]) -> dict[str, str]:
     """Return what gets no adapter by default, with the reasons."""
     parameters = model.get_decoder().named_parameters()
     fused = {name.rpartition(".")[2] for name, each in parameters if each.ndim == 3 and ".experts." in name}
     left_out = dict.fromkeys(fused, "experts that share one tensor")
-    for name in found:
+    for name, layers in found.items():
         if name in NOT_ADAPTED or (fused and name in OF_EXPERTS):
             left_out[name] = NOT_ADAPTED.get(name, OF_EXPERTS_REASON)
+        elif name == OF_MAMBA and any(hasattr(model.get_submodule(each.rpartition(".")[0]), SKIP) for each in layers):
+            left_out[name] = OF_MAMBA_REASON
     return left_out
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.model.adapters import reach_of
+from trainer.model.traits import why_alone
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
@@ -195,6 +196,24 @@ def copy_tokenizer(source: str, directory: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for path in Path(source).glob(pattern):
             shutil.copyfile(path, directory / path.name)
+
+
+def described(spec: TrainerSettings) -> dict[str, str]:
+    """Return what a row of the model may hold and what an adapter changes, from its configuration alone.
+
+    Raises:
+        BadCheckpoint: There is no such model, or transformers does not know it.
+        SettingsError: It cannot be trained with these settings.
+    """
+    config = read_config(spec.model)
+    check_trainable(config, spec)
+    reason = why_alone(config.get_text_config())
+    rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
+    if spec.kind is not PolicyKind.LORA:
+        return {"rows": rows}
+    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), torch.device("meta"):
+        model = model_class(config).from_config(config)
+    return {"rows": rows, "adapter": str(reach_of(model, spec.lora_targets, name=spec.model))}
 
 
 def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:

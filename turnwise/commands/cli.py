@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from turnwise.commands.certify import certify
 from turnwise.commands.db import db
 from turnwise.commands.export import export
 from turnwise.commands.imports import imports
@@ -110,7 +111,7 @@ def main() -> None:
 
 for _command in (
     *(up, proxy, train, engine, fake_engine, run, reward, recipe),
-    *(init, doctor, db, keys, sessions, prune, archive, forget, policies, updates, export, imports, verify),
+    *(init, doctor, db, keys, sessions, prune, archive, forget, policies, updates, export, imports, verify, certify),
 ):
     main.add_command(_command)
 

@@ -74,17 +74,14 @@ engine = SettingsCommand(
 
 
 def _tried(settings: TrainerSettings) -> dict[str, Any]:
-    """Call the algorithm once on a small batch, as a start does; return what a packed row of the model may hold."""
+    """Call the algorithm once on a small batch, as a start does; return what the trainer makes of the model."""
     from trainer.algorithms.trial import try_algorithm
-    from trainer.model.loading import read_config
-    from trainer.model.traits import why_alone
+    from trainer.model.loading import described
 
     try_algorithm(settings.algorithm)
     if not Path(settings.model).is_dir():  # it is downloaded later, or on another machine
         return {}
-    reason = why_alone(read_config(settings.model).get_text_config())
-    rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
-    return {"notes": {"rows": rows}}
+    return {"notes": described(settings)}
 
 
 def _run_trainer(settings: TrainerSettings) -> None:

