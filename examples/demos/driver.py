@@ -33,7 +33,7 @@ from turnwise.processes.ports import free_port
 from turnwise.processes.stack import ENGINE_START_SECONDS, command
 from turnwise.processes.supervisor import Child, Supervisor, tail_of
 from turnwise.processes.terminal import Say
-from turnwise.rewards import transcript
+from turnwise.rewards import grader
 from turnwise.rollouts.pacing import POLL_SECONDS, active_policy
 from turnwise.rollouts.results import RunResult, is_failed, read_results
 from turnwise.settings import Settings, has_sections
@@ -348,7 +348,7 @@ def mean_reward(results: Sequence[RunResult]) -> float:
 async def conversation(client: AsyncClient, session_id: str) -> str:
     """Return a session's conversation as text."""
     turns = [turn async for turn in client.turns(session_id)]
-    messages = transcript.conversation(turns, turns[-1]["turn_id"])["messages"]
+    messages = grader.conversation(turns, turns[-1]["turn_id"])["messages"]
     texts = [(each["role"], each.get("content") or json.dumps(each.get("tool_calls"), indent=2)) for each in messages]
     return "\n\n".join(f"**{role}**\n\n~~~\n{text}\n~~~" for role, text in texts)
 

@@ -13,13 +13,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.auth import Principal
 from proxy.dialects import registry
-from proxy.dialects.base import Action, Call, template_arguments
+from proxy.dialects.base import Action, Call, WireRoute, template_arguments
+from proxy.engines.http_client import Disconnected
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import SampleEndpoint, query_of
 from proxy.routes.reply_sender import Endpoint, ReplySender
-from proxy.routes.upstream import UPSTREAM_ROUTES, Upstream
 from proxy.sessions.which import identify
+from turnwise.errors import EngineUnavailable, NotFound
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -28,10 +29,16 @@ if TYPE_CHECKING:
 
 COUNTED_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
 """Fields of a chat request beside its messages that the engine renders a prompt from."""
-
-
 UNREPEATED_FIELDS = frozenset({"messages", "input", "contents", "prompt", "generateContentRequest"})
 """Fields of a request to count tokens that hold its conversation, which the chat call has."""
+UPSTREAM_ROUTES = [
+    WireRoute(path=f"/v1/{path}", summary="Passed to the upstream")
+    for path in (
+        *("embeddings", "moderations", "rerank", "audio/speech", "audio/transcriptions", "audio/translations"),
+        *("images/generations", "images/edits", "images/variations"),
+    )
+]
+PASSED_HEADERS = (b"content-type", b"accept")
 
 
 class ModelConvertor(StringConvertor):
@@ -106,6 +113,41 @@ ENDPOINTS: dict[Action, type[Endpoint]] = {
     Action.LIST_MODELS: ModelsEndpoint,
     Action.GET_MODEL: ModelsEndpoint,
 }
+
+
+class Upstream(Endpoint):
+    """A route that no engine of ours serves, as embeddings: passed to a configured upstream, else answered with 404.
+
+    Nothing of it is captured: no policy samples there. The client's key stays here; the upstream gets its own key.
+    """
+
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
+        settings, headers = self._services.settings, dict(scope["headers"])
+        upstream = self._services.upstream
+        with cancelled_when_client_leaves(scope["extensions"][LEFT]):
+            principal = await self._services.authenticator.authenticate(headers)
+            principal.require("call")
+            if upstream is None:
+                raise NotFound(
+                    f"{self._route.path} is not served: the engine only generates text; "
+                    "the setting `upstream` names a server that such requests are passed to",
+                    code="no_route",
+                )
+            passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
+            path = self._route.path.removeprefix("/v1")
+            if query := scope["query_string"].decode("latin-1"):
+                path += f"?{query}"
+            with await self._services.bodies.reserve(principal, headers):
+                body = await read_body(receive, max_bytes=settings.max_body_bytes)
+                try:
+                    with await upstream.request("POST", path, body, passed) as answer:
+                        content = await answer.read(settings.max_reply_bytes)
+                except Disconnected as error:
+                    raise EngineUnavailable(
+                        f"the upstream of {self._route.path} cannot be reached ({error}); retry"
+                    ) from error
+        content_type = (answer.content_type or "application/json").encode("latin-1")
+        await reply.whole(content, status=answer.status, content_type=content_type)
 
 
 class DataPlane:

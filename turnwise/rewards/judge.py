@@ -18,9 +18,8 @@ import httpx2
 
 from turnwise.errors import MALFORMED, GraderFailed
 from turnwise.files import append_lines, read_objects
-from turnwise.rewards.grader import Grade, finite
+from turnwise.rewards.grader import Grade, finite, text_of
 from turnwise.rewards.settings import RewardSettings
-from turnwise.rewards.transcript import text_of
 from turnwise.types import Json
 
 SOURCE = "judge"

@@ -17,9 +17,8 @@ from typing import Any
 from turnwise.client import AsyncClient
 from turnwise.errors import MALFORMED, Conflict, GraderFailed, InvalidRequest, NotFound, ProxyUnavailable, TooLarge
 from turnwise.files import append_lines, read_objects
-from turnwise.rewards import transcript
 from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
-from turnwise.rewards.grader import Grade
+from turnwise.rewards.grader import Grade, document
 from turnwise.rewards.judge import SOURCE as JUDGE
 from turnwise.rewards.settings import RewardSettings, check
 from turnwise.rewards.sources import Source, make_source
@@ -202,7 +201,7 @@ class Poster:
 
     async def _document(self, session: Json) -> Json:
         turns = [turn async for turn in self._client.turns(session["session_id"])]
-        return transcript.document(session, turns)
+        return document(session, turns)
 
     def _record(self, session_ids: Sequence[str]) -> None:
         lines = (json.dumps({"session_id": session_id}) for session_id in session_ids)

@@ -12,8 +12,7 @@ from turnwise.client import AsyncClient
 from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, TooLarge
 from turnwise.files import write_whole
 from turnwise.processes.limited import split_command, with_script
-from turnwise.rewards import transcript
-from turnwise.rewards.grader import CommandGrader, Grade
+from turnwise.rewards.grader import CommandGrader, Grade, document
 from turnwise.rewards.posting import post_once
 from turnwise.rollouts import agents
 from turnwise.rollouts.agents import AGENTS
@@ -89,7 +88,7 @@ class Grading:
             "TURNWISE_LOG": str(run.log.absolute()),
         }
         return await grader.grade(
-            transcript.document(session, turns, run.task.fields),
+            document(session, turns, run.task.fields),
             cwd=run.workdir,
             environment=environment,
             log=run.directory / "grader.log",

@@ -14,7 +14,7 @@ from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
 from proxy.routes.calls import SampleEndpoint
-from proxy.routes.upstream import Upstream
+from proxy.routes.data_plane import Upstream
 from proxy.sessions.place import Sessions
 
 
