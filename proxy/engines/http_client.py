@@ -1,8 +1,9 @@
-"""Calls to one server, over aiohttp's client: what an engine's calls need beside it.
+"""Calls to one server, over aiohttp's connections, requests and responses: what an engine's calls need beside them.
 
 aiohttp keeps the connections and reads HTTP. The rules of this proxy are here. A request is sent again only if the
 server had closed a kept connection before the request arrived. A silence counts while a reader waits. And the calls on
-a server that is gone end together.
+a server that is gone end together. aiohttp's session is not used: its cookies, redirects and traces, of which no call
+needs one, take a fifth of a whole reply's CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import math
 import socket
 import ssl
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
@@ -93,13 +93,12 @@ class Answer:
         self._opening: asyncio.Task[Any] | None = None
         """The task that waits for the head."""
         self._timer = self._loop.call_later(patience, self._check)
+        client.running.add(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         self._client.running.discard(self)
         if self._response is not None and not self._response.closed:  # closed: its body is complete
@@ -142,20 +141,33 @@ class Answer:
         self._client.heard_at = self._loop.time()
         return part
 
-    async def open(self, request: Any) -> None:
-        """Send a request of aiohttp, and wait for the head of its answer.
+    async def open(
+        self, connector: aiohttp.TCPConnector, request: aiohttp.ClientRequest, limit: aiohttp.ClientTimeout
+    ) -> None:
+        """Send a request, and wait for the head of its answer.
 
         Raises:
-            aiohttp.ClientError: the connection was not opened, or broke.
+            aiohttp.ClientError, OSError: the connection was not opened, or broke.
             Disconnected: this side has ended the wait.
         """
         self._opening = task = asyncio.current_task()
         assert task is not None, "a task sends the request"
         num_cancelled = task.cancelling()
+        _opening.set(self)
         try:
-            self._response = response = await request
+            connection = await connector.connect(request, [], limit)
+            assert connection.protocol is not None, "a new or an idle connection is open"
+            connection.protocol.set_response_params(
+                read_until_eof=True, auto_decompress=False, read_bufsize=BUFFERED_BYTES // 2
+            )
+            try:
+                self._response = response = await request.send(connection)
+                await response.start(connection)
+            except BaseException:
+                connection.close()
+                raise
         except asyncio.CancelledError:
-            if self._error is None or task.uncancel() > num_cancelled:  # the task itself is cancelled
+            if self._error is None or task.uncancel() > num_cancelled:  # its caller is cancelled
                 raise
             raise self._error from None
         finally:
@@ -215,12 +227,10 @@ class HttpClient:
             self._headers["authorization"] = f"Basic {base64.b64encode(secret).decode()}"
         elif access.bearer_key is not None:
             self._headers["authorization"] = f"Bearer {access.bearer_key.get_secret_value()}"
-        self._connect_seconds = connect_seconds
+        self._timeout = aiohttp.ClientTimeout(connect=connect_seconds)
         self._silence_seconds = silence_seconds
-        self._session: aiohttp.ClientSession | None = None
+        self._connector: aiohttp.TCPConnector | None = None
         """Opened by the first request, in its event loop."""
-        self._targets: dict[str, URL] = {}
-        """URLs by path, without those that have a query."""
         self.running: set[Answer] = set()
         self.heard_at = -math.inf
         """When anything that the server has sent was read last, on the event loop's clock."""
@@ -236,19 +246,35 @@ class HttpClient:
     ) -> Answer:
         """Send a request and return its answer once the head has arrived; use the answer in a `with` block.
 
-        A POST is sent again once if its reused connection was closed by the server meanwhile; aiohttp does so itself
-        with a GET.
+        It is sent again once if its reused connection was closed by the server meanwhile.
 
         Raises:
             NotConnected: no connection could be opened.
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
-        patience = silence_seconds or self._silence_seconds
-        answer, error = await self._try(method, path, body, headers, patience)
-        if error is not None and _may_be_stale(answer, error):
-            answer, error = await self._try(method, path, body, headers, patience)
-        if error is not None:
-            raise error if isinstance(error, Disconnected) else self._translated(error) from error
+        if self._connector is None:
+            self._connector = self._new_connector()
+        for is_last in (False, True):
+            answer = Answer(self, silence_seconds or self._silence_seconds)
+            try:
+                request = _Request(
+                    method,
+                    URL(self._base + path, encoded=True),
+                    headers={**self._headers, **(headers or {})},
+                    data=io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None,
+                    loop=asyncio.get_running_loop(),
+                    ssl=True if self._tls is None else self._tls,
+                )
+                await answer.open(self._connector, request, self._timeout)
+                break
+            except BaseException as error:
+                with answer:
+                    if isinstance(error, Disconnected) or not isinstance(
+                        error, aiohttp.ClientError | OSError | ValueError
+                    ):
+                        raise
+                    if is_last or not _may_be_stale(answer, error):
+                        raise self._translated(error) from error
         if answer.status < 200:
             with answer:
                 raise Disconnected("its answer is not valid HTTP: it switches the protocol")
@@ -257,69 +283,22 @@ class HttpClient:
                 raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
 
-    async def _try(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None, patience: float
-    ) -> tuple[Answer, Exception | None]:
-        """Return the answer and None, or an answer without a head and the error."""
-        answer = Answer(self, patience)
-        self.running.add(answer)
-        _opening.set(answer)
-        request = self._open_session().request(
-            method,
-            self._target(path),
-            data=io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None,
-            headers=headers,
-            allow_redirects=False,
-            read_bufsize=BUFFERED_BYTES // 2,
-        )
-        try:
-            await answer.open(request)
-        except (aiohttp.ClientError, Disconnected, TimeoutError, ValueError) as error:
-            with answer:
-                return answer, error
-        except BaseException:
-            with answer:
-                raise
-        return answer, None
-
     def _translated(self, error: Exception) -> Disconnected:
         match error:
-            case aiohttp.ConnectionTimeoutError():
-                return NotConnected(f"no connection within {self._connect_seconds:g} s")
+            case TimeoutError():
+                return NotConnected(f"no connection within {self._timeout.connect:g} s")
             case aiohttp.ClientConnectorError():
                 return NotConnected(str(error.os_error) or type(error).__name__, error.os_error.errno)
             case aiohttp.ClientSSLError() | ValueError():  # an impossible host name is a ValueError
                 return NotConnected(str(error) or type(error).__name__)
         return _broken(error)
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                request_class=_Request,
-                connector=aiohttp.TCPConnector(
-                    limit=0,
-                    keepalive_timeout=IDLE_SECONDS,
-                    ssl=True if self._tls is None else self._tls,
-                    socket_factory=_open_socket,
-                ),
-                timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_seconds),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            )
-        return self._session
-
-    def _target(self, path: str) -> URL:
-        target = self._targets.get(path)
-        if target is None:
-            target = URL(self._base + path, encoded=True)
-            if "?" not in path:
-                self._targets[path] = target
-        return target
+    def _new_connector(self) -> aiohttp.TCPConnector:
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_open_socket)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._connector is not None:
+            await self._connector.close()
 
     def has_heard(self, since: float) -> bool:
         """Return whether the server has sent anything since this instant of the event loop's clock."""

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import operator
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -166,10 +166,10 @@ async def read_conversation(
         conversations: those of earlier calls.
         owner: whose calls these are.
     """
-    pauses, pieces = _Pauses(), []
-    for some in _slices(call.messages):
-        pieces.append(dumps(with_readable_arguments(some)))
-        await pauses.pause()
+    pieces, since = [], time.perf_counter()
+    for start in range(0, len(call.messages), SLICE_MESSAGES):
+        pieces.append(dumps(with_readable_arguments(call.messages[start : start + SLICE_MESSAGES])))
+        since = await _pause(since)
     text = pieces[0] if len(pieces) == 1 else b"[%b]" % b",".join(piece[1:-1] for piece in pieces)
     call.messages_json = text
     earlier, hashed = conversations.find(owner, text)
@@ -180,9 +180,9 @@ async def read_conversation(
             conversation.full, conversation.messages = earlier.full[:], earlier.messages[:]
             conversation.dialogue, conversation.replies = earlier.dialogue[:], earlier.replies[:]
             conversation.num_replied = earlier.num_replied
-    for some in _slices(call.messages, len(conversation.full)):
-        conversation.extend(some)
-        await pauses.pause()
+    for start in range(len(conversation.full), len(call.messages), SLICE_MESSAGES):
+        conversation.extend(call.messages[start : start + SLICE_MESSAGES])
+        since = await _pause(since)
     conversation.num_bytes = end = len(text) - 1
     conversation.digest = hashed.update(memoryview(text)[conversation.num_old_bytes : end]).digest(LONG_DIGEST_BYTES)
     conversation.tail = text[max(0, end - TAIL_BYTES) : end]
@@ -190,20 +190,12 @@ async def read_conversation(
     return conversation
 
 
-def _slices(messages: Sequence[Json], first: int = 0) -> Iterator[Sequence[Json]]:
-    return (messages[start : start + SLICE_MESSAGES] for start in range(first, len(messages), SLICE_MESSAGES))
-
-
-class _Pauses:
-    """Lets other calls run between the steps of one that runs for long."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-
-    async def pause(self) -> None:
-        if time.perf_counter() - self._since > HELD_SECONDS:
-            await asyncio.sleep(0)
-            self._since = time.perf_counter()
+async def _pause(since: float) -> float:
+    """Let other calls run if this one has run for long since an instant; return since when it runs now."""
+    if time.perf_counter() - since <= HELD_SECONDS:
+        return since
+    await asyncio.sleep(0)
+    return time.perf_counter()
 
 
 def chained(before: bytes, digest: bytes) -> bytes:
