@@ -84,7 +84,7 @@ class ForwardChecker:
             return f"the files of version {turn.policy_version_first} are not on this machine"
         vocabulary = Vocabulary(_base_of(version))
         support = None if turn.support is None else unpack(turn.support)
-        found = processors(turn.sampling, turn.token_ids, support, vocabulary)
+        found = processors(turn.sampling, view.prompt_token_ids, turn.token_ids, support, vocabulary)
         return f"sampled with {found}, which cannot be applied again" if isinstance(found, str) else found
 
     def _model(self, version: int) -> Any:

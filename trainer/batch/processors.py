@@ -1,12 +1,12 @@
 """The processors of an engine on the trainer's logits, in the engine's order, chunk by chunk, in both directions.
 
-The order is that of vLLM 0.32 (vllm/v1/sample/sampler.py): allowed ids, bad words and `min_tokens`, logit bias, the
-penalties, the temperature, then min-p, top-k and top-p. The last three are the stored support, so that the behaviour
-decides what could be sampled, whatever the present weights are. A mask commutes with the division by the temperature,
-which the caller does. What is masked gets a logit so low that its probability is 0 exactly, without infinities in
-entropy and ratios. Each token knows its own history: the ids of its turn's prompt, and those sampled before it in the
-turn. Legend: m trained tokens of a row, U distinct predictors, C predictors of a chunk, c of them in a run, V
-vocabulary, D distinct ids of a turn, R sampled tokens of a turn.
+The order is that of vLLM 0.32 (vllm/v1/sample/sampler.py): a grammar's mask, allowed ids, bad words and `min_tokens`,
+logit bias, the penalties, the temperature, then min-p, top-k and top-p. The last three are the stored support, so that
+the behaviour decides what could be sampled, whatever the present weights are. A mask commutes with the division by the
+temperature, which the caller does. What is masked gets a logit so low that its probability is 0 exactly, without
+infinities in entropy and ratios. Each token knows its own history: the ids of its turn's prompt, and those sampled
+before it in the turn. Legend: m trained tokens of a row, U distinct predictors, C predictors of a chunk, c of them in a
+run, V vocabulary, D distinct ids of a turn, R sampled tokens of a turn, W words of 32 ids.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class _TurnTensors:
     """A turn's own ids on the device."""
 
     processors: TurnProcessors
+    grammar: Tensor | None
     allowed: Tensor | None
     bias: tuple[Tensor, Tensor] | None
     ids: Tensor
@@ -106,6 +107,7 @@ def _on_device(turn: SampledTurn, to_device: ToDevice) -> _TurnTensors:
 
     return _TurnTensors(
         processors=of,
+        grammar=None if of.grammar is None else moved(of.grammar.words),
         allowed=None if of.allowed is None else moved(of.allowed),
         bias=None if of.bias is None else (moved(of.bias[0]), moved(of.bias[1])),
         ids=moved(ids.astype(np.int64)),
@@ -128,6 +130,7 @@ class _Run:
         if of.support is not None:
             ids, starts = of.support
             self._support = _of_places(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), ids, places)
+        self._masks = None if of.grammar is None else to_device(torch.from_numpy(of.grammar.index[places]))
         self._to_device = to_device
 
     @property
@@ -137,6 +140,8 @@ class _Run:
     def apply(self, logits_cV: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
         """Change the logits of the run's predictors from `first` on in place; return ids and derivative of a scale."""
         of, inside, found = self.turn, slice(first, first + len(logits_cV)), None
+        if of.grammar is not None and self._masks is not None:
+            constrain(logits_cV, of.grammar[self._masks[inside]])
         if of.allowed is not None:
             allow(logits_cV, of.allowed)
         if self._forbidden is not None:
@@ -202,6 +207,13 @@ def pull_back(gradient_CV: Tensor, scales: Sequence[Scale]) -> None:
     """
     for rows, ids, scale_cD in scales:
         gradient_CV[rows, ids] *= scale_cD
+
+
+def constrain(logits_cV: Tensor, words_cW: Tensor) -> None:
+    """Leave what a grammar allows, a bit for each id (vllm/v1/structured_output/utils.py: apply_grammar_bitmask)."""
+    bits = torch.arange(32, dtype=torch.int32, device=words_cW.device)
+    is_allowed = ((words_cW[:, :, None] >> bits) & 1).flatten(1)[:, : logits_cV.shape[1]] != 0
+    logits_cV[:, : is_allowed.shape[1]].masked_fill_(~is_allowed, MASKED)
 
 
 def allow(logits_cV: Tensor, ids: Tensor) -> None:

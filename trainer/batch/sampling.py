@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from turnwise.chains import Experience
 from turnwise.support import Support
 from turnwise.tokenizer import load_tokenizer
@@ -38,9 +39,11 @@ TRUNCATES: Mapping[str, Callable[[Any], bool]] = {
 }
 """Parameters that leave a part of the vocabulary, which depends on the engine's own logits."""
 NEEDS_TOKENIZER: Mapping[str, Callable[[Any], bool]] = {"bad_words": bool, "min_tokens": lambda value: value > 0}
-NOT_REPLAYED: Mapping[str, Callable[[Any], bool]] = {
+GRAMMARS: Mapping[str, Callable[[Any], bool]] = {
     "structured_outputs": bool,
     "response_format": lambda value: value.get("type", "text") != "text",
+}
+NOT_REPLAYED: Mapping[str, Callable[[Any], bool]] = {
     TOOL_GRAMMAR: bool,
     "thinking_token_budget": lambda value: value >= 0,
     "tool_choice": lambda value: value == "required" or isinstance(value, dict),
@@ -55,6 +58,7 @@ UNKNOWN_SUPPORT = "unknown_support"
 class TurnProcessors:
     """What was applied to the logits of one turn's tokens before and after the temperature; None or 1 or 0: nothing."""
 
+    grammar: GrammarMasks | None = None
     allowed: Indices | None = None
     """The only ids that may be sampled."""
     forbidden: tuple[Indices, Indices] | None = None
@@ -91,6 +95,10 @@ class Vocabulary:
     @functools.cached_property
     def end_tokens(self) -> list[int]:
         return self._loaded[1]
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self._model)
 
     @functools.cached_property
     def _loaded(self) -> tuple[Any, list[int]]:
@@ -139,12 +147,14 @@ def _find(experience: Experience, vocabulary: Vocabulary | None) -> list[Found]:
         places = np.flatnonzero(experience.turn_index == turn)
         support = None if experience.support is None else [experience.support[place] for place in places]
         is_greedy = temperature_of(sampling) <= 0
-        found.append(GREEDY if is_greedy else processors(sampling, experience.tokens[places], support, vocabulary))
+        prompt, sampled = experience.tokens[: places[0]], experience.tokens[places]
+        found.append(GREEDY if is_greedy else processors(sampling, prompt, sampled, support, vocabulary))
     return found
 
 
 def processors(
     sampling: Json,
+    prompt: TokenIds,
     sampled: TokenIds,
     support: Support | None,
     vocabulary: Vocabulary | None,
@@ -153,28 +163,31 @@ def processors(
 
     Args:
         sampling: The turn's parameters.
+        prompt: Its prompt.
         sampled: Its tokens. [R]
         support: Of each of them the ids that could be sampled; None where they are not known. [R]
         vocabulary: Of the model; None where there is none, and then what needs it cannot be applied.
     """
-    if reason := _first(NOT_REPLAYED, sampling):
-        return reason
     truncated = _first(TRUNCATES, sampling) if temperature_of(sampling) > 0 else None
     if truncated is None:
         support = None
     elif support is None or all(ids is None for ids in support):
         return truncated
-    forbidden = None
-    if needs_tokenizer := _first(NEEDS_TOKENIZER, sampling):
+    # What a support leaves, all other masks have left: it makes up for one that cannot be computed.
+    unknown = None if support is not None else _first(NOT_REPLAYED, sampling)
+    if unknown is not None:
+        return unknown
+    forbidden = grammar = None
+    if asked := _first({**GRAMMARS, **NEEDS_TOKENIZER}, sampling):
         try:
-            forbidden = None if vocabulary is None else _forbidden(sampling, sampled, vocabulary)
-        except (OSError, ValueError) as error:
-            log.warning("%s cannot be applied without the model's tokenizer: %s", needs_tokenizer, error)
-            vocabulary = None
-        if vocabulary is None:
-            return needs_tokenizer
+            grammar, forbidden = _masks(sampling, prompt, sampled, vocabulary)
+        except NotReplayed as error:
+            log.info("%s cannot be applied again: %s", asked, error)
+            if support is None:
+                return asked
     allowed, bias = sampling.get("allowed_token_ids"), _bias(sampling.get("logit_bias") or {})
     found = TurnProcessors(
+        grammar=grammar,
         allowed=np.unique(np.array(allowed, np.int64)) if allowed else None,
         forbidden=forbidden,
         bias=bias,
@@ -184,7 +197,7 @@ def processors(
         support=None if support is None else _rows(support),
         is_known=None if support is None else np.array([ids is not None for ids in support]),
     )
-    is_plain = found.allowed is None and found.forbidden is None and bias is None and found.support is None
+    is_plain = not any(each is not None for each in (grammar, found.allowed, forbidden, bias, support))
     return None if is_plain and not found.has_penalties else found
 
 
@@ -210,15 +223,39 @@ def _rows(support: Support) -> tuple[Indices, Indices]:
     return np.concatenate([*parts, np.empty(0, np.int64)]), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _forbidden(sampling: Json, sampled: TokenIds, vocabulary: Vocabulary) -> tuple[Indices, Indices] | None:
-    """Return where bad words and `min_tokens` rule out which ids."""
-    found: set[tuple[int, int]] = set()
-    num_kept = min(int(sampling.get("min_tokens") or 0), len(sampled))
-    if num_kept:
+def _masks(
+    sampling: Json, prompt: TokenIds, sampled: TokenIds, vocabulary: Vocabulary | None
+) -> tuple[GrammarMasks | None, tuple[Indices, Indices] | None]:
+    """Return what a grammar allowed, and what bad words and `min_tokens` ruled out.
+
+    Raises:
+        NotReplayed: There is no tokenizer, or no such grammar.
+    """
+    try:
+        if vocabulary is None:
+            raise NotReplayed("there is no tokenizer")
         ends = {*vocabulary.end_tokens, *(sampling.get("stop_token_ids") or ())}
-        found.update((place, end) for place in range(num_kept) for end in ends)
+        grammar = None
+        if _first(GRAMMARS, sampling):
+            grammar = vocabulary.grammars.masks(sampling, prompt.tolist(), sampled.tolist(), ends)
+        return grammar, _forbidden(sampling, sampled, ends, grammar, vocabulary)
+    except (OSError, ValueError, ImportError) as error:
+        raise NotReplayed(str(error)) from error
+
+
+def _forbidden(
+    sampling: Json, sampled: TokenIds, ends: set[int], grammar: GrammarMasks | None, vocabulary: Vocabulary
+) -> tuple[Indices, Indices] | None:
+    """Return where bad words and `min_tokens` rule out which ids.
+
+    A grammar that allows nothing but an end is stronger than `min_tokens`.
+    """
+    num_kept = min(int(sampling.get("min_tokens") or 0), len(sampled))
+    kept = [place for place in range(num_kept) if grammar is None or not grammar.allows(place) <= ends]
+    found = {(place, end) for place in kept for end in ends}
     tokens = sampled.tolist()
-    for *before, last in bad_words(sampling.get("bad_words") or (), vocabulary.tokenizer.encode):
+    words = sampling.get("bad_words") or ()
+    for *before, last in bad_words(words, vocabulary.tokenizer.encode) if words else ():
         size = len(before)
         found.update((place, last) for place in range(size, len(tokens)) if tokens[place - size : place] == before)
     if not found:

@@ -62,7 +62,7 @@ class Words:
 
 
 def support_of(sampling):
-    return SUPPORT if "top_p" in sampling else None
+    return [np.array(ids) for ids in SUPPORT] if "top_p" in sampling else None
 
 
 def expected_logits(logits, sampling):
@@ -86,7 +86,7 @@ def test_values_and_gradients_equal_autograd_of_the_formula_in_float64(monkeypat
     """
     monkeypatch.setitem(LOGITS_IN_CHUNK, "cpu", 2 * SIZE)
     torch.manual_seed(0)
-    found = processors(sampling, np.array(SAMPLED), support_of(sampling), Words())
+    found = processors(sampling, np.array(PROMPT), np.array(SAMPLED), support_of(sampling), Words())
     turns = [SampledTurn(processors=found or TurnProcessors(), prompt=np.array(PROMPT), sampled=np.array(SAMPLED))]
     # The distinct predictors, in order: the plain one, and those of the turn; the turn's tokens come out of order.
     order = [4, 0, 5, 2, 1, 3]
