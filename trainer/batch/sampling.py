@@ -239,7 +239,7 @@ def _masks(
         if _first(GRAMMARS, sampling):
             grammar = vocabulary.grammars.masks(sampling, prompt.tolist(), sampled.tolist(), ends)
         return grammar, _forbidden(sampling, sampled, ends, grammar, vocabulary)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError) as error:
         raise NotReplayed(str(error)) from error
 
 

@@ -37,7 +37,6 @@ SCHEMA = {
     "required": ["city", "age", "tags"],
     "additionalProperties": False,
 }
-FOR_GUIDANCE = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 5}}, "required": ["n"]}
 PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": -0.3, "repetition_penalty": 1.2}
 BIAS = {"logit_bias": {"5": 3.0, "40": -100, "41": 1.5}}
 KEPT = {"min_tokens": 12, "stop_token_ids": [44, 45]}
@@ -58,7 +57,6 @@ KINDS: dict[str, Json] = {
     "allowed": {"allowed_token_ids": list(range(3, 200))},
     "mixture": PENALTIES | BIAS | KEPT | WORDS | {"temperature": 0.8},
     "schema": schema(SCHEMA),
-    "schema_by_guidance": schema(FOR_GUIDANCE),
     "object": {"response_format": {"type": "json_object"}},
     "regex": {"structured_outputs": {"regex": "(yes|no|[a-f]{3,9}), [0-9]+"}},
     "choice": {"structured_outputs": {"choice": ['red "fox"', "blue\n", "réd"]}},

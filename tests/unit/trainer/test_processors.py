@@ -6,16 +6,19 @@ import dataclasses
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from support.engine_sampling import logprobs_and_entropy, processed_logits
 from support.experience_factory import experience
-from support.tiny_models import VOCABULARY, load_model
+from support.tiny_models import VOCABULARY, config_of, load_model
 
 from trainer.batch.batch import build, pack, row_processors, trained_turns, with_ratio
+from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.batch.processors import RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, processors, processors_of, resolved
-from trainer.batch.selection import why_untrainable
+from trainer.batch.selection import SelectionRule, left_out, why_untrainable
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
@@ -37,20 +40,34 @@ KINDS = {
     "repetition": {"repetition_penalty": 1.3},
     "frequency": {"frequency_penalty": 0.7},
     "presence": {"presence_penalty": -0.4},
+    "grammar": {"response_format": {"type": "json_object"}},
     "top": {"top_p": 0.9, "top_k": 4, "min_p": 0.01},
 }
 MIXTURES = {
     "penalties": KINDS["repetition"] | KINDS["frequency"] | KINDS["presence"] | KINDS["temperature"],
     "bias_then_repetition": KINDS["bias"] | KINDS["repetition"] | {"temperature": 1.7},
     "masks": KINDS["min_tokens"] | KINDS["bad_words"] | KINDS["top"],
-    "all": {name: value for kind in KINDS.values() for name, value in kind.items() if name != "allowed_token_ids"},
+    "all": {name: value for kind, of in KINDS.items() for name, value in of.items() if kind != "allowed"},
 }
 
 
+def mask_of(ids):
+    return sum(1 << token for token in ids)
+
+
 class Words:
-    """A vocabulary of a few texts."""
+    """A vocabulary of a few texts, with a grammar that allows the ids of `SUPPORT`."""
 
     end_tokens = ENDS
+
+    @property
+    def grammars(self):
+        return self
+
+    @staticmethod
+    def masks(*_):
+        words = np.array([[mask_of(ids)] for ids in SUPPORT] + [[-1]], np.int32)
+        return GrammarMasks(words=words, index=np.arange(len(SUPPORT)))
 
     @property
     def tokenizer(self):
@@ -71,7 +88,7 @@ def expected_logits(logits, sampling):
     ends = [*ENDS, *sampling.get("stop_token_ids", [])]
     rows = []
     for place, of_token in enumerate(logits):
-        support = SUPPORT[place] if "top_p" in sampling else None
+        support = SUPPORT[place] if {"top_p", "response_format"} & sampling.keys() else None
         args = PROMPT, SAMPLED[:place], sampling
         rows.append(processed_logits(of_token, *args, support=support, bad_words=words, ends=ends))
     return torch.stack(rows)
@@ -202,6 +219,9 @@ def test_plain_turns_are_not_processed():
         ({"bad_words": ["no"]}, "bad_words"),
         ({"min_tokens": 2}, "min_tokens"),
         ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
 def test_a_turn_whose_distribution_cannot_be_computed_carries_no_loss(sampling, reason):
@@ -233,3 +253,105 @@ def test_a_token_that_could_not_be_sampled_has_a_logprob_that_no_gap_check_passe
     assert found[0] > -50
     assert found[1] < -1e20
     assert VOCABULARY > 7
+
+
+def test_a_support_makes_up_for_masks_that_cannot_be_computed():
+    """Token by token: one without a support is left out, and counted where its turn is trained."""
+    one = experience(sampling=[{"tool_choice": "required", "top_k": 2}])
+    one = dataclasses.replace(one, support=support_at(one, 0, [[2, 5], None]))
+    assert why_untrainable(one) == [None]
+    batch = build([one], [np.ones(1)], policy_version=0)
+    assert batch.table.target.tolist() == [2]
+    assert len(build([one], [np.ones(1)], policy_version=0, needs_behaviour=False).table) == 2
+    found = left_out([one], {}, {"s-0"}, SelectionRule(), needs_behaviour=True)
+    assert found == ({}, {"unknown_support": 1})
+    unknown = dataclasses.replace(one, support=support_at(one, 0, [None, None]))
+    assert why_untrainable(unknown) == ["top_k"]
+
+
+LETTERS = ["<end>", "<think>", "</think>", *"abcdefgh"]
+"""The tokens of the model of the tests of grammars."""
+END, START_THINK, END_THINK = 0, 1, 2
+A, B, C, D = 3, 4, 5, 6
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Grammars:
+    """The grammars of a model whose tokens are letters."""
+    directory = tmp_path_factory.mktemp("letters")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({text: index for index, text in enumerate(LETTERS)}, []))
+    backend.add_special_tokens(LETTERS[:1])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    fast.save_pretrained(directory)
+    config_of("Qwen3", vocab_size=len(LETTERS)).save_pretrained(directory)
+    return Grammars(str(directory))
+
+
+def allowed(found, num_tokens):
+    """Return the ids that stood free at each token; None where all did."""
+    every = len(found.words) - 1
+    return [None if found.index[place] == every else found.allows(place) for place in range(num_tokens)]
+
+
+def test_a_grammar_is_walked_over_the_sampled_tokens(letters):
+    asked = {"structured_outputs": {"regex": "[ab]+c"}}
+    found = letters.masks(asked, [D], [A, B, C, END, D], {END})
+    assert allowed(found, 5) == [{A, B}, {A, B, C}, {A, B, C}, {END}, None]
+    assert len(found.words) == 4
+    cut = letters.masks(asked, [D], [A, B], {END})
+    assert allowed(cut, 2) == [{A, B}, {A, B, C}]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"choice": ["ab", "cd"]}},
+        {"structured_outputs": {"grammar": 'root ::= "a" "b" | "cd"'}},
+        {"structured_outputs": {"grammar": 'start: "ab" | "cd"'}},
+        {"structured_outputs": {"regex": "ab|cd", "json": None}, "response_format": {"type": "text"}},
+    ],
+    ids=["choice", "ebnf", "lark", "regex"],
+)
+def test_each_kind_of_grammar_is_walked(letters, asked):
+    found = letters.masks(asked, [], [C, D, END], {END})
+    assert allowed(found, 3) == [{A, C}, {D}, {END}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampled", "expected"),
+    [
+        ([A], [START_THINK, D, END_THINK, A, END], [None, None, None, {A}, {END}]),
+        ([START_THINK], [D, END_THINK, A, END], [None, None, {A}, {END}]),
+        ([START_THINK], [D, D], [None, None]),
+        ([START_THINK, END_THINK], [A, END], [{A}, {END}]),
+    ],
+    ids=["sampled", "opened_by_the_prompt", "cut_off", "closed_by_the_prompt"],
+)
+def test_thinking_before_the_grammar_is_free(letters, prompt, sampled, expected):
+    found = letters.masks({"structured_outputs": {"regex": "a"}}, prompt, sampled, {END})
+    assert allowed(found, len(sampled)) == expected
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"regex": "b+"}},
+        {"structured_outputs": {"structural_tag": "{}"}},
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        {"structured_outputs": {"regex": "a("}},
+        {"response_format": {"type": "structural_tag"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"multipleOf": 2}}}}},
+    ],
+    ids=["refuses_a_token", "tags", "options", "broken", "tag_format", "other_library"],
+)
+def test_a_grammar_that_is_not_known_to_be_the_engines_is_not_replayed(letters, asked):
+    with pytest.raises(NotReplayed):
+        letters.masks(asked, [], [A, END], {END})
+
+
+def test_a_grammar_that_allows_nothing_but_an_end_is_stronger_than_min_tokens(letters):
+    vocabulary = Vocabulary(letters._model)
+    asked = {"structured_outputs": {"regex": "ab?"}, "min_tokens": 5}
+    found = processors(asked, np.array([D]), np.array([A, B, END]), None, vocabulary)
+    places, ids = found.forbidden
+    assert list(zip(places.tolist(), ids.tolist(), strict=True)) == [(0, END), (1, END)]
