@@ -279,6 +279,7 @@ class Training:
         self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection
     ) -> tuple[Json, State]:
         self._fitting.observe(0, chosen.refused.values(), self._too_large)
+        metrics = metrics | left_out_gauges(claimed, chosen, (), self.settings)
         return self.commits.finish_untrained(state, claimed, metrics, chosen)
 
 

@@ -21,7 +21,7 @@ from trainer.algorithms.algorithm import Imitation, select
 from trainer.batch.advantages import UNIFORM, is_single
 from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantages
 from trainer.batch.ratios import Gauges, finite
-from trainer.batch.selection import LARGEST_VALUE, Selection, joined, num_turns_left_out, without_groups
+from trainer.batch.selection import LARGEST_VALUE, Selection, joined, left_out, without_groups
 from trainer.checks.gap import BatchGap, GapCheck
 from trainer.claims.claims import SMALLEST_PART, Claims, refill_limit
 from trainer.claims.ledger import ClaimedBatch
@@ -340,14 +340,18 @@ def claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State, num_gro
     }
 
 
-def left_out_gauges(
-    claimed: ClaimedBatch, chosen: Selection, trained: Collection[str], rule: TrainerSettings
-) -> dict[str, int]:
-    """Return how many turns of the trained groups carry no loss, and how many for each reason.
+def left_out_gauges(claimed: ClaimedBatch, chosen: Selection, trained: Collection[str], rule: TrainerSettings) -> Json:
+    """Return how many turns of the trained groups, and how many tokens of all, carry no loss, and why.
 
     `trained` has the ids of the turns that do.
     """
     needs = rule.algorithm.needs_behaviour
-    counts = num_turns_left_out(claimed.experiences, chosen.refused, trained, rule, needs_behaviour=needs)
-    by_reason = {f"num_turns_left_out_{reason}": count for reason, count in sorted(counts.items())}
-    return {"num_turns_left_out": sum(counts.values()), **by_reason}
+    turns, tokens = left_out(claimed.experiences, chosen.refused, trained, rule, needs_behaviour=needs)
+    num_sampled = sum(int(experience.loss_mask.sum()) for experience in claimed.experiences)
+    return {
+        "num_turns_left_out": sum(turns.values()),
+        **{f"num_turns_left_out_{reason}": count for reason, count in sorted(turns.items())},
+        "num_tokens_sampled": num_sampled,
+        "trained_share": 1 - sum(tokens.values()) / max(num_sampled, 1),
+        **{f"num_tokens_left_out_{reason}": count for reason, count in sorted(tokens.items())},
+    }

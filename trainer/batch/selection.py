@@ -26,7 +26,7 @@ from trainer.batch.advantages import (
     shape_rewards,
     why_without_advantage,
 )
-from trainer.batch.sampling import processors_of
+from trainer.batch.sampling import UNKNOWN_SUPPORT, is_known, processors_of
 from turnwise.chains import Experience
 from turnwise.credit import Floats
 from turnwise.types import GroupKey, Json, SessionKey, name_digest
@@ -35,6 +35,8 @@ LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
 NO_TRAINABLE_TURN = "no_trainable_turn"
 """Reason of a chain of which no turn can be trained, such as one whose turns have no importance ratio."""
+NOT_CHOSEN = "not_chosen"
+"""Reason of a turn that could be trained, and that the algorithm did not choose."""
 TOO_LONG = "chain_too_long"
 """Beginning of the reason of a chain over `max_chain_tokens`."""
 
@@ -135,27 +137,43 @@ def offer(
     )
 
 
-def num_turns_left_out(
+def left_out(
     experiences: Sequence[Experience],
-    refused: Collection[GroupKey],
+    refused: Mapping[GroupKey, str],
     trained: Collection[str],
     rule: SelectionRule,
     *,
     needs_behaviour: bool,
-) -> dict[str, int]:
-    """Count by reason the turns of groups that are not refused which nevertheless carry no loss.
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Count by reason what carries no loss: the turns of groups that are not refused, and the sampled tokens of all.
 
-    `trained` are the ids of the turns that carry loss.
+    Args:
+        experiences: Everything that the claimed groups hold.
+        refused: Groups of which nothing is trained, with their reasons.
+        trained: Ids of the turns that carry loss.
+        rule: What is left out.
+        needs_behaviour: Whether an importance ratio is formed for each token.
     """
-    counts: Counter[str] = Counter()
-    kept = [experience for experience in experiences if experience.group_key not in refused]
-    for experience, of_chain in zip(kept, _left_out(kept, rule, needs_behaviour=needs_behaviour), strict=True):
+    turns: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for experience, of_chain in zip(
+        experiences, _left_out(experiences, rule, needs_behaviour=needs_behaviour), strict=True
+    ):
+        refusal, size = refused.get(experience.group_key), len(experience.turn_ids)
+        unknown = experience.loss_mask & ~(is_known(experience) | (not needs_behaviour))
+        sizes, of_unknown = (
+            np.bincount(experience.turn_index[of], minlength=size).tolist() for of in (experience.loss_mask, unknown)
+        )
         of_turns = why_untrainable(experience, needs_behaviour=needs_behaviour)
-        for turn_id, of_turn in zip(experience.turn_ids, of_turns, strict=True):
-            reason = of_turn or of_chain
-            if reason is not None and turn_id not in trained:
-                counts[reason.partition(":")[0]] += 1
-    return dict(counts)
+        for turn, turn_id in enumerate(experience.turn_ids):
+            reason = refusal or of_turns[turn] or of_chain
+            if refusal is None and turn_id in trained:
+                tokens[UNKNOWN_SUPPORT] += of_unknown[turn]
+                continue
+            name = NOT_CHOSEN if reason is None else reason.partition(":")[0]
+            tokens[name] += sizes[turn]
+            turns[name] += refusal is None and reason is not None
+    return dict(+turns), dict(+tokens)
 
 
 def joined(first: Selection, second: Selection) -> Selection:

@@ -191,7 +191,10 @@ def test_the_distribution_that_was_sampled_is_reproduced(tmp_path, model, ledger
 def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not_recorded_as_trained(
     tmp_path, model, ledger
 ):
-    """One turn was sampled greedily and one from a part of the distribution. Refused groups are not counted."""
+    """One turn was sampled greedily and one from a part of the distribution. Turns of refused groups are not counted.
+
+    A group has four sessions of two turns of four tokens, or three such turns; one of the four groups is too long.
+    """
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     Rollouts(ledger, load_model(model), num_turns=3).play("long", num_groups=1, seed=7)
     changed = {"a-0-0-t1": {"temperature": 0.0}, "a-1-2-t0": {"top_p": 0.9}}
@@ -202,6 +205,15 @@ def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not
     state = train(settings_for(tmp_path, model, total_batches=1, groups_per_batch=4, max_chain_tokens=20))
     counted = {name: value for name, value in state.metrics.items() if name.startswith("num_turns_left_out")}
     assert counted == {"num_turns_left_out": 2, "num_turns_left_out_greedy": 1, "num_turns_left_out_top_p": 1}
+    tokens = {name: value for name, value in state.metrics.items() if name.startswith("num_tokens_")}
+    assert tokens == {
+        "num_tokens_sampled": 3 * 32 + 48,
+        "num_tokens_left_out_chain_too_long": 48,
+        "num_tokens_left_out_greedy": 4,
+        "num_tokens_left_out_top_p": 4,
+    }
+    assert state.metrics["trained_share"] == pytest.approx(88 / 144)
+    assert state.metrics["tokens"] == 88
     with ledger.read() as connection:
         views, _ = updates.list_update_views(connection, "default")
     recorded = {turn_id for session in views[0].sessions for turn_id in session.advantages}
