@@ -82,6 +82,7 @@ class Services:
             timeout_seconds=settings.engine_timeout_seconds,
             wait_seconds=settings.engine_wait_seconds,
             gone_seconds=settings.engine_gone_seconds,
+            support_ids=settings.support_ids,
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
         )
         self.upstream = (

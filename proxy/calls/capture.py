@@ -192,6 +192,7 @@ def _common(running: Running) -> dict[str, Any]:
         "dialect": call.dialect.name,
         "sampling": call.sampling if lane is None else lane.engine.effective_sampling(call),
         "logprobs": NO_LOGPROBS,
+        "asks_support": call.asks_support,
         "policy_version_first": running.version_first,
         "policy_version_last": running.version_last,
         "inferred_by": running.place.inferred_by,

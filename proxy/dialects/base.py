@@ -9,15 +9,18 @@ import abc
 import dataclasses
 import enum
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import msgspec
+import numpy as np
 
 from proxy.dialects import sse
 from turnwise.store.turns import TurnView
-from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, Turn
+from turnwise.support import FIELD, SUM_TOLERANCE, from_text
+from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, TokenIds, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 
@@ -64,6 +67,8 @@ class Call:
     num_choices: int
     wants_logprobs: bool
     wants_token_ids: bool
+    asks_support: bool = False
+    """Whether the engine was asked which ids could be sampled at each token."""
     hides_thinking: bool = False
     """Whether the client asked for no reasoning; it then gets no token ids and logprobs either, as from vLLM."""
     session_id: str | None = None
@@ -152,6 +157,12 @@ class Captured:
     has_routing: bool = False
 
 
+NAMED_ID = "token_id:"
+"""How vLLM begins the name of a token that it names by its id."""
+IMPOSSIBLE = -9999.0
+"""The logprob in vLLM's JSON of an id that cannot be sampled."""
+
+
 class _Sampled(msgspec.Struct, gc=False):
     logprob: float | None
 
@@ -161,7 +172,25 @@ class _Logprobs(msgspec.Struct, gc=False):
     token_logprobs: list[float | None] | None = None
 
 
+class _Alternative(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+
+
+class _Supported(msgspec.Struct, gc=False):
+    support: str | None = msgspec.field(default=None, name=FIELD)
+    """As our plug-in of vLLM writes it."""
+    top_logprobs: list[_Alternative] = msgspec.field(default_factory=list)
+
+
+class _Supports(msgspec.Struct, gc=False):
+    content: list[_Supported] | None = None
+    support: list[str] | None = msgspec.field(default=None, name=FIELD)
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
 _logprobs = msgspec.json.Decoder(list[_Logprobs | None])
+_supports = msgspec.json.Decoder(list[_Supports | None])
 _logprob_of = operator.attrgetter("logprob")
 
 
@@ -176,6 +205,41 @@ def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
     except msgspec.DecodeError:
         return []
     return found
+
+
+def read_supports(encoded: bytes) -> list[TokenIds | None]:
+    """Return which ids could be sampled at each token, None where the reply does not say it.
+
+    Raises:
+        ValueError: the JSON, or a support in it, has another form.
+    """
+    found: list[TokenIds | None] = []
+    for piece in _supports.decode(b"[%b]" % encoded):
+        if piece is None:
+            continue
+        for token in piece.content or ():
+            named = ((each.token, each.logprob) for each in token.top_logprobs)
+            found.append(_of_alternatives(named) if token.support is None else from_text(token.support))
+        if piece.support is not None:
+            found += map(from_text, piece.support)
+        else:
+            found += [_of_alternatives((named or {}).items()) for named in piece.top_logprobs or ()]
+    return found
+
+
+def _of_alternatives(named: Iterable[tuple[str, float]]) -> TokenIds | None:
+    """Return the possible ids among the most likely ones; None if there might be more, or texts stand for the ids."""
+    possible, is_whole = {}, False
+    for token, logprob in named:
+        if not token.startswith(NAMED_ID):
+            return None
+        if logprob > IMPOSSIBLE:
+            possible[int(token[len(NAMED_ID) :])] = logprob
+        else:
+            is_whole = True
+    if not is_whole and abs(math.fsum(map(math.exp, possible.values())) - 1) > SUM_TOLERANCE:
+        return None
+    return np.array(sorted(possible), np.int32)
 
 
 def sampled_tokens(turn: Turn, texts: Mapping[int, str]) -> list[tuple[str, float]]:

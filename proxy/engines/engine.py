@@ -19,10 +19,19 @@ import orjson
 
 from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
-from proxy.engines.vllm_forms import read_parts, reject_prompt_logprobs, request, wants_tool_grammar, without_thinking
+from proxy.engines.vllm_forms import (
+    SUPPORT_KEY,
+    read_parts,
+    reject_prompt_logprobs,
+    request,
+    support_request,
+    wants_tool_grammar,
+    without_thinking,
+)
 from proxy.sessions.place import CallPlace
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
+from turnwise.support import truncates
 from turnwise.telemetry.tracing import current_request
 from turnwise.types import TOOL_GRAMMAR, Json, PolicyKind, PolicyVersion
 from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
@@ -108,7 +117,13 @@ class Engine:
     """Request fields that steer the engine itself; a client's are removed."""
 
     def __init__(
-        self, url: str, *, timeout_seconds: float, gone_seconds: float = 30.0, access: Access | None = None
+        self,
+        url: str,
+        *,
+        timeout_seconds: float,
+        gone_seconds: float = 30.0,
+        support_ids: int = 0,
+        access: Access | None = None,
     ) -> None:
         self.url = without_credentials(url)
         """Its address, without the user and password that the setting may hold."""
@@ -130,6 +145,12 @@ class Engine:
         """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
         self.returns_routing = False
         """Whether one of its replies had the experts of its tokens."""
+        self.support_ids = support_ids
+        """Most ids of a token's support that calls ask for; 0 asks for none."""
+        self.max_logprobs = 0
+        """Most alternatives that a call may ask for; 0 where that is not known."""
+        self.returns_supports = False
+        """Whether one of its replies had supports, which our plug-in adds."""
         self.problem: str | None = None
         """Why it gets no calls, as the last check found; None while it serves, and before the first check."""
         self.own_model = PolicyVersion(version=0, path="")
@@ -390,11 +411,22 @@ class Engine:
             EngineRefused: an error status, with the engine's own body.
             InvalidRequest: the request would crash the engine.
         """
-        body = request(call, place, returns_routing=self.returns_routing)
+        call.asks_support = (
+            self.support_ids > 0
+            and truncates(call.body, self.defaults)
+            and not call.body.get("logprob_token_ids")  # these take the place of alternatives
+        )
+        support = self._support_request(call) if call.asks_support else {}
+        body = request(call, place, returns_routing=self.returns_routing, support=support)
         body["model"] = model
         if self.may_have_lora:
             reject_prompt_logprobs(body)
         return await self.post(call.dialect.engine_route, dumps(body), headers)
+
+    def _support_request(self, call: Call) -> Json:
+        top_k = call.body.get("top_k")
+        top_k = self.defaults.get("top_k") if top_k is None else top_k
+        return support_request(call, top_k, self.support_ids, 0 if self.returns_supports else self.max_logprobs)
 
     def effective_sampling(self, call: Call) -> Json:
         """Return how it samples a call: the call's parameters, its own defaults, and what it makes of both."""
@@ -422,6 +454,8 @@ class Engine:
             shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
         )
         self.returns_routing |= captured.has_routing
+        if call.asks_support and not self.returns_supports:
+            self.returns_supports = any(SUPPORT_KEY in part for part in parts)
         return list(map(without_thinking, shown)) if call.hides_thinking else shown
 
     async def tokenise(self, request: Json) -> list[int]:

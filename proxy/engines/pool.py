@@ -45,11 +45,11 @@ class EnginePool:
         timeout_seconds: float,
         wait_seconds: float = 0.0,
         gone_seconds: float = 30.0,
+        support_ids: int = 0,
         access: Access | None = None,
     ) -> None:
-        self.engines: list[Engine] = [
-            Engine(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
-        ]
+        limits = {"timeout_seconds": timeout_seconds, "gone_seconds": gone_seconds}
+        self.engines: list[Engine] = [Engine(url, **limits, support_ids=support_ids, access=access) for url in urls]
         self.serving: list[Engine] = []
         """Engines that calls are routed to; another list after each change."""
         self._not_draining: list[Engine] = []

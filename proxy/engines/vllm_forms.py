@@ -21,6 +21,7 @@ from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
 from turnwise.errors import InvalidRequest
+from turnwise.support import FIELD
 from turnwise.types import Json
 from turnwise.verify.engine import CHAT_ROUTE
 
@@ -30,6 +31,14 @@ IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 """A list of token ids (sampled or prompt), with the end of its key."""
 ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
 """The experts of each token; no JSON string can contain this text, because it escapes quotes."""
+SUPPORTS = re.compile(rb',\s*"%b":\s*(?:"[^"]*"|\[[^]]*\])' % FIELD.encode())
+"""Which ids could be sampled, behind a token's logprob or behind those of all tokens; no text can contain this."""
+SUPPORT_KEY = FIELD.encode()
+MOST_ALTERNATIVES = 100
+"""Ids of a support that are asked for as alternatives: each takes the engine a hundred bytes of JSON, and a token with
+100 of them twice the time."""
+TIES = 8
+"""Ids that top-k may leave beyond its number: all with the last one's logit."""
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
 CUT = b"[-1]"
@@ -107,6 +116,8 @@ def read_parts(
         text = whole
     if not shows_logprobs:  # first, because they are most of the text, and are not searched
         text = _without_logprobs(text, replies)
+    elif SUPPORT_KEY in text:
+        text = SUPPORTS.sub(b"", text)
     if not shows_token_ids:
         text = IDS.sub(b'token_ids":null', text)
     if captured.has_routing:
@@ -252,18 +263,40 @@ def without_thinking(raw: bytes) -> bytes:
     return orjson.dumps(reply)
 
 
-def request(call: Call, place: CallPlace, *, returns_routing: bool) -> Json:
+def support_request(call: Call, top_k: Any, most: int, num_alternatives: int) -> Json:
+    """Return the fields by which a reply says which ids could be sampled at each token.
+
+    An engine with our plug-in says it beside the logprobs. Another one can name the most likely alternatives by their
+    ids, where the client does not get them by their texts.
+
+    Args:
+        call: The call, whose sampling leaves out a part of the vocabulary.
+        top_k: The engine's, which bounds the number of ids; none where it is not above 0.
+        most: Most ids of a token.
+        num_alternatives: Most alternatives that the engine may be asked for; 0 with our plug-in.
+    """
+    wanted = min(most, top_k + TIES) if isinstance(top_k, int) and top_k > 0 else most
+    fields: Json = {"vllm_xargs": {FIELD: wanted}}
+    alternatives = min(wanted, num_alternatives, MOST_ALTERNATIVES)
+    if alternatives and not call.wants_logprobs:
+        name = "top_logprobs" if call.dialect.engine_route == CHAT_ROUTE else "logprobs"
+        fields |= {name: alternatives, "return_tokens_as_token_ids": True}
+    return fields
+
+
+def request(call: Call, place: CallPlace, *, returns_routing: bool, support: Json) -> Json:
     """Return the request of a call, with the options that capture needs, for `dumps`."""
     body = dict(call.body)
     if call.dialect.engine_route != CHAT_ROUTE:
         logprobs = body.get("logprobs")
-        return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
+        return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs} | support
     if call.messages:
         body["messages"] = orjson.Fragment(call.messages_json)
     # vLLM refuses both of these; capture's options must not change that error.
     is_refused = not body.get("messages") or (body.get("top_logprobs") and not body.get("logprobs"))
     if not is_refused:
         body |= FORCED
+        body |= support
     if place.prompt is not None:
         body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(place.prompt.json())}
         if returns_routing and place.parent is not None:

@@ -335,6 +335,7 @@ def row_of(turn: NewTurn) -> stored_turns.TurnRow:
     return rows.TURNS.row(
         turn,
         encoded_logprobs=b",".join(turn.encoded_logprobs),
+        asks_support=turn.asks_support,
         encoded_prompt=turn.encoded_prompt,
         encoded_routing=turn.encoded_routing,
         session_created_at=rows.to_micros(turn.session_created_at),

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from proxy.dialects.base import read_logprobs
+from proxy.dialects.base import read_logprobs, read_supports
 from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
@@ -35,6 +35,7 @@ from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
+from turnwise.support import pack
 from turnwise.telemetry.logs import LogFormat, configure_logging
 from turnwise.types import Outcome, Reward, Session, Turn
 
@@ -49,6 +50,7 @@ READ_BYTES = 1 << 20
 GC_ALLOCATIONS = 50_000
 """Allocations between two garbage collections: decoding one reply makes thousands of objects without cycles."""
 MAX_ID = 2**31 - 1
+TOKEN_BYTES = 4
 
 
 class Setup(NamedTuple):
@@ -73,6 +75,8 @@ class NewTurn(Turn):
     """Of the call's session: another one of its name, created after it was deleted, does not get the turn."""
     encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
     """`logprobs` as `Choice.logprobs`."""
+    asks_support: bool = False
+    """Whether they say which ids could be sampled."""
     encoded_prompt: bytes = b""
     """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
     encoded_routing: tuple[str, int, int] | None = None
@@ -123,6 +127,8 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
         is_complete = len(row["logprobs"]) == len(row["token_ids"])
     except TypeError:  # some are null
         row["logprobs"], is_complete = np.array(logprobs, np.float32).tobytes(), False
+    if sent["asks_support"]:
+        row["support"] = _support(sent, len(row["token_ids"]) // TOKEN_BYTES)
     if sent["encoded_prompt"]:
         row["prompt_delta"] = ids_from_text(sent["encoded_prompt"])
     if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
@@ -135,6 +141,16 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
         else:
             row["routed_experts"] = routing
     return row
+
+
+def _support(sent: turns.TurnRow, num_tokens: int) -> bytes | None:
+    """Return the stored form of a turn's support; None if it is known of no token, or is of other tokens."""
+    try:
+        found = read_supports(sent["encoded_logprobs"])
+    except ValueError as error:
+        log.warning("turn %s is stored without the ids that could be sampled: %s", sent["turn_id"], error)
+        return None
+    return pack(found) if len(found) == num_tokens and any(ids is not None for ids in found) else None
 
 
 def ids_from_text(text: bytes) -> bytes:

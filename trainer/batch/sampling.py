@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from turnwise.chains import Experience
-from turnwise.support import Support
+from turnwise.support import TRUNCATING, Support
 from turnwise.tokenizer import load_tokenizer
 from turnwise.types import TOOL_GRAMMAR, Json, TokenIds
 
@@ -32,12 +32,6 @@ PROCESSORS = "processors"
 OF_SAMPLING = ("sampling", PROCESSORS)
 """Keys of `Experience.info` with one entry a turn that concern how its tokens were sampled."""
 LARGEST_BIAS = 100.0
-TRUNCATES: Mapping[str, Callable[[Any], bool]] = {
-    "top_p": lambda value: value < 1,
-    "top_k": lambda value: value > 0,
-    "min_p": lambda value: value > 0,
-}
-"""Parameters that leave a part of the vocabulary, which depends on the engine's own logits."""
 NEEDS_TOKENIZER: Mapping[str, Callable[[Any], bool]] = {"bad_words": bool, "min_tokens": lambda value: value > 0}
 GRAMMARS: Mapping[str, Callable[[Any], bool]] = {
     "structured_outputs": bool,
@@ -168,7 +162,7 @@ def processors(
         support: Of each of them the ids that could be sampled; None where they are not known. [R]
         vocabulary: Of the model; None where there is none, and then what needs it cannot be applied.
     """
-    truncated = _first(TRUNCATES, sampling) if temperature_of(sampling) > 0 else None
+    truncated = _first(TRUNCATING, sampling) if temperature_of(sampling) > 0 else None
     if truncated is None:
         support = None
     elif support is None or all(ids is None for ids in support):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,15 @@ def weights_dtype(server_info: Json) -> str | None:
     except (KeyError, TypeError):
         return None
     return str(named).removeprefix("torch.")
+
+
+def most_alternatives(server_info: Json) -> int:
+    """Return how many alternatives a call may ask for at each token; 0 if the engine does not say."""
+    try:
+        most = int(server_info["vllm_config"]["model_config"]["max_logprobs"])
+    except (KeyError, TypeError, ValueError):
+        return 0
+    return sys.maxsize if most < 0 else most
 
 
 SamplingCheck = Generator[Json, Json, tuple[Json | None, Requirement]]

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.support import FIELD, to_text
 from turnwise_fake_engine import tokens
-from turnwise_fake_engine.sampling import FORCING_BIAS, Piece, Sample, logprobs_of
+from turnwise_fake_engine.sampling import FORCING_BIAS, Piece, Sample, logprobs_of, truncated
 
 Json = dict[str, Any]
 
+IMPOSSIBLE = -9999.0
 FINGERPRINT = "vllm-0.32.0-fake"
 
 
@@ -42,6 +44,7 @@ class Call:
 
     routed_layers: int = 0
     """As in the script."""
+    returns_supports: bool = False
 
     @property
     def shows_metadata(self) -> bool:
@@ -230,11 +233,24 @@ def _logprobs(call: Call, pieces: list[Piece]) -> Json:
 def _token_logprobs(call: Call, piece: Piece) -> Json:
     count = call.request.get("top_logprobs") or 0
     chosen, ranked = logprobs_of(piece.token_id, call.temperature, count=count)
+    support: Json = {}
+    if top_k := call.request.get("top_k"):
+        values = truncated(piece.token_id, call.temperature, top_k)
+        chosen, ranked = values[piece.token_id], list(values.items())[:count]
+        support = support_of(call, values)
     if call.biases_count and (call.request.get("logit_bias") or {}).get(str(piece.token_id), 0.0) >= FORCING_BIAS:
         chosen = -1e-6
     text = piece.text or tokens.SPECIAL_TEXTS.get(piece.token_id, "")
-    top = [_named(tokens.decode([token_id]), logprob) for token_id, logprob in ranked]
-    return _named(text, chosen) | {"top_logprobs": top}
+    by_id = call.request.get("return_tokens_as_token_ids")
+    top = [_named(f"token_id:{each}" if by_id else tokens.decode([each]), logprob) for each, logprob in ranked]
+    return _named(text, chosen) | {"top_logprobs": top} | support
+
+
+def support_of(call: Call, values: dict[int, float]) -> Json:
+    """Return the field of a token by which Turnwise's plug-in says which ids could be sampled."""
+    if not call.returns_supports or FIELD not in (call.request.get("vllm_xargs") or {}):
+        return {}
+    return {FIELD: to_text(np.array(sorted(each for each, value in values.items() if value > IMPOSSIBLE), np.int32))}
 
 
 def _named(text: str, logprob: float) -> Json:

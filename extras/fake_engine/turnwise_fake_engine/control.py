@@ -78,7 +78,12 @@ async def version(_state: EngineState, _request: Request) -> Response:
 
 async def server_info(state: EngineState, _request: Request) -> Response:
     """Return the environment that the proxy asks for."""
-    return reply_json({"vllm_env": {ENFORCE_STRICT_TOOLS: state.script.enforces_strict_tools}})
+    return reply_json(
+        {
+            "vllm_env": {ENFORCE_STRICT_TOOLS: state.script.enforces_strict_tools},
+            "vllm_config": {"model_config": {"max_logprobs": state.script.max_logprobs}},
+        }
+    )
 
 
 async def models(state: EngineState, _request: Request) -> Response:

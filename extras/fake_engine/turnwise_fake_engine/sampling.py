@@ -207,6 +207,19 @@ def logprobs_of(token_id: int, temperature: float, *, count: int) -> tuple[float
     return chosen, list(ranked[:count])
 
 
+def truncated(token_id: int, temperature: float, top_k: int) -> dict[int, float]:
+    """Return the logprobs of all tokens after top-k, the likeliest first; the sampled token is one of those left."""
+    chosen, ranked = logprobs_of(token_id, temperature, count=21)
+    left = dict(ranked[:top_k])
+    if token_id not in left:
+        left.popitem()
+        left[token_id] = chosen
+    log_total = math.log(math.fsum(map(math.exp, left.values())))
+    return {each: value - log_total for each, value in left.items()} | {
+        each: -9999.0 for each, _ in ranked if each not in left
+    }
+
+
 @functools.lru_cache(maxsize=4096)
 def _distribution(token_id: int, temperature: float) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Return the log-softmax of fixed logits over 21 tokens; the sampled one is not always the likeliest."""

@@ -121,6 +121,10 @@ class Script(_Strict):
     routed_layers: int = 0
     """Layers of the mixture of experts whose routing whole replies contain: token 7 goes to experts 7 and 8 of 256 in
     layer 0, to 8 and 9 in layer 1, and so on; 0 returns none, as a vLLM without --enable-return-routed-experts."""
+    returns_supports: bool = False
+    """Say which ids could be sampled, as a vLLM with our plug-in. Of the parameters only top-k leaves some out here."""
+    max_logprobs: int = 20
+    """Most alternatives that it says that a call may ask for."""
     weight_transfer: bool = False
     """Take weights from a trainer's memory, as a vLLM that was started with our backend."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"

@@ -240,6 +240,7 @@ def _call(state: EngineState, body: Json, seen: SeenCall, prompt_ids: list[int],
         biases_count=not raw,
         logprob_shift=state.logprob_shift(body.get("model")),
         routed_layers=state.script.routed_layers,
+        returns_supports=state.script.returns_supports,
         hide_token_ids=fault is not None and fault.kind is FaultKind.NO_TOKEN_IDS,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from turnwise_fake_engine import chat_wire, tokens
 from turnwise_fake_engine.chat_wire import FINGERPRINT, Call, usage
-from turnwise_fake_engine.sampling import Piece, Sample, logprobs_of
+from turnwise_fake_engine.sampling import Piece, Sample, logprobs_of, truncated
 
 Json = dict[str, Any]
 
@@ -150,6 +150,11 @@ def _logprobs(call: Call, prompt: list[int], pieces: list[Piece], offset: int) -
         answer["text_offset"].append(offset)
         offset += len(text)
         chosen, ranked = logprobs_of(token_id, call.temperature, count=count)
+        if top_k := call.request.get("top_k"):
+            values = truncated(token_id, call.temperature, top_k)
+            chosen, ranked = values[token_id], list(values.items())[:count]
+            for field, support in chat_wire.support_of(call, values).items():
+                answer.setdefault(field, []).append(support)
         unknown = position == 0 and bool(prompt)
         answer["token_logprobs"].append(None if unknown else chosen)
         others = [] if asked else ranked

@@ -1,0 +1,117 @@
+"""A turn with top-k, top-p or min-p has the ids that could be sampled, in every dialect, and no client gets them."""
+
+from __future__ import annotations
+
+import json
+
+import httpx2
+import pytest
+from turnwise_fake_engine import Script, running_fake_engine
+from turnwise_fake_engine.sampling import truncated
+
+from turnwise.support import FIELD, support_json, truncates
+
+TOP_K = 5
+SAY = {"role": "user", "content": "Hello."}
+ASKED = {
+    "chat": ("chat/completions", {"messages": [SAY], "top_k": TOP_K, "n": 2}),
+    "completions": ("completions", {"prompt": "Hello.", "top_k": TOP_K}),
+    "messages": ("messages", {"messages": [SAY], "top_k": TOP_K, "max_tokens": 20}),
+    "responses": ("responses", {"input": "Hello.", "top_k": TOP_K}),
+    "gemini": (
+        "models/fake",
+        {"contents": [{"role": "user", "parts": [{"text": "Hello."}]}], "generationConfig": {"topK": TOP_K}},
+    ),
+}
+
+
+@pytest.mark.parametrize("has_plugin", [True, False], ids=["with the plug-in", "by alternatives"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_stored_ids_are_those_that_could_be_sampled_and_reach_no_client(start_proxy, has_plugin, stream):
+    with running_fake_engine(Script(returns_supports=has_plugin)) as engine:
+        proxy = start_proxy(engine.url)
+        for dialect, (path, body) in ASKED.items():
+            url, sent = f"{proxy.session_v1(dialect)}/{path}", {"model": "fake", "stream": stream} | body
+            if dialect == "gemini":
+                url = url.replace("/v1/", "/v1beta/") + (
+                    ":streamGenerateContent?alt=sse" if stream else ":generateContent"
+                )
+                sent = body
+            shown = httpx2.post(url, json=sent, timeout=60).raise_for_status().text
+            assert FIELD not in shown, dialect
+            assert "token_id:" not in shown, dialect
+            views = proxy.turns(dialect)
+            assert len(views) == body.get("n", 1)
+            for view in views:
+                turn = view.turn
+                expected = [
+                    sorted(each for each, value in truncated(token, 1.0, TOP_K).items() if value > -9999)
+                    for token in turn.token_ids.tolist()
+                ]
+                assert support_json(turn.support) == expected, dialect
+    calls = engine.state.calls[-len(ASKED) :]
+    by_alternatives = [bool(call.body.get("return_tokens_as_token_ids")) for call in calls]
+    # The first reply of an engine with the plug-in shows that it needs no alternatives.
+    assert by_alternatives == [True, *[not has_plugin] * (len(ASKED) - 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_gets_the_alternatives_that_it_asked_for_by_their_texts(start_proxy, stream):
+    asked = {"model": "fake", "messages": [SAY], "logprobs": True, "top_logprobs": 2, "top_k": TOP_K, "stream": stream}
+    shown = []
+    for script in (Script(returns_supports=True), Script()):
+        with running_fake_engine(script) as engine:
+            proxy, name = start_proxy(engine.url), f"s{script.returns_supports}"
+            text = httpx2.post(f"{proxy.session_v1(name)}/chat/completions", json=asked, timeout=60).text
+            shown.append(entries(text))
+            [view] = proxy.turns(name)
+            # Texts do not name ids: without the plug-in nothing is known.
+            assert (view.turn.support is not None) == script.returns_supports
+            [call] = [call.body for call in engine.state.calls if call.body.get("top_logprobs") == 2]
+            assert call["vllm_xargs"] == {FIELD: TOP_K + 8}
+    assert shown[0] == shown[1]
+    assert {len(entry["top_logprobs"]) for entry in shown[0]} == {2}
+
+
+def entries(text: str) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.removeprefix("data: ").startswith("{")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
+
+
+def test_a_token_with_more_possible_ids_than_were_returned_is_stored_as_unknown(start_proxy):
+    """Twenty-one ids are possible without top-k; min-p leaves all of them here."""
+    with running_fake_engine(Script(max_logprobs=10)) as engine:
+        proxy = start_proxy(engine.url)
+        body = {"model": "fake", "messages": [SAY], "min_p": 0.0001}
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        [view] = proxy.turns("s")
+    assert view.turn.outcome == "exact"
+    assert view.turn.support is None
+
+
+def test_a_call_that_leaves_nothing_out_asks_for_nothing_and_stores_nothing(start_proxy):
+    with running_fake_engine(Script(returns_supports=True)) as engine:
+        proxy = start_proxy(engine.url)
+        body = {"model": "fake", "messages": [SAY], "top_p": 1.0, "top_k": -1, "min_p": 0}
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        [view] = proxy.turns("s")
+    assert view.turn.support is None
+    assert "vllm_xargs" not in engine.state.calls[-1].body
+
+
+@pytest.mark.parametrize(
+    ("sampling", "defaults", "expected"),
+    [
+        ({}, {}, False),
+        ({"top_p": 0.9}, {}, True),
+        ({"top_p": 0.9, "temperature": 0}, {}, False),
+        ({"top_p": None, "top_k": 0}, {"top_p": 0.95}, True),
+        ({"top_p": 1}, {"top_p": 0.95}, False),
+        ({"top_k": -1, "min_p": 0.0}, {}, False),
+        ({"min_p": 0.01}, {"temperature": 0.0}, False),
+        ({"top_p": "0.5"}, {}, False),
+    ],
+)
+def test_a_call_truncates_by_its_own_parameters_and_by_the_engines_defaults(sampling, defaults, expected):
+    assert truncates(sampling, defaults) is expected
