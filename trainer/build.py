@@ -21,7 +21,7 @@ from turnwise.types import PolicyKind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the policies of one process share."""
+    """The parts that the policies of one process share."""
 
     db: Database
     model: Policy
@@ -32,7 +32,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a training consists of; nothing is loaded yet."""
+    """The parts of a training; nothing is loaded yet."""
 
     claims: Claims
     learner: PolicyAgent

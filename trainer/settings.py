@@ -42,7 +42,7 @@ BOUNDS: Mapping[Sentinel, float] = {
 }
 """What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
 RATES = {30_000_000: (3e-4, 3e-3), 300_000_000: (1e-5, 1e-4), sys.maxsize: (1e-6, 1e-5)}
-"""Default of `learning_rate` for a model below so many parameters: for all weights, and for an adapter."""
+"""Default of `learning_rate` for a model below a number of parameters: for all weights, and for an adapter."""
 
 
 class TrainerSettings(SelectionRule):
@@ -156,9 +156,9 @@ class TrainerSettings(SelectionRule):
     """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
     need more memory and exchange shards within a machine only."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """With several processes: so many divide each layer of the model. For models that transformers has a plan for."""
+    """Number of processes that divide each layer of the model. For models that transformers has a plan for."""
     context_parallel: int = Field(default=1, ge=1)
-    """With several processes: so many divide the tokens of each row, for chains that are too long for one GPU."""
+    """Number of processes that divide the tokens of each row, for chains that are too long for one GPU."""
     router_replay: bool = True
     """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
     engine with `--enable-return-routed-experts`, for calls that do not stream."""

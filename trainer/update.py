@@ -108,7 +108,7 @@ class Updates:
         self.settings = settings
 
     def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> ClaimedBatch:
-        """Return the batch with further groups in the place of those of equal rewards, as far as there are any.
+        """Return the batch with further groups in the place of those of equal rewards, if there are any.
 
         With `refill_seconds` all are replaced: Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling. Without it, a
         quarter of the batch is to have an advantage. Nothing is waited for while other policies could train, which is
@@ -302,7 +302,7 @@ def _members_without(batch: Batch, members: Sequence[int], refused: Refused) -> 
 def num_minibatches(claimed: ClaimedBatch, batch: Batch, settings: TrainerSettings) -> int:
     """Return the optimizer steps of a pass: fewer for a batch of fewer groups, and never more than groups are trained.
 
-    So an update sees as many groups in a small batch as in a whole one, as far as there are any. Imported groups that
+    So an update sees as many groups in a small batch as in a whole one, if it has them. Imported groups that
     are mixed in do not count: a step with them alone would imitate at the whole learning rate, whatever μ is.
     """
     singles = {experience.group_key for experience in claimed.experiences if is_single(experience)}

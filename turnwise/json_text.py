@@ -145,7 +145,7 @@ def scan(
 
 
 class _State:
-    """What is known after the windows so far."""
+    """The state of a scan after a window."""
 
     def __init__(self, *, counts_commas: bool, measures_strings: bool) -> None:
         self._counts_commas = counts_commas

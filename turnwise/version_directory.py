@@ -30,7 +30,7 @@ TOKENIZER = "tokenizer.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 WEIGHTS_PATTERN = "*.safetensors"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt")
-"""What decides the token ids of a text, whichever of them a model has."""
+"""Files that decide the token ids of a text; a model has some of them."""
 DIGESTED_BYTES = 2**20
 """Bytes of each end of a weights file that are read: names and shapes of its tensors, and values."""
 ENGINE_ANSWER = "engine_answer"
@@ -57,7 +57,7 @@ class Probe:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of tokens 1 to N - 1 at temperature 1. [N - 1]"""
+    """Logprobs of tokens 1 to N - 1 at temperature 1. [N - 1]"""
     dtype: str = "float32"
     """The least precise numbers among the trainer's computation and the published weights."""
     base: Probe | None = None

@@ -46,7 +46,7 @@ _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 @dataclasses.dataclass(slots=True)
 class Admission:
-    """What one call holds until its end."""
+    """The places and the memory that one call holds until its end."""
 
     services: Services
     principal: Principal

@@ -24,7 +24,7 @@ SINGLE = {
     GroupStatus.TRAINED: "It is a single session and was trained",
     GroupStatus.DROPPED: "It is a single session and was not trained",
 }
-"""What is said about a session that is its own group, by the state of that group."""
+"""The training note of a session that is its own group, by the state of that group."""
 COMPARED = "Its reward is compared with those of other single sessions of the same agent."
 
 

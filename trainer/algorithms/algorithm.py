@@ -29,7 +29,7 @@ from turnwise.types import GroupKey, Json, TokenIds
 
 
 class Scorer(Protocol):
-    """What computes a batch's tokens with the trained model, before the first optimizer step of the batch."""
+    """Computes a batch's tokens with the trained model, before the first optimizer step of the batch."""
 
     world: World
     """The processes that train together; all call a method in step."""

@@ -61,7 +61,7 @@ class PhiSFT(SFT):
 
 
 def mu_of(num_batches: int, settings: Chord.Settings) -> float:
-    """Return μ after so many batches: half a cosine from the peak down to the end (CHORD-μ)."""
+    """Return μ after a number of batches: half a cosine from the peak down to the end (CHORD-μ)."""
     if not settings.decay_batches:
         return settings.mu
     decayed = min(num_batches / settings.decay_batches, 1.0)

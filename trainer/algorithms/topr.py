@@ -1,4 +1,4 @@
-"""TOPR: good samples are imitated however old they are, bad ones count as far as they are still probable.
+"""TOPR: good samples are imitated however old they are, bad ones count in proportion to how probable they still are.
 
 Le Roux et al. 2025 (arXiv:2503.14286).
 """

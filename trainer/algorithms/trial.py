@@ -21,7 +21,7 @@ from turnwise.types import Role
 
 REWARDS = (0.0, 0.5, 1.0)
 LOGPROB = -1.5
-"""Of each token, under every policy but the trained one."""
+"""The logprob of each token under every policy but the trained one."""
 
 
 def try_algorithm(algorithm: Algorithm) -> tuple[str, ...]:

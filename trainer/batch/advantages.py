@@ -51,7 +51,7 @@ class RewardRule(Settings):
     reward_weights: Annotated[dict[str, float], FromJson] = Field(default_factory=dict)
     """Weight of each reward name, for sessions with propagated credit; names that are not listed weigh 1."""
     overlong_tokens: int | None = Field(default=None, ge=1)
-    """A session with so many sampled tokens or more has a reward that is less by 1. The penalty rises linearly from 0
+    """A session with this many sampled tokens or more has a reward that is less by 1. The penalty rises linearly from 0
     at half of them. None turns it off."""
     overlong_mask: bool = False
     """Do not train sessions with a turn that ended at the token limit; they still count in their group's baseline."""

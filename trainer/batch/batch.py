@@ -64,7 +64,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one claim is trained on."""
+    """The experiences of one claim as arrays."""
 
     experiences: Sequence[Experience]
     table: TokenTable
@@ -203,9 +203,9 @@ def turn_advantages(batch: Batch) -> list[npt.NDArray[np.float64]]:
 
 
 def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> Iterator[list[int]]:
-    """Yield the experiences of each optimizer step: groups shuffled, then cut into `count` parts of like size.
+    """Yield the experiences of each optimizer step: groups shuffled, then cut into `count` parts of similar size.
 
-    Groups stay together as far as the cut allows, so that what their prompts share is computed once. A session, and
+    Groups stay together where the cut allows it, so that what their prompts share is computed once. A session, and
     for DPO a pair, is never cut. Imported experiences are cut apart, so that each step gets its share of them.
     """
     sampled = _parts(batch, range(batch.num_sampled), count, rng)

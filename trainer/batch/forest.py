@@ -26,7 +26,7 @@ from turnwise.types import TokenIds
 Indices = npt.NDArray[np.int64]
 Marks = npt.NDArray[np.bool_]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of batch, head, query and key: whether the query sees the key."""
+"""Returns for batch, head, query and key whether the query sees the key."""
 BLOCK = 128
 
 

@@ -151,7 +151,7 @@ class _FromLogits(torch.autograd.Function):
 
 
 class _FromHidden(torch.autograd.Function):
-    """The same, with the output layer inside: logits z = h Wᵀ exist for one chunk at a time."""
+    """As `_FromLogits`, with the output layer inside: logits z = h Wᵀ exist for one chunk at a time."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What an engine applied to a turn's logits, as far as the trainer can apply it to its own.
+"""What an engine applied to a turn's logits, and what of it the trainer can apply to its own.
 
 The stored logprobs are those of the distribution that sampled, so a loss with ratios needs that distribution from the
 trainer's logits too. What a call asked for stands in the turn's sampling parameters; the history is the chain's own
@@ -111,7 +111,7 @@ def processors_of(experience: Experience) -> Sequence[Found]:
 
 
 def is_known(experience: Experience) -> npt.NDArray[np.bool_]:
-    """Return for each token whether its distribution can be computed, as far as its turn's can. [L]."""
+    """Return for each token whether its distribution can be computed. [L]."""
     known = np.ones(len(experience.tokens), np.bool_)
     for turn, found in enumerate(processors_of(experience)):
         if isinstance(found, TurnProcessors) and found.is_known is not None:

@@ -53,7 +53,7 @@ def why_untrainable(experience: Experience, *, needs_behaviour: bool = True) -> 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is trained of a batch, and with what credit."""
+    """The part of a batch that is trained, with its credit."""
 
     experiences: Sequence[Experience]
     advantages: Sequence[Floats]
@@ -90,7 +90,7 @@ class Offer:
 
 
 class SelectionRule(RewardRule):
-    """What is trained of a batch."""
+    """Settings that say what of a batch is trained."""
 
     kind_pattern: str | None = None
     """Regular expression searched in the `task_id` of single sessions: those with the same match, or the same first

@@ -33,7 +33,7 @@ far."""
 GROUP_TOKENS = 1024
 """Tokens of a group that are computed under the version that sampled them; the last chain is taken whole."""
 SAMPLE_TOKENS = 4096
-"""The same for a batch without a token that the present weights sampled."""
+"""As `GROUP_TOKENS`, of a batch without a token that the present weights sampled."""
 SAMPLE_EVERY = 10
 """Batches in a row without such a token between two of these comparisons."""
 NUM_VERDICTS = 10
@@ -42,7 +42,7 @@ NEARLY_ALL = 0.9
 
 
 class BatchGap:
-    """|trainer − engine| of a batch's tokens, as far as they were computed."""
+    """|trainer − engine| of a batch's tokens, NaN for those that were not computed."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

@@ -74,7 +74,7 @@ def shifts_of(
 
 
 RegressionSet = Callable[[int, Collection[str]], tuple[list[Experience], experiences.SessionLabels]]
-"""Reads the chains of so many held-out sessions, and of as many with one of these labels; with their labels."""
+"""Reads the chains of a number of held-out sessions and of the same number with each label; returns the labels too."""
 
 
 class Gate:

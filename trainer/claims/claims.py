@@ -72,7 +72,7 @@ class Claims(Ledger):
         self._checked_at = -math.inf
 
     def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
-        """Wait until a batch is ready and claim it; None after `stop`, or after so many seconds.
+        """Wait until a batch is ready and claim it; None after `stop` or a number of seconds.
 
         `seconds` None waits without an end, and 0 looks once. The next call goes on with the same wait.
 
@@ -254,7 +254,7 @@ class Claims(Ledger):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the ledger holds at one moment."""
+    """The state of the ledger at one moment."""
 
     num_ready: int
     """Groups that can be claimed, without single sessions, which `num_singles` counts."""

@@ -112,7 +112,7 @@ class RunProgress:
     seed: int = 0
     num_batches: int = 0
     update_id: int = 0
-    """Of the last of them in the ledger, where ids are unique over all policies."""
+    """The id of the last batch in the ledger, unique over all policies."""
     num_optimizer_steps: int = 0
     policy_version: int = 0
     num_groups: int = 0

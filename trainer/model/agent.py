@@ -76,7 +76,7 @@ class PolicyAgent:
         self.policy.is_checkpointed |= limits.checkpoints_layers
 
     def find_row_tokens(self, reserved_bytes: int) -> None:
-        """Find rows that fit into memory beside so many bytes, which the optimizer allocates later.
+        """Find rows that fit into memory beside the reserved bytes, which the optimizer allocates later.
 
         Where a row does not fit, activations are recomputed; then rows are halved.
 

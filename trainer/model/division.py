@@ -6,7 +6,7 @@ different tokens of one row, and FSDP2 adds up their gradients as it does for di
 
 In a context each process computes consecutive tokens of the row. In every layer the keys and values of all processes
 are gathered, and the forest's rule says which of them a query sees, so any forest works and the kernels stay those of
-one process. PyTorch's ring attention supports plain causal attention only. The parts have like costs: a token costs
+one process. PyTorch's ring attention supports plain causal attention only. The parts have similar costs: a token costs
 more the deeper it lies. Legend: N tokens of a row, C of them in a process, padded to the longest part L; P processes.
 """
 
@@ -46,7 +46,7 @@ class ContextGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowPart:
-    """What one process computes of a row."""
+    """The part of a row that one process computes."""
 
     group: ContextGroup
     bounds: Indices

@@ -58,14 +58,14 @@ LIBRARY_ERRORS = (
 WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one model, or a model's id"
 MAX_REASON = 500
 STATE_BYTES = 16
-"""Of a trained parameter: weight, gradient and two moments in float32."""
+"""A trained parameter has a weight, a gradient and two moments in float32."""
 FROZEN_BYTES = 4
 ROW_TOKENS = 8192
 ACTIVATIONS_OF_LAYER = 80
 """Bytes that a transformer layer keeps for the backward pass, per token and unit of its hidden size: as measured with
 bfloat16 autocast of float32 weights at 0.6B, and more than the 65 at 1.7B."""
 GRADIENT_BYTES = 4
-"""Of a trained parameter in each of several processes: FSDP keeps the whole gradient until the last row of a step."""
+"""Each of several processes has the gradient of every parameter: FSDP keeps it until the last row of a step."""
 
 
 def choose_attention(spec: TrainerSettings, device: torch.device) -> str:

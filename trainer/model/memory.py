@@ -36,7 +36,7 @@ class OutOfMemory(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What holds from the next start on."""
+    """The limits that hold from the next start on."""
 
     checkpoints_layers: bool = False
     """Recompute activations, whatever `gradient_checkpointing` says."""

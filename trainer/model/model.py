@@ -229,7 +229,7 @@ class Policy:
         return [module for module in model.modules() if type(module).__name__ in names]
 
     def operations(self, row: Row) -> float:
-        """Return the floating point operations of a row's forward and backward pass, as far as they matter."""
+        """Return the floating point operations of a row's forward and backward pass; small terms are left out."""
         config = self.config
         width = _attention_width(config)
         pairs = float((row.layout.positions + 1).sum())

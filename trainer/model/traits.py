@@ -24,7 +24,7 @@ LENGTHS = (24, 16, 16, 40)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Mean |packed − alone| of a token, in nats, up to which both are the same in a precision."""
 NOISE = 3.0
-"""The same as a multiple of what two rows differ by that hold the same tokens: experts may be chosen otherwise."""
+"""The tolerance as a multiple of the difference between two rows of equal tokens, which may have other experts."""
 
 
 def why_alone(config: Any) -> str | None:

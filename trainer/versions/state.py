@@ -64,7 +64,7 @@ class State:
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
     critic: Critic | None = None
     adapter: Adapter | None = None
-    """What this state trains of a model that states of other policies train too; None for whole weights."""
+    """The part of a model that this state trains, where other policies share the model; None for whole weights."""
 
     def enter(self) -> None:
         """Let the model compute with this state's adapter; before a step where several policies share a model."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def run_passes(one_pass: Callable[[], Json], every: float | None) -> None:
-    """Run a pass and print its counts; again after so many seconds, also after an error of either program."""
+    """Run a pass and print its counts; repeat it at an interval, also after an error of either program."""
     while True:
         try:
             click.echo(json.dumps(one_pass()))

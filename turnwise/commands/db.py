@@ -20,7 +20,7 @@ from turnwise.files import write_once
 PASSWORD_FILE = "database-password"  # noqa: S105  a name
 """Readable to its owner and group: the database's server reads it."""
 PASSFILE = "pgpass"
-"""The same password as libpq's clients read it; readable to its owner alone, or libpq ignores it."""
+"""The password as libpq's clients read it; readable to its owner alone, or libpq ignores it."""
 SERVER_MODE, OWNER_MODE = 0o640, 0o600
 
 

@@ -40,7 +40,7 @@ FILTERS = ("tenant", "task_id", "group_id", "session_id", "split", "status", "us
 
 @dataclasses.dataclass(frozen=True)
 class DataPlace:
-    """What the options of a command say about the place of its data."""
+    """The place of a command's data, as its options say."""
 
     url: str | None
     api_key: str | None

@@ -82,7 +82,7 @@ def _print_sessions(found: list[Json], limit: int, place: str, *, as_json: bool)
 @database_option
 @json_option
 def prune(older_than_days: float, database: str | None, *, as_json: bool) -> None:
-    """Delete sessions that are over for so long, with their turns and rewards; what waits for training stays."""
+    """Delete sessions that have been over for this long, with turns and rewards; what waits for training stays."""
     from turnwise.store import retention
 
     before = utc_now() - dt.timedelta(days=older_than_days)
@@ -163,7 +163,7 @@ def _confirm(found: str) -> None:
 def archive(
     directory: Path, older_than_days: float | None, database: str | None, *, restore: bool, as_json: bool
 ) -> None:
-    """Move sessions that are over for so long to Parquet files in DIRECTORY; what waits for training stays."""
+    """Move sessions that have been over for this long to Parquet files in DIRECTORY; what waits for training stays."""
     if restore == (older_than_days is not None):
         raise click.UsageError("give either --older-than-days or --restore")
     from turnwise.exchange import archive as archives

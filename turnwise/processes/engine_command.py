@@ -39,7 +39,7 @@ CPU_CONTEXT_TOKENS = 2048
 """Longest prompt and reply on a CPU, unless the settings say more."""
 CPU_BLOCK_TOKENS = 32
 CPU_FULL_CALLS = 32
-"""Calls of the longest kind that the KV cache holds on a CPU, as far as the memory allows."""
+"""Calls of the longest kind that the KV cache holds on a CPU, if the memory suffices."""
 CPU_KV_CACHE_BYTES = (128 * 2**20, 2 * 2**30)
 """Smallest and largest default of the KV cache on a CPU."""
 CPU_MALLOC = {

@@ -21,7 +21,7 @@ from turnwise.types import Json
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a check set has shown."""
+    """The agreement of a source with a check set."""
 
     num_sessions: int
     num_pairs: int

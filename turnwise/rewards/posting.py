@@ -33,7 +33,7 @@ PAGE = 100
 
 @dataclasses.dataclass(slots=True)
 class PostingCounts:
-    """What was done so far."""
+    """Counts of what was done so far."""
 
     num_sessions: int = 0
     num_rewards: int = 0

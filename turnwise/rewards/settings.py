@@ -65,7 +65,7 @@ class RewardSettings(Settings):
     poll_seconds: float = Field(default=2.0, gt=0)
     """With watch: how often newly ended sessions are looked for."""
     max_sessions: int | None = Field(default=None, ge=1)
-    """Stop after so many sessions."""
+    """Stop after this number of sessions."""
     state: Path | None = None
     """File of the sessions that have their reward; by default runs/reward-SOURCE-NAME.jsonl."""
 

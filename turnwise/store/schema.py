@@ -281,7 +281,7 @@ trainer_states = sa.Table(
     sa.Column("policy_id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("state", sa.Text, nullable=False),
 )
-"""What the last batch of a policy left in its trainer's memory that no checkpoint holds; no tenant reads it."""
+"""State that the last batch of a policy left in its trainer, and that no checkpoint holds; no tenant reads it."""
 
 weight_servers = sa.Table(
     "weight_servers",

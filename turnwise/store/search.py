@@ -43,7 +43,7 @@ class Contents:
     max_reward: float | None = None
     termination_reason: str | None = None
     outcome: Outcome | None = None
-    """Of a turn. The fields after this one are conditions on the same turn."""
+    """Outcome of a turn. The fields after this one are conditions on the same turn."""
     reason: str | None = None
     policy_version: int | None = None
     text: str | None = None

@@ -100,8 +100,8 @@ def list_updates(
 ) -> tuple[list[UpdateRecord], bool]:
     """Return updates below `after`, newest first, and whether there are more.
 
-    With a tenant only those of the policies that it may read, with a policy only its own; with `max_bytes` only the
-    first that fit into so many bytes with their groups and sessions.
+    With a tenant only those of the policies that it may read, with a policy only its own. With `max_bytes` a page ends
+    before its limit where the updates, with their groups and sessions, have more bytes.
     """
     held = table.c
     found = sa.select(table).order_by(held.update_id.desc())
@@ -208,7 +208,7 @@ def list_update_views(
     """Return updates below `after` of the policies that a tenant may read, with its groups and sessions, newest first.
 
     Returns:
-        The updates, of which the first fit into so many bytes, and whether there are more.
+        A page of at most `max_bytes`, and whether there are more.
     """
     records, has_more = list_updates(conn, limit=limit, after=after, tenant=tenant, max_bytes=max_bytes)
     ids = [record.update_id for record in records]

@@ -205,7 +205,7 @@ def list_versions(
 ) -> tuple[list[PolicyVersion], bool]:
     """Return versions below `after`, newest first, and whether there are more.
 
-    With `max_bytes` only the first that fit into so many bytes; with `policy_ids` only those of these policies.
+    With `max_bytes` a page may end before its limit; with `policy_ids` it has only versions of these policies.
     """
     wanted = sa.true() if after is None else table.c.version < after
     if policy_ids is not None:
@@ -238,7 +238,7 @@ def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[
 
 
 def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_POLICY) -> list[PolicyVersion]:
-    """Return so many of a policy's newest versions, newest first, if engines refused each of them; else none."""
+    """Return the `count` newest versions of a policy, newest first, if engines refused each of them; else none."""
     found, _ = list_versions(conn, limit=count, policy_ids=[policy_id])
     not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE, OVERTAKEN, ELSEWHERE
     is_refused = [

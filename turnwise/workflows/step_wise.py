@@ -126,7 +126,7 @@ class StepWiseRewardWorkflow(_SteppedWorkflow):
 
 
 class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
-    """The same in an event loop, with an asynchronous client."""
+    """As the synchronous workflow, in an event loop and with an asynchronous client."""
 
     is_async = True
 
@@ -168,7 +168,7 @@ class RewardPropagationWorkflow(_SteppedWorkflow):
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
-    """The same in an event loop, with an asynchronous client."""
+    """As the synchronous workflow, in an event loop and with an asynchronous client."""
 
     is_async = True
 

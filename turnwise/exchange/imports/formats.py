@@ -30,7 +30,7 @@ from turnwise.types import Json, number_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """What reads one format."""
+    """The functions that read one format."""
 
     drafts_of: Callable[[Json], list[Draft]]
     """Returns the sessions of a document; raises `BadLine` or `SkippedLine` where it has none."""

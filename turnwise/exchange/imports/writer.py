@@ -33,7 +33,7 @@ BAD_LINES_KEPT = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRule:
-    """What the imported sessions are."""
+    """The properties that all imported sessions get."""
 
     format_name: str
     tenant: str = "default"
@@ -54,7 +54,7 @@ class FileLine:
 
 @dataclasses.dataclass(slots=True)
 class ImportReport:
-    """What became of a file's lines."""
+    """Counts of a file's lines, by what became of them."""
 
     lines: int = 0
     sessions: int = 0
