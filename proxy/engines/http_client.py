@@ -13,7 +13,6 @@ import base64
 import contextvars
 import dataclasses
 import errno
-import io
 import math
 import socket
 import ssl
@@ -41,8 +40,6 @@ NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Errors of a process, or a machine, that has too many open files."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Longest answer of a control route."""
-WHOLE_BODY_BYTES = 2**20
-"""aiohttp sends longer bodies in parts, and warns about those that it gets as bytes."""
 KEEP_ALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 """TCP probes a connection that was silent for 10 s each 5 s, and closes it after three probes without an answer, or
 when sent data is unacknowledged for 25,000 ms."""
@@ -141,10 +138,8 @@ class Answer:
         self._client.heard_at = self._loop.time()
         return part
 
-    async def open(
-        self, connector: aiohttp.TCPConnector, request: aiohttp.ClientRequest, limit: aiohttp.ClientTimeout
-    ) -> None:
-        """Send a request, and wait for the head of its answer.
+    async def open(self, request: aiohttp.ClientRequest, body: bytes) -> None:
+        """Send the head of a request and its body, and wait for the head of its answer.
 
         Raises:
             aiohttp.ClientError, OSError: the connection was not opened, or broke.
@@ -155,13 +150,16 @@ class Answer:
         num_cancelled = task.cancelling()
         _opening.set(self)
         try:
-            connection = await connector.connect(request, [], limit)
-            assert connection.protocol is not None, "a new or an idle connection is open"
+            connection = await self._client.connect(request)
+            assert connection.protocol is not None
+            assert connection.transport is not None
             connection.protocol.set_response_params(
                 read_until_eof=True, auto_decompress=False, read_bufsize=BUFFERED_BYTES // 2
             )
             try:
                 self._response = response = await request.send(connection)
+                if body:  # not given to aiohttp, which would start a task for it
+                    connection.transport.write(body)
                 await response.start(connection)
             except BaseException:
                 connection.close()
@@ -252,20 +250,18 @@ class HttpClient:
             NotConnected: no connection could be opened.
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
-        if self._connector is None:
-            self._connector = self._new_connector()
+        length = {"content-length": str(len(body))} if body else {}
         for is_last in (False, True):
             answer = Answer(self, silence_seconds or self._silence_seconds)
             try:
                 request = _Request(
                     method,
                     URL(self._base + path, encoded=True),
-                    headers={**self._headers, **(headers or {})},
-                    data=io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES else body or None,
+                    headers={**self._headers, **(headers or {}), **length},
                     loop=asyncio.get_running_loop(),
                     ssl=True if self._tls is None else self._tls,
                 )
-                await answer.open(self._connector, request, self._timeout)
+                await answer.open(request, body)
                 break
             except BaseException as error:
                 with answer:
@@ -293,8 +289,19 @@ class HttpClient:
                 return NotConnected(str(error) or type(error).__name__)
         return _broken(error)
 
-    def _new_connector(self) -> aiohttp.TCPConnector:
-        return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_open_socket)
+    async def connect(self, request: aiohttp.ClientRequest) -> aiohttp.connector.Connection:
+        """Return an idle connection, or a new one, on which nothing of an earlier request is unsent.
+
+        Raises:
+            aiohttp.ClientError, OSError: no connection could be opened.
+        """
+        if self._connector is None:
+            self._connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_open_socket)
+        while True:
+            connection = await self._connector.connect(request, [], self._timeout)
+            if connection.transport is None or not connection.transport.get_write_buffer_size():
+                return connection
+            connection.close()  # the server answered a request before it had read the body
 
     async def close(self) -> None:
         if self._connector is not None:

@@ -119,6 +119,22 @@ async def closing(server, reader, _):
     await server.request(reader)
 
 
+async def test_no_request_follows_another_whose_body_is_still_unsent():
+    done = asyncio.Event()
+
+    async def script(_, reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await done.wait()
+
+    async with serving(script, silence_seconds=2.0) as (server, client):
+        for body in (b"x" * 2**26, b"body"):
+            with await client.request("POST", "/", body) as answer:
+                assert await answer.read() == b"ok"
+        done.set()
+    assert server.num_connections == 2
+
+
 @pytest.mark.parametrize(
     ("script", "num_answered"),
     [
