@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 from support.warm_commands import WarmCommands
 
 from turnwise.commands.cli import main
-from turnwise.processes.stack import command
 
 RUN_SECONDS = 120.0
 
@@ -40,16 +39,9 @@ def warm_commands() -> WarmCommands:
 
 
 def run_turnwise(
-    *arguments: str, cwd: Path | None = None, seconds: float = RUN_SECONDS, cold: bool = False
+    *arguments: str, cwd: Path | None = None, seconds: float = RUN_SECONDS
 ) -> subprocess.CompletedProcess[str]:
-    """Run a `turnwise` command to its end, whatever its exit status.
-
-    `cold` starts a new interpreter, as an operator does; else the command cannot import torch.
-    """
-    if cold:
-        return subprocess.run(
-            command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False
-        )
+    """Run a `turnwise` command to its end, whatever its exit status; it cannot import torch."""
     with tempfile.TemporaryDirectory() as directory:
         output, errors = Path(directory) / "stdout", Path(directory) / "stderr"
         process = warm_commands().start(

@@ -15,5 +15,5 @@ def digest_history(messages: list[Json], context: bytes, fields: frozenset[str] 
     return conversation
 
 
-def conversation_of(call: Call, fields: frozenset[str] = NO_FIELDS) -> ConversationDigests:
-    return digest_history(call.messages, context_digest(call.tools, template_arguments(call.body)), fields)
+def conversation_of(call: Call) -> ConversationDigests:
+    return digest_history(call.messages, context_digest(call.tools, template_arguments(call.body)))

@@ -1,7 +1,7 @@
 """Real proxies for tests: each in its own process, over the test's database.
 
-They are forks of a process that has imported the proxy; `cold=True` starts a new interpreter, as an operator does. The
-fixtures cover the common case; `running_proxy` is for modules that share a proxy or kill it.
+They are forks of a process that has imported the proxy. The fixtures cover the common case; `running_proxy` is for
+modules that share a proxy or kill it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import contextlib
 import dataclasses
 import os
 import re
-import subprocess
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx2
@@ -29,7 +28,6 @@ from support.warm_commands import WarmProcess
 from support.warm_start import WORKER_NAME, WRITER_NAME
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
-from turnwise.processes.stack import command
 from turnwise.store import selection
 from turnwise.store.database import Database
 from turnwise.store.rewards import rewards_of
@@ -54,7 +52,7 @@ class RunningProxy:
     """Its base URL, without `/v1`."""
     database_url: str
     log: Path
-    process: subprocess.Popen[bytes] | WarmProcess
+    process: WarmProcess
 
     @property
     def v1(self) -> str:
@@ -153,8 +151,6 @@ def running_proxy(
     *flags: str,
     port: int | None = None,
     environment: Mapping[str, str] | None = None,
-    release: Path | None = None,
-    cold: bool = False,
 ) -> Iterator[RunningProxy]:
     """Bring the database up to date and run a proxy over it until the block ends.
 
@@ -165,37 +161,19 @@ def running_proxy(
         flags: further flags of `turnwise proxy`.
         port: where to listen; by default a free port.
         environment: variables besides the test's own.
-        release: directory of another release's code; the database stays as it is. It starts cold.
-        cold: start a new interpreter, as an operator does.
     """
-    environment = {**os.environ, **(environment or {}), **({"PYTHONPATH": str(release)} if release else {})}
-    if release is None:
-        migrated(database_url)
+    environment = {**os.environ, **(environment or {})}
+    migrated(database_url)
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / f"proxy-{port}.log"
     arguments = ("proxy", "--engine", engine_url, "--database", database_url, "--port", str(port), *flags)
-    start = _started_cold if cold or release else warm_commands().start
-    process = start(arguments, log=log, cwd=directory, environment=environment)
+    process = warm_commands().start(arguments, log=log, cwd=directory, environment=environment)
     try:
         wait_ready(f"{url}/readyz", process, log, START_SECONDS)
         yield RunningProxy(url, database_url, log, process)
     finally:
         end_group(process)
-
-
-def _started_cold(
-    arguments: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            command(*arguments),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=cwd,
-            env=environment,
-        )
 
 
 @pytest.fixture

@@ -82,9 +82,9 @@ class Process:
     async def versions_of(self, sessions: list[Session]) -> set[int]:
         return {await self.version_of(session) for session in sessions}
 
-    async def open_sessions(self, prefix: str, count: int = 16) -> tuple[list[Session], list[Session]]:
-        """Open sessions; return those that a trial or a hold-out took, and the others."""
-        opened = [(await self.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(count)]
+    async def open_sessions(self, prefix: str) -> tuple[list[Session], list[Session]]:
+        """Open 16 sessions; return those that a trial or a hold-out took, and the others."""
+        opened = [(await self.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(16)]
         return [one for one in opened if one.arm is not None], [one for one in opened if one.arm is None]
 
     async def look(self) -> None:

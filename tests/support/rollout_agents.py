@@ -53,5 +53,5 @@ def start_run(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def finished_run(directory: Path, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return run_turnwise("run", *arguments, cwd=directory, seconds=timeout)
+def finished_run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_turnwise("run", *arguments, cwd=directory)

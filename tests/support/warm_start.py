@@ -2,7 +2,7 @@
 
 They are the real ones, only made earlier. The writing process, or the workers, are forked before the proxy has threads
 and connections; those that replace them are started as always. The stand-in engine's template is loaded and checked
-once, before the forks. A proxy with `cold=True` has none of this.
+once, before the forks.
 """
 
 from __future__ import annotations

@@ -81,9 +81,9 @@ class HeldExporter(SpanExporter):
         return self._result
 
 
-def tracing(exporter: SpanExporter, lost: list[int], close_seconds: float = 60.0) -> TracerProvider:
+def tracing(exporter: SpanExporter, lost: list[int]) -> TracerProvider:
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(CountingSpanProcessor(exporter, lost.append, close_seconds))
+    provider.add_span_processor(CountingSpanProcessor(exporter, lost.append, 60.0))
     return provider
 
 

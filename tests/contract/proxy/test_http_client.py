@@ -63,14 +63,13 @@ async def post(client) -> tuple[int, bytes]:
         return answer.status, await answer.read()
 
 
-def answering(*pieces: bytes, times=1):
+def answering(*pieces: bytes):
     async def script(server, reader, writer):
-        for _ in range(times):
-            await server.request(reader)
-            for piece in pieces:
-                writer.write(piece)
-                await writer.drain()
-                await asyncio.sleep(0)
+        await server.request(reader)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
 
     return script
 

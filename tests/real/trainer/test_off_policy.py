@@ -132,10 +132,10 @@ def buffer_json(priorities):
     )
 
 
-def draws(ledger, sampling, priorities, num_draws=400):
+def draws(ledger, sampling, priorities):
     buffer = ReplayBuffer(Ledger(ledger, TrainerSettings()), capacity=10, min_groups=1, sampling=sampling)
     rng = np.random.default_rng(0)
-    drawn = [buffer.sample(buffer_json(priorities), 1, rng)[0][0] for _ in range(num_draws)]
+    drawn = [buffer.sample(buffer_json(priorities), 1, rng)[0][0] for _ in range(400)]
     return np.bincount(drawn, minlength=len(priorities))
 
 

@@ -167,12 +167,12 @@ def branching_session():
     ]
 
 
-def as_experiences(sequences, session_id="s", group_id="g"):
+def as_experiences(sequences):
     return [
         Experience(
             eid=EID(),
-            session_id=session_id,
-            group_id=group_id,
+            session_id="s",
+            group_id="g",
             turn_ids=tuple(turn.turn_id for turn in sequence.turns),
             turn_steps=tuple(range(len(sequence.turns))),
             tokens=sequence.tokens,
