@@ -15,7 +15,8 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import TurnwiseError
-from turnwise.store import keys, retention, rewards, sessions
+from turnwise.sampling import ADVICE, count_not_trained, left_out_by
+from turnwise.store import keys, retention, rewards, sessions, turns
 from turnwise.store.database import Connection, Database
 from turnwise.types import SessionKey, utc_now
 
@@ -25,6 +26,8 @@ REWARDED_IDLE = datetime.timedelta(minutes=10)
 """A single session that has a reward, and that no call names, ends after so long without activity."""
 MIN_CORRECTION = datetime.timedelta(milliseconds=100)
 """Difference of two clocks that counts as a correction of one of them."""
+SAMPLING_SECONDS = 30.0
+"""How often the sampling parameters of the newest turns are read."""
 SWEEP_SECONDS = 5.0
 """How often the uses of keys are recorded, idle sessions expired, and old stored answers deleted."""
 
@@ -77,6 +80,8 @@ class Sweeper:
         self._metrics = metrics
         self._forget_session = forget_session
         """Removes a session of a tenant from the memory of all workers."""
+        self._sampling_at = 0.0
+        self._left_out_by: set[str | None] = set()
         self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
 
     async def run(self) -> None:
@@ -91,6 +96,7 @@ class Sweeper:
                 await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
                 await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
                 await self._prune()
+                await self._report_sampling()
                 has_deleted = self._writer.has_deleted.is_set()
                 await self._writer.sweep()
                 if has_deleted:
@@ -114,6 +120,17 @@ class Sweeper:
         deleted = await self._writer.delete_all(retention.prune, utc_now() - datetime.timedelta(days=days))
         for tenant, session_id in deleted.sessions:
             self._forget_session(tenant, session_id)
+
+    async def _report_sampling(self) -> None:
+        """Log that calls are sampled in a way that is not trained, when the reasons changed."""
+        if elapsed_seconds() < self._sampling_at:
+            return
+        self._sampling_at = elapsed_seconds() + SAMPLING_SECONDS
+        newest = await self._database.fetch(turns.newest_samplings, None)
+        reasons = {left_out_by(each, has_support=has_support) for each, has_support in newest} - {None}
+        if reasons - self._left_out_by:
+            log.warning("%s %s", count_not_trained(newest), ADVICE)
+        self._left_out_by = reasons
 
     async def _close_idle(
         self,

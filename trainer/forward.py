@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from trainer.batch.processors import SampledTurn, apply_to_turn
-from trainer.batch.sampling import TurnProcessors, Vocabulary, processors, temperature_of
+from trainer.batch.sampling import TurnProcessors, Vocabulary, processors
 from trainer.model.loading import model_class, read_config
+from turnwise.sampling import temperature_of
 from turnwise.store.turns import TurnView
 from turnwise.support import unpack
 from turnwise.types import PolicyKind, PolicyVersion

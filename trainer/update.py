@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -40,6 +40,8 @@ Refused = dict[GroupKey, str]
 Record = Callable[[Json, int], None]
 
 MAX_REFILL_FACTOR = 4
+MOST_REASONS = 5
+"""Reasons of one batch that are logged."""
 NUM_VERDICTS = 10
 """Groups that are looked at before nearly all of them may be found too large, which stops the training."""
 NEARLY_ALL = 0.9
@@ -140,6 +142,8 @@ class Updates:
     def batch_of(self, claimed: ClaimedBatch, state: State) -> tuple[Batch | None, Selection, Json]:
         """Return a claim's batch with imported experiences at its end, its selection, and gauges; None without any."""
         chosen, imitation = self.select(claimed, state), self._learner.algorithm.imitation
+        for reason, count in Counter(chosen.refused.values()).most_common(MOST_REASONS):
+            log.info("not trained: %d of %d groups, %s", count, len(claimed.group_keys), reason)
         num_groups = len({one.group_key for one in claimed.experiences} if self._is_sample else claimed.claim.groups)
         mixed: Json = {}
         num_imported, mu = 0, 0.0

@@ -28,8 +28,10 @@ from proxy.http.connections import LEFT
 from proxy.reload.checkpoint import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from proxy.settings import ProxySettings
+from turnwise.chains import is_trainable
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.json_text import dumps, loads
+from turnwise.sampling import why_not_trained
 from turnwise.store import keys, policies, selection
 from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
@@ -181,7 +183,12 @@ def turn_json(view: TurnView) -> Json:
         "rewards": [record_json(reward) for reward in view.rewards],
         "logprobs": view.turn.logprobs.astype(float),
         "support": support_json(view.turn.support),
+        "not_trained": _not_trained(view.turn),
     }
+
+
+def _not_trained(turn: Turn) -> str | None:
+    return why_not_trained(turn.sampling, has_support=turn.support is not None) if is_trainable(turn) else None
 
 
 def describe_answer(*models: str) -> dict[int | str, dict[str, Any]]:

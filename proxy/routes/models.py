@@ -164,6 +164,11 @@ TurnAnswer = answer_model(
         "The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, null where they are not "
         "known; null if they cut nothing off, or the engine did not say what. [R]",
     ),
+    not_trained=_field(
+        str | None,
+        "The sampling parameter for which its tokens carry no loss, such as `temperature 0`; null where there is none, "
+        "and of a turn whose outcome already rules training out.",
+    ),
     trained_in=_field(list[stored_turns.TrainedTurn], "The updates that trained it, oldest first."),
     rewards=_field(
         list[RewardAnswer],  # type: ignore[valid-type]

@@ -11,7 +11,8 @@ from typing import Any
 
 import orjson
 
-from turnwise.store import groups, processes, search, updates
+from turnwise import sampling
+from turnwise.store import groups, processes, search, turns, updates
 from turnwise.store.database import Connection
 from turnwise.types import GroupStatus, Json, Session, Split, UpdateRecord
 
@@ -88,6 +89,11 @@ def training_note(conn: Connection, session: Session) -> str:
     """Return what a session that is over waits for until it is trained, or why it is not trained, as a sentence."""
     if session.split is Split.EVAL:
         return "A session of split `eval` is not trained."
+    left_out = sampling.count_not_trained(turns.newest_samplings(conn, session.tenant, session.session_id))
+    return _waits_for(conn, session) + ("" if left_out is None else f" {left_out} {sampling.ADVICE}")
+
+
+def _waits_for(conn: Connection, session: Session) -> str:
     missing = "It has no reward yet: post one to `/v1/rewards`. " if session.reward is None else ""
     group = groups.progress_of(conn, session)
     if group is None:

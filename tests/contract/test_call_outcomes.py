@@ -277,3 +277,20 @@ def test_fields_that_control_the_engine_are_removed_and_counted(
     assert not steering.keys() & shared_engine.calls[-1].body.keys()
     metrics = httpx2.get(f"{proxy.url}/metrics").text
     assert 'turnwise_dropped_fields_total{field="kv_transfer_params"} 2.0' in metrics
+
+
+def test_a_turn_that_the_trainer_cannot_train_says_so_before_its_batch(
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
+) -> None:
+    """The same parameters are counted by the trainer as `num_turns_left_out_greedy` afterwards."""
+    assert shared_engine.url
+    ask(proxy, session_id, temperature=0)
+    ask(proxy, session_id)
+    listed = httpx2.get(f"{proxy.v1}/sessions/{session_id}/turns").raise_for_status().json()["data"]
+    assert [turn["not_trained"] for turn in listed] == ["temperature 0", None]
+    ended = httpx2.post(f"{proxy.v1}/sessions/{session_id}/end", json={"reward": 1.0}).raise_for_status().json()
+    assert "1 of 2 turns are not trained: temperature 0. Only `sft`," in ended["training_note"]
+    findings = httpx2.get(f"{proxy.v1}/doctor").raise_for_status().json()["data"]
+    (sampling,) = [finding for finding in findings if finding["check"] == "sampling"]
+    assert sampling["verdict"] == "warn"
+    assert "turns are not trained: temperature 0" in sampling["text"]

@@ -55,7 +55,7 @@ class Correction(Weighed):
         corrected = [
             experience
             for experience, reason in zip(offer.experiences, offer.reasons, strict=True)
-            if reason in (None, NO_TRAINABLE_TURN) and corrected_turn(experience) is not None
+            if (reason or NO_TRAINABLE_TURN).startswith(NO_TRAINABLE_TURN) and corrected_turn(experience) is not None
         ]
         kept = {experience.group_key for experience in corrected}
         refused = dict.fromkeys(offer.keys, "no_correction") | offer.refused

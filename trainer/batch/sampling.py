@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from turnwise.chains import Experience
+from turnwise.sampling import GREEDY, NOT_REPLAYED, first_of, temperature_of
 from turnwise.support import TRUNCATING, Support
 from turnwise.tokenizer import load_tokenizer
-from turnwise.types import TOOL_GRAMMAR, Json, TokenIds
+from turnwise.types import Json, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,6 @@ GRAMMARS: Mapping[str, Callable[[Any], bool]] = {
     "structured_outputs": bool,
     "response_format": lambda value: value.get("type", "text") != "text",
 }
-NOT_REPLAYED: Mapping[str, Callable[[Any], bool]] = {
-    TOOL_GRAMMAR: bool,
-    "thinking_token_budget": lambda value: value >= 0,
-    "tool_choice": lambda value: value == "required" or isinstance(value, dict),
-}
-"""Parameters whose effect the trainer does not compute, and when they have one."""
-GREEDY = "greedy"
 UNKNOWN_SUPPORT = "unknown_support"
 """Why a token carries no loss: its turn's sampling was truncated, and what was left for it is not known."""
 
@@ -124,11 +118,6 @@ def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
     return np.array([temperature_of(sampling) or 1.0 for sampling in _per_turn(experience)], np.float32)
 
 
-def temperature_of(sampling: Json) -> float:
-    value = sampling.get("temperature")
-    return 1.0 if value is None else float(value)
-
-
 def _per_turn(experience: Experience) -> list[Json]:
     return list(experience.info.get("sampling") or [{}] * len(experience.turn_ids))
 
@@ -162,17 +151,17 @@ def processors(
         support: Of each of them the ids that could be sampled; None where they are not known. [R]
         vocabulary: Of the model; None where there is none, and then what needs it cannot be applied.
     """
-    truncated = _first(TRUNCATING, sampling) if temperature_of(sampling) > 0 else None
+    truncated = first_of(TRUNCATING, sampling) if temperature_of(sampling) > 0 else None
     if truncated is None:
         support = None
     elif support is None or all(ids is None for ids in support):
         return truncated
     # What a support leaves, all other masks have left: it makes up for one that cannot be computed.
-    unknown = None if support is not None else _first(NOT_REPLAYED, sampling)
+    unknown = None if support is not None else first_of(NOT_REPLAYED, sampling)
     if unknown is not None:
         return unknown
     forbidden = grammar = None
-    if asked := _first({**GRAMMARS, **NEEDS_TOKENIZER}, sampling):
+    if asked := first_of({**GRAMMARS, **NEEDS_TOKENIZER}, sampling):
         try:
             grammar, forbidden = _masks(sampling, prompt, sampled, vocabulary)
         except NotReplayed as error:
@@ -193,11 +182,6 @@ def processors(
     )
     is_plain = not any(each is not None for each in (grammar, found.allowed, forbidden, bias, support))
     return None if is_plain and not found.has_penalties else found
-
-
-def _first(rules: Mapping[str, Callable[[Any], bool]], sampling: Json) -> str | None:
-    """Return the first parameter that has an effect."""
-    return next((name for name, acts in rules.items() if sampling.get(name) is not None and acts(sampling[name])), None)
 
 
 def _number(sampling: Json, name: str, neutral: float) -> float:
@@ -230,7 +214,7 @@ def _masks(
             raise NotReplayed("there is no tokenizer")
         ends = {*vocabulary.end_tokens, *(sampling.get("stop_token_ids") or ())}
         grammar = None
-        if _first(GRAMMARS, sampling):
+        if first_of(GRAMMARS, sampling):
             grammar = vocabulary.grammars.masks(sampling, prompt.tolist(), sampled.tolist(), ends)
         return grammar, _forbidden(sampling, sampled, ends, grammar, vocabulary)
     except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError) as error:

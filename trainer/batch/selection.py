@@ -29,12 +29,13 @@ from trainer.batch.advantages import (
 from trainer.batch.sampling import UNKNOWN_SUPPORT, is_known, processors_of
 from turnwise.chains import Experience
 from turnwise.credit import Floats
+from turnwise.sampling import GREEDY
 from turnwise.types import GroupKey, Json, SessionKey, name_digest
 
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
 NO_TRAINABLE_TURN = "no_trainable_turn"
-"""Reason of a chain of which no turn can be trained, such as one whose turns have no importance ratio."""
+"""Beginning of the reason of a chain of which no turn can be trained, such as one that was sampled greedily."""
 NOT_CHOSEN = "not_chosen"
 """Reason of a turn that could be trained, and that the algorithm did not choose."""
 TOO_LONG = "chain_too_long"
@@ -265,8 +266,10 @@ def _left_out(experiences: Sequence[Experience], rule: SelectionRule, *, needs_b
     overlong = {one.session_key for one in experiences if is_truncated(one)} if rule.overlong_mask else set()
 
     def reason(experience: Experience) -> str | None:
-        if None not in why_untrainable(experience, needs_behaviour=needs_behaviour):
-            return NO_TRAINABLE_TURN
+        reasons = why_untrainable(experience, needs_behaviour=needs_behaviour)
+        if None not in reasons:
+            named = ("temperature 0" if name == GREEDY else name for name in dict.fromkeys(filter(None, reasons)))
+            return f"{NO_TRAINABLE_TURN}: {', '.join(named)}"
         if experience.session_key in overlong:
             return "overlong"
         if rule.max_chain_tokens is not None and len(experience.tokens) > rule.max_chain_tokens:

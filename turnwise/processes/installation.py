@@ -115,7 +115,8 @@ def _packages() -> Finding:
 
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
-        from turnwise.store import processes
+        from turnwise.sampling import ADVICE, count_not_trained
+        from turnwise.store import processes, turns
         from turnwise.store.database import Database
 
         database = Database(url)
@@ -129,12 +130,19 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
         database.prepare()
         with database.read() as connection:
             trainers = processes.trainer_statuses(connection, tenant)
+            samplings = turns.newest_samplings(connection, tenant)
     except TurnwiseError as error:
         yield Finding("database", Severity.FAIL, str(error))
         return
     finally:
         database.close()
     yield Finding("database", Severity.OK, "reachable, with the tables of this release")
+    if samplings:
+        left_out = count_not_trained(samplings)
+        text = (
+            f"all of the newest {len(samplings)} turns can be trained" if left_out is None else f"{left_out} {ADVICE}"
+        )
+        yield Finding("sampling", Severity.OK if left_out is None else Severity.WARN, text)
     for each in trainers:
         verdict = Severity.FAIL if each.state.needs_attention else Severity.OK
         text = f"{each.state} since {each.reported_at:%Y-%m-%d %H:%M:%S} UTC: {each.text}"

@@ -48,6 +48,7 @@ function turnElement(each, turns, feedback, sessionId, changed) {
   const trained = each.trained_in.at(-1), isExact = each.outcome === "exact";
   const foot = make("div", {className: "foot"}, make("a", {className: "quiet", href: `#session/${path(sessionId)}/${path(each.turn_id)}`}, `Turn ${each.seq}`),
     ...(isExact ? [] : [make("span", {}, status(each.outcome), each.reason ? `: ${each.reason}` : "")]),
+    ...(each.not_trained ? [make("span", {className: "warn", title: "Only sft, dpo and correction train such turns."}, `not trained: ${each.not_trained}`)] : []),
     ...rewardChips(each.rewards), trained ? make("span", {className: "quiet"}, `advantage ${number(trained.advantage)}`) : null,
     make("span", {className: "quiet"}, [`${number(each.token_ids.length)} tokens`, seconds(each.duration_seconds && Number(each.duration_seconds.toPrecision(2))), `version ${each.policy_version_last}`].filter(Boolean).join(" · ")),
     opened("Feedback", async () => feedbackForms(each, changed)), opened("Tokens", () => ribbon(each.turn_id)), opened("Details", async () => details(each, turns, sessionId, changed)));
@@ -108,7 +109,7 @@ function details(each, turns, sessionId, changed) {
     ["continues", parent ? `Turn ${parent.seq}` : "nothing: it is the root of a chain"], ["role", each.role_reason ? `${each.role} (${each.role_reason})` : each.role],
     ["rewards", each.rewards.map((line) => `${line.name} ${number(line.value)}${line.source ? ` (${line.source})` : ""}`).join(", ")],
     ["trained", trained.join("; ")], ["tokens", `${number(each.prompt_length)} in the prompt, ${number(each.token_ids.length)} sampled`],
-    ["mean logprob", number(mean(each.logprobs ?? []))], ["finish reason", each.finish_reason], ["policy version", String(versions)], ["dialect", each.dialect],
+    ["mean logprob", number(mean(each.logprobs ?? []))], ["finish reason", each.finish_reason], ["sampling", Object.entries(each.sampling ?? {}).filter(([, value]) => value !== null && typeof value !== "object").map(([name, value]) => `${name} ${value}`).join(", ")], ["policy version", String(versions)], ["dialect", each.dialect],
     ["took", seconds(each.duration_seconds) + (each.ttft_seconds === null ? "" : `, first token after ${seconds(each.ttft_seconds)}`)]]),
     rewardForm([["turn", `turn ${each.seq}`, {turn_id: each.turn_id}], ["step", `step ${each.step}`, {session_id: sessionId, step: each.step}]], changed));
 }

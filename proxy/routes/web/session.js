@@ -38,12 +38,18 @@ export async function session(id, chosen) {
 
 function sessionFacts(record, turns) {
   const group = record.group_id && record.group_id !== record.session_id ? filtered("group_id", record.group_id) : "";
-  return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("b", {}, number(record.reward))], ["status", status(record.status)], ["ended by", record.termination_reason],
+  return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("b", {}, number(record.reward))], ["status", status(record.status)], ["ended by", record.termination_reason], ["not trained", notTrained(turns)],
     ["turns", number(record.num_turns)], ["sampled tokens", number(sum(turns.map((each) => each.token_ids.length)))], ["took", lasted(record)],
     ["user", filtered("user_id", record.user_id)], ["agent", agentOf(record)],
     ["task", filtered("task_id", record.task_id)], ["group", group], ["run", record.group_id ? number(record.run) : ""], ["split", record.split === "train" ? "" : record.split],
     ["trained in", record.trained_in.map((one) => `update ${one.update_id}, version ${one.policy_version}`).join("; ")], ["continues", record.continues ? link(`session/${path(record.continues)}`, record.continues) : ""], ["opened", ago(record.created_at)],
     ["labels", chips(record.labels)]]);
+}
+
+// Which turns are left out of training by their sampling parameters.
+function notTrained(turns) {
+  const left = turns.filter((each) => each.not_trained), reasons = [...new Set(left.map((each) => each.not_trained))];
+  return left.length ? make("span", {className: "warn"}, `${number(left.length)} of ${plural(turns.length, "turn")}: ${reasons.join(", ")}`) : "";
 }
 
 export const agentOf = (record) => typeof record.metadata?.agent === "string" ? record.metadata.agent : "";

@@ -1,0 +1,40 @@
+"""What is said, before a batch, of calls whose sampling parameters keep them from being trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnwise.sampling import count_not_trained, left_out_by, why_not_trained
+
+
+@pytest.mark.parametrize(
+    ("sampling", "name", "words"),
+    [
+        ({}, None, None),
+        ({"temperature": 0.2, "top_p": 1.0, "top_k": -1, "tool_choice": "auto"}, None, None),
+        ({"temperature": 0, "top_p": 0.9}, "greedy", "temperature 0"),
+        ({"top_p": 0.9}, "top_p", "top_p 0.9"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, None),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice required"),
+        ({"tool_grammar": True}, "tool_grammar", "strict tools"),
+    ],
+)
+def test_a_parameter_that_the_trainer_cannot_reproduce_is_named(
+    sampling: dict[str, Any], name: str | None, words: str | None
+) -> None:
+    assert (left_out_by(sampling, has_support=False), why_not_trained(sampling, has_support=False)) == (name, words)
+
+
+def test_a_truncated_turn_is_trained_where_its_support_is_stored() -> None:
+    assert left_out_by({"top_p": 0.9}, has_support=True) is None
+    assert left_out_by({"top_p": 0.9, "temperature": 0}, has_support=True) == "greedy"
+
+
+def test_the_turns_that_are_left_out_are_counted_by_reason() -> None:
+    greedy, truncated, plain = ({"temperature": 0}, False), ({"top_p": 0.5}, False), ({}, False)
+    assert count_not_trained([plain, ({"top_p": 0.5}, True)]) is None
+    assert count_not_trained([greedy] * 2) == "2 of 2 turns are not trained: temperature 0."
+    mixed = "3 of 4 turns are not trained: temperature 0 (2), top_p 0.5 (1)."
+    assert count_not_trained([greedy, truncated, greedy, plain]) == mixed

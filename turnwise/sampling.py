@@ -1,0 +1,63 @@
+"""Sampling parameters whose effect the trainer cannot apply to its own logits: a turn that used one carries no loss.
+
+The trainer selects turns by these tables. The proxy, the page and `turnwise doctor` say by the same tables, before a
+batch, what will not be trained. Only the trainer knows whether it can replay a schema.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from turnwise.support import TRUNCATING
+from turnwise.types import TOOL_GRAMMAR, Json
+
+GREEDY = "greedy"
+NOT_REPLAYED: Mapping[str, Callable[[Any], bool]] = {
+    TOOL_GRAMMAR: bool,
+    "thinking_token_budget": lambda value: value >= 0,
+    "tool_choice": lambda value: value == "required" or isinstance(value, dict),
+}
+"""Parameters whose effect the trainer does not compute, and when they have one; a support makes up for it."""
+Sampled: TypeAlias = tuple[Json, bool]
+"""The sampling parameters of a turn, and whether its support is stored."""
+ADVICE = "Only `sft`, `dpo` and `correction` train such turns; for others set the `sampling` of sessions."
+
+
+def temperature_of(sampling: Json) -> float:
+    value = sampling.get("temperature")
+    return 1.0 if value is None else float(value)
+
+
+def first_of(rules: Mapping[str, Callable[[Any], bool]], sampling: Json) -> str | None:
+    """Return the first parameter that has an effect."""
+    return next((name for name, acts in rules.items() if sampling.get(name) is not None and acts(sampling[name])), None)
+
+
+def left_out_by(sampling: Json, *, has_support: bool) -> str | None:
+    """Return why no ratio can be computed for a turn: `greedy`, or the name of a parameter; None if it can."""
+    if temperature_of(sampling) <= 0:
+        return GREEDY
+    return None if has_support else first_of(TRUNCATING, sampling) or first_of(NOT_REPLAYED, sampling)
+
+
+def why_not_trained(sampling: Json, *, has_support: bool) -> str | None:
+    """Return the same in words, such as `temperature 0` or `top_p 0.9`."""
+    name = left_out_by(sampling, has_support=has_support)
+    if name is None or name == GREEDY:
+        return name and "temperature 0"
+    if name == TOOL_GRAMMAR:
+        return "strict tools"
+    value = sampling[name]
+    return f"{name} {value}" if isinstance(value, str | int | float) else name
+
+
+def count_not_trained(turns: Sequence[Sampled]) -> str | None:
+    """Return how many of these turns are not trained and why, as a sentence; None if none is left out."""
+    found = (why_not_trained(sampling, has_support=has_support) for sampling, has_support in turns)
+    reasons = Counter(reason for reason in found if reason is not None)
+    if not reasons:
+        return None
+    named = [f"{reason} ({count})" if len(reasons) > 1 else reason for reason, count in reasons.most_common()]
+    return f"{sum(reasons.values())} of {len(turns)} turns are not trained: {', '.join(named)}."
