@@ -41,6 +41,8 @@ class PostingCounts:
     num_without_reward: int = 0
     num_failed: int = 0
     """Sessions that are left without a reward: all attempts failed, or the proxy does not take what was decided."""
+    num_rewarded_before: int = 0
+    """Sessions that are left as they are, because somebody else gave them a reward."""
     num_retries: int = 0
     value_sum: float = 0.0
     last_error: str | None = None
@@ -48,7 +50,8 @@ class PostingCounts:
     def line(self) -> str:
         mean = f"mean {self.value_sum / self.num_rewards:.3f}" if self.num_rewards else "no reward yet"
         problems = f", {self.num_failed} failed" if self.num_failed else ""
-        return f"{self.num_sessions} sessions  {self.num_rewards} rewards  {mean}{problems}"
+        before = f", {self.num_rewarded_before} had a reward (--no-unrewarded)" if self.num_rewarded_before else ""
+        return f"{self.num_sessions} sessions  {self.num_rewards} rewards  {mean}{problems}{before}"
 
 
 class Poster:
@@ -66,6 +69,7 @@ class Poster:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._done = read_state(self._path)
         self._given_up: set[str] = set()
+        self._rewarded: set[str] = set()
         self._num_polls = 0
         self._is_interrupted = False
         """Whether a unit of this poll ended with an error that concerns all units; no further unit is begun."""
@@ -149,6 +153,9 @@ class Poster:
         num_known = 0
         async for session in self._client.sessions(**{key: value for key, value in filters.items() if value}):
             is_known = session["session_id"] in self._done or session["session_id"] in self._given_up
+            if not is_known and self._settings.unrewarded and session["reward"] is not None:
+                self._rewarded.add(session["session_id"])
+                self.counts.num_rewarded_before, is_known = len(self._rewarded), True
             num_known = num_known + 1 if is_known else 0
             if num_known >= PAGE and not full_scan:
                 return

@@ -25,6 +25,9 @@ class RewardSettings(Settings):
     """Key of the proxy that may read sessions and give rewards; none where the proxy asks for none."""
     name: str = "reward"
     """Name of the rewards; another name gives rewards of another kind beside them."""
+    unrewarded: bool = True
+    """Only sessions without any reward. Off, also others: a reward of a session replaces those of its turns and steps
+    in its sum (docs/credit.md)."""
     split: Literal["train", "eval"] | None = None
     """Only sessions of this split."""
     task_id: str | None = None

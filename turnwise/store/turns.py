@@ -134,9 +134,8 @@ def newest_samplings(conn: sa.Connection, tenant: str | None, session_id: str | 
         session_id: The turns of this session; None: those of split `train` among the newest sessions.
     """
     held = sessions.c
-    wanted: list[sa.ColumnElement[bool]] = []
-    if tenant is not None:
-        wanted.append(held.tenant == tenant)
+    last = sa.select(sa.func.max(held.session_pk)).scalar_subquery()
+    wanted = [held.session_pk > last - SAMPLED_SESSIONS if tenant is None else held.tenant == tenant]
     if session_id is not None:
         wanted.append(held.session_id == session_id)
     newest = sa.select(held.session_pk, held.split).where(*wanted).order_by(held.session_pk.desc())

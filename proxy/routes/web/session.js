@@ -38,12 +38,25 @@ export async function session(id, chosen) {
 
 function sessionFacts(record, turns) {
   const group = record.group_id && record.group_id !== record.session_id ? filtered("group_id", record.group_id) : "";
-  return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("b", {}, number(record.reward))], ["status", status(record.status)], ["ended by", record.termination_reason], ["not trained", notTrained(turns)],
+  return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("span", {}, make("b", {}, number(record.reward)), rewardParts(record, turns))], ["status", status(record.status)], ["ended by", record.termination_reason], ["not trained", notTrained(turns)],
     ["turns", number(record.num_turns)], ["sampled tokens", number(sum(turns.map((each) => each.token_ids.length)))], ["took", lasted(record)],
     ["user", filtered("user_id", record.user_id)], ["agent", agentOf(record)],
     ["task", filtered("task_id", record.task_id)], ["group", group], ["run", record.group_id ? number(record.run) : ""], ["split", record.split === "train" ? "" : record.split],
     ["trained in", record.trained_in.map((one) => `update ${one.update_id}, version ${one.policy_version}`).join("; ")], ["continues", record.continues ? link(`session/${path(record.continues)}`, record.continues) : ""], ["opened", ago(record.created_at)],
     ["labels", chips(record.labels)]]);
+}
+
+// The lines that make the session's reward, as docs/credit.md says, and those that do not count.
+function rewardParts(record, turns) {
+  const seqs = new Map(turns.map((each) => [each.turn_id, each.seq])), latest = new Map();
+  const lines = [...record.rewards, ...turns.flatMap((each) => each.rewards)].sort((one, other) => one.created_at.localeCompare(other.created_at));
+  for (const each of lines) latest.set(JSON.stringify([each.turn_id, each.step, each.name]), each);
+  const isWhole = (each) => each.turn_id === null && each.step === null, inForce = [...latest.values()];
+  const isCounted = record.credit === "propagate" && inForce.some(isWhole) ? isWhole : () => true;
+  if (inForce.length < 2) return "";
+  const said = (each) => `${number(each.value)} ${isWhole(each) ? "session" : each.turn_id === null ? `step ${each.step}` : `turn ${seqs.get(each.turn_id)}`}${each.name === "reward" ? "" : ` ${each.name}`}`;
+  const counted = inForce.filter(isCounted).map(said), replaced = inForce.filter((each) => !isCounted(each)).map(said);
+  return make("span", {className: "quiet"}, ` = ${counted.join(" + ")}`, replaced.length ? ` (in place of ${replaced.join(", ")})` : "");
 }
 
 // Which turns are left out of training by their sampling parameters.

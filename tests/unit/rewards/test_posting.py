@@ -17,6 +17,9 @@ from turnwise.rewards.sources import PythonSource
 from turnwise.types import Json
 
 
+ALONE = {"group_id": None, "group_size": None}
+
+
 class ProxyOfOneSession:
     """Has one ended session; the first requests find no proxy."""
 
@@ -28,7 +31,7 @@ class ProxyOfOneSession:
         if self._num_outages:
             self._num_outages -= 1
             raise ProxyUnavailable("cannot reach it")
-        yield {"session_id": "s0", "num_turns": 1, "metadata": {}, "group_id": None, "group_size": None}
+        yield {"session_id": "s0", "num_turns": 1, "reward": None, "metadata": {}, **ALONE}
 
     async def turns(self, _: str) -> AsyncIterator[Json]:
         return
@@ -94,7 +97,7 @@ class ProxyThatGoesDown:
 
     async def sessions(self, **_: Any) -> AsyncIterator[Json]:
         for number in range(5):
-            yield {"session_id": f"s{number}", "num_turns": 1, "metadata": {}, "group_id": None, "group_size": None}
+            yield {"session_id": f"s{number}", "num_turns": 1, "reward": None, "metadata": {}, **ALONE}
 
     async def turns(self, session_id: str) -> AsyncIterator[Json]:
         self.asked.append(session_id)
@@ -122,6 +125,26 @@ async def test_after_an_outage_no_further_session_is_decided_on_and_those_begun_
             await poster_for(tmp_path, proxy, [], parallel=2).run()
     assert (proxy.asked, proxy.posted) == (["s0", "s1"], ["s1"])
     assert read_state(tmp_path / "state.jsonl") == {"s1"}
+
+
+@pytest.mark.parametrize(("settings", "graded"), [({}, ["s1"]), ({"unrewarded": False}, ["s0", "s1"])])
+async def test_a_session_that_somebody_rewarded_is_graded_only_on_request(tmp_path, settings, graded):
+    """A line of the session would take the place of a person's rewards of its turns."""
+
+    class ProxyOfARatedSession(ProxyOfOneSession):
+        async def sessions(self, **_: Any) -> AsyncIterator[Json]:
+            for name, reward in {"s0": 0.8, "s1": None}.items():
+                yield {"session_id": name, "num_turns": 1, "reward": reward, "metadata": {}, **ALONE}
+
+        async def rewards(self, lines: Iterable[Mapping[str, Any]], **_: Any) -> list[int]:
+            self.posted += lines
+            return [1]
+
+    proxy = ProxyOfARatedSession(num_outages=0)
+    counts = await poster_for(tmp_path, proxy, [], **settings).run()
+    assert sorted(line["session_id"] for line in proxy.posted) == graded
+    assert counts.num_rewarded_before == 2 - len(graded)
+    assert ("1 had a reward (--no-unrewarded)" in counts.line()) == (len(graded) == 1)
 
 
 def raises_system_exit(_: Json) -> float:
