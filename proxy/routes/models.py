@@ -24,7 +24,7 @@ from proxy.routes.control import PUBLIC
 from proxy.routes.summaries import Summary, UpdateSummary
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
-from turnwise.store import keys, overview, policies, retention, updates
+from turnwise.store import arms, keys, overview, policies, retention, updates
 from turnwise.store import turns as stored_turns
 from turnwise.types import (
     Feedback,
@@ -191,6 +191,17 @@ PolicyAnswer = answer_model(
         "and where the file system does not answer.",
     ),
 )
+ListedVersion = _create(
+    "ListedVersion",
+    PolicyAnswer,
+    "A version of a policy in a list.",
+    {
+        "earned": (
+            _model_of(arms.Earned) | None,
+            Field(default=None, description="What the tenant's newest finished sessions earned, with `earned=true`."),
+        )
+    },
+)
 NamedPolicy = answer_model("NamedPolicy", Policy, "A policy: the default one, or one that a tenant created.")
 ListedPolicy = answer_model(
     "ListedPolicy",
@@ -240,7 +251,7 @@ TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
 UpdatePage = page_model("UpdatePage", UpdateAnswer, "Some updates.")
 PolicyPage = page_model(
     "PolicyPage",
-    PolicyAnswer,
+    ListedVersion,
     "Some policy versions.",
     pinned_version=_field(int | None, "The version that a person pinned the policy to; null follows the newest."),
     key_policy=_field(str, "The policy that new sessions of the caller's key sample with."),

@@ -34,7 +34,7 @@ from proxy.routes.control import (
 )
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
-from turnwise.store import policies, serving, statements, versions
+from turnwise.store import arms, policies, serving, statements, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 from turnwise.version_directory import num_bytes_on_disk
@@ -108,6 +108,7 @@ async def list_policies(
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
     policy: Annotated[Text | None, Query(description="Only versions of this policy.")] = None,
     summary: Annotated[bool, Query(description="Whether each policy has a `summary` of what it holds.")] = False,
+    earned: Annotated[bool, Query(description="Whether each version has what its sessions `earned`.")] = False,
 ) -> Response:
     """List the policies, and their versions, newest first: the tenant's own ones and the default one.
 
@@ -131,6 +132,9 @@ async def list_policies(
     if not await is_operator(services, principal):
         shared = {each.version for each in found if each.policy_id == DEFAULT_POLICY}
         listed = [{**each, "path": None} if each["version"] in shared else each for each in listed]
+    if earned:
+        of_version = await services.database.fetch(arms.earned, principal.tenant)
+        listed = [{**each, "earned": of_version.get(each["version"])} for each in listed]
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
     own = next((each.name for each in named if each.policy_id == principal.policy_id), DEFAULT_POLICY_NAME)

@@ -270,7 +270,7 @@ OF_TENANT: dict[str, Ask] = {
     "what a session waits for": lambda c: groups.progress_of(c, _session("member", group_id="g")),
     "how a session's calls are sampled": lambda c: turns.newest_samplings(c, "t", "s"),
     "how a tenant's calls are sampled": lambda c: turns.newest_samplings(c, "t"),
-    "how all calls are sampled": lambda c: turns.newest_samplings(c, None),
+    "what a tenant's versions earned": lambda c: arms.earned(c, "t"),
     "a new session": lambda c: sessions.create_session(c, _session("n", group_id="g2")),
     "a new session of a group": lambda c: sessions.create_session(c, _session("n", group_id="g")),
     "a session that exists": lambda c: sessions.create_session(c, _session("s")),
@@ -318,6 +318,8 @@ GROWING_WITH_THE_TENANT = frozenset(
         "a search by rewards",
         "changes",
         "counts of a tenant",
+        "how a tenant's calls are sampled",
+        "what a tenant's versions earned",
         "the number of a tenant's sessions",
         "an export of a tenant",
         "experiences of a tenant",
@@ -327,6 +329,8 @@ GROWING_WITH_THE_TENANT = frozenset(
 """Of the calls of one tenant, those that read many of its sessions. The others read one session, turn or group."""
 
 OF_ALL: dict[str, Ask] = {
+    "what all versions earned": lambda c: arms.earned(c, None),
+    "how all calls are sampled": lambda c: turns.newest_samplings(c, None),
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),
     "the regression set": lambda c: experiences.regression_set(c, 4, ["golden"], roles=set(Role)),

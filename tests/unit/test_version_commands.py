@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,11 +11,13 @@ import peft
 import pytest
 from support.commands import invoke
 from support.full_disk import no_file_over
+from support.ledger_samples import make_turn
 from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
-from turnwise.store import policies, serving, versions
-from turnwise.types import PolicyKind, PolicyVersion
+from turnwise.store import policies, rewards, serving, sessions, versions
+from turnwise.store.turns import append_turns
+from turnwise.types import PolicyKind, PolicyVersion, Reward, Session
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_versions_are_listed_with_reward_pin_and_files(url):
     listed = json.loads(invoke("policies", "--database", url, "--json").output)
-    rows = [(each["version"], each["status"], each["on_disk"], each["pinned"], each["reward_mean"]) for each in listed]
+    rows = [(each["version"], each["status"], each["on_disk"], each["pinned"], each["batch_reward"]) for each in listed]
     assert rows == [
         (2, "active", True, False, 0.5),
         (1, "published", False, False, 0.25),
@@ -120,3 +123,20 @@ def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_l
     weights = peft.utils.load_peft_weights(str(exported), device="cpu")
     assert peft.PeftConfig.from_pretrained(str(exported)).peft_type == peft.PeftType.LORA
     assert weights.keys() == peft.utils.load_peft_weights(str(adapter), device="cpu").keys()
+
+
+def test_each_version_shows_what_its_sessions_earned_beside_the_batch_that_made_it(url):
+    """Eight sessions of version 2 with 0 and 1: mean 0.5, and 1.96 · 0.5345 / √8 = 0.370. One of version 0 has none."""
+    with writing(url) as conn:
+        for number in range(9):
+            version = 0 if number == 8 else 2
+            session_id = f"s{number}"
+            sessions.create_session(conn, Session(session_id=session_id))
+            turn = make_turn(f"t{number}", session_id=session_id, seq=0)
+            turn = dataclasses.replace(turn, policy_version_first=version, policy_version_last=version)
+            append_turns(conn, [turn])
+            rewards.add_rewards(conn, [Reward(session_id=session_id, value=float(number % 2))])
+            sessions.end_session(conn, "default", session_id)
+    listed = json.loads(invoke("policies", "--database", url, "--json").output)
+    shown = [(each["version"], each["earned"], each["num_sessions"], each["batch_reward"]) for each in listed]
+    assert shown == [(2, "0.500 ± 0.370", 8, 0.5), (1, None, None, 0.25), (0, "0.000", 1, 0.0)]

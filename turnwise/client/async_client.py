@@ -127,8 +127,9 @@ class AsyncClient(Connection):
         finally:
             await response.aclose()
 
-    def policies(self, policy: str | None = None) -> AsyncIterator[Json]:
-        return self._rows(wire.page_of("/v1/policies", wire.given({"policy": policy})), "version")
+    def policies(self, policy: str | None = None, *, earned: bool = False) -> AsyncIterator[Json]:
+        wanted = wire.given({"policy": policy, "earned": earned or None})
+        return self._rows(wire.page_of("/v1/policies", wanted), "version")
 
     async def policy_summaries(self) -> list[Json]:
         rows: list[Json] = (await self._json(wire.get("/v1/policies?summary=true&limit=1")))["policies"]

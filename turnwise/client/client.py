@@ -169,9 +169,10 @@ class Client(Connection):
         finally:
             response.close()
 
-    def policies(self, policy: str | None = None) -> Iterator[Json]:
-        """Iterate over the published versions, of all policies or of one."""
-        return self._rows(wire.page_of("/v1/policies", wire.given({"policy": policy})), "version")
+    def policies(self, policy: str | None = None, *, earned: bool = False) -> Iterator[Json]:
+        """Iterate over the published versions, of all policies or of one; with `earned`, what their sessions did."""
+        wanted = wire.given({"policy": policy, "earned": earned or None})
+        return self._rows(wire.page_of("/v1/policies", wanted), "version")
 
     def policy_summaries(self) -> list[Json]:
         """Return the policies, with a `summary` of what each of them holds."""

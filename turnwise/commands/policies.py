@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from turnwise.store.database import Database
 
 _COLUMNS = (
-    *("policy", "version", "status", "pinned", "on_disk", "reward_mean", "lift", "reload_seconds", "created_at"),
+    *("policy", "version", "status", "pinned", "on_disk", "earned", "num_sessions", "batch_reward", "lift"),
+    *("reload_seconds", "created_at"),
     "error",
 )
 _POLICY_COLUMNS = (
@@ -51,19 +52,20 @@ def policies(context: click.Context, limit: int, place: DataPlace, *, as_json: b
         return
     with place.client() as client:
         if client is not None:
-            newest = itertools.islice(client.policies(), limit)
-            found = [_with_lift(_with_metrics(each, "reward_mean")) for each in newest]
+            newest = itertools.islice(client.policies(earned=True), limit)
+            found = [_with_lift(_with_rewards(each, each["earned"])) for each in newest]
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
     from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import arms, serving, versions
     from turnwise.store import policies as stored_policies
-    from turnwise.store import serving, versions
 
     with place.store() as store, store.read() as conn:
+        of_version = arms.earned(conn, None)
         named = {policy.policy_id: policy for policy in stored_policies.list_policies(conn)}
         pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [
-            _with_lift(_with_metrics(values_of(policy), "reward_mean"))
+            _with_lift(_with_rewards(values_of(policy), values_of(of_version.get(policy.version))))
             | {
                 "policy": named[policy.policy_id].name,
                 "tenant": named[policy.policy_id].tenant,
@@ -247,6 +249,7 @@ def activate(version: int, place: DataPlace, *, as_json: bool) -> None:
         print_records(pinned, as_json=True)
         return
     click.echo(f"Version {version} is pinned: the proxy loads it now and keeps it, whatever is published later.")
+    click.echo("`turnwise policies follow` undoes it.")
 
 
 def _pin(place: DataPlace, version: int) -> Json:
@@ -339,6 +342,14 @@ def updates(limit: int, place: DataPlace, *, as_json: bool) -> None:
 
 def _with_metrics(record: Json, *names: str) -> Json:
     return record | {name: (record["metrics"] or {}).get(name) for name in names}
+
+
+def _with_rewards(version: Json, earned: Json | None) -> Json:
+    """Return a version with what its own sessions earned, and the mean reward of the batch that made it."""
+    mean, margin = (None, None) if earned is None else (earned["mean"], earned["margin"])
+    text = None if mean is None else f"{mean:.3f}" if margin is None else f"{mean:.3f} ± {margin:.3f}"
+    batch = (version["metrics"] or {}).get("reward_mean")
+    return version | {"earned": text, "num_sessions": (earned or {}).get("num_sessions"), "batch_reward": batch}
 
 
 def _with_lift(policy: Json) -> Json:

@@ -22,7 +22,7 @@ from turnwise import credit
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import DELETED, policy_versions, sessions, turns
-from turnwise.store.statements import execute
+from turnwise.store.statements import execute, is_among, unindexed
 from turnwise.types import (
     DEFAULT_POLICY,
     FORKED,
@@ -40,6 +40,9 @@ from turnwise.types import (
 
 MAX_COMPARED = 10_000
 """Finished sessions that are read to compare two arms, the newest ones."""
+MAX_EARNED = 400
+"""Sessions that are read to say what each version earned, the newest ones."""
+FEWEST = 8
 _RUNNING = (
     "SELECT policy_id, version, arm_share, status FROM policy_versions "  # noqa: S608  constants
     f"WHERE status IN ('{PolicyStatus.CANARY.value}', '{PolicyStatus.HOLDOUT.value}') "
@@ -97,6 +100,21 @@ def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
     return session
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Earned:
+    """The rewards of the newest finished sessions that sampled with a version last."""
+
+    num_sessions: int
+    mean: float
+    margin: float | None
+    """Half of the mean's 95 % interval, 1.96 standard errors; null for fewer than 8 sessions."""
+
+    @classmethod
+    def of(cls, rewards: Sequence[float]) -> Earned:
+        margin = 1.96 * statistics.stdev(rewards) / len(rewards) ** 0.5 if len(rewards) >= FEWEST else None
+        return cls(num_sessions=len(rewards), mean=statistics.fmean(rewards), margin=margin)
+
+
 def arms_since(
     conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int], policy_id: int = DEFAULT_POLICY
 ) -> tuple[Arm, Arm]:
@@ -126,6 +144,28 @@ def held_out_arms(conn: sa.Connection, holdout: PolicyVersion) -> tuple[Arm, Arm
     found = _compared(conn, sessions.c.group_id.is_(None), is_over, is_live, since, is_of_policy)
     newer = [one for one in found if one[0].arm is None and one[0].version > holdout.version]
     return _arm_of(newer), _arm_of([one for one in found if one[0].arm is not None])
+
+
+def earned(conn: sa.Connection, tenant: str | None) -> dict[int, Earned]:
+    """Return by version what the newest finished sessions of a tenant, or of all, earned with it.
+
+    Sessions of split `eval` count if they are the hold-out's: others may be sampled otherwise.
+    """
+    held = sessions.c
+    last = sa.select(sa.func.max(held.session_pk)).scalar_subquery()
+    newest = sa.select(held.session_pk)
+    if tenant is None:
+        newest = newest.where(held.session_pk > last - MAX_EARNED)
+    else:
+        newest = newest.where(held.tenant == tenant).order_by(held.session_pk.desc()).limit(MAX_EARNED)
+    is_newest = is_among(conn.dialect, held.session_pk, list(conn.scalars(newest)))
+    is_earned = sa.or_(unindexed(held.split) == Split.TRAIN.value, held.arm.is_not(None))
+    rewards: dict[int, list[float]] = collections.defaultdict(list)
+    for row, lines in _compared(conn, is_newest, is_earned):
+        reward = credit.session_reward(lines, Credit(row.credit))
+        if reward is not None:
+            rewards[row.version].append(reward)
+    return {version: Earned.of(values) for version, values in rewards.items()}
 
 
 def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[_Compared]:

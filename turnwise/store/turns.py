@@ -135,11 +135,14 @@ def newest_samplings(conn: sa.Connection, tenant: str | None, session_id: str | 
     """
     held = sessions.c
     last = sa.select(sa.func.max(held.session_pk)).scalar_subquery()
-    wanted = [held.session_pk > last - SAMPLED_SESSIONS if tenant is None else held.tenant == tenant]
-    if session_id is not None:
-        wanted.append(held.session_id == session_id)
-    newest = sa.select(held.session_pk, held.split).where(*wanted).order_by(held.session_pk.desc())
-    pks = [pk for pk, split in conn.execute(newest.limit(SAMPLED_SESSIONS)) if split == Split.TRAIN.value]
+    newest = sa.select(held.session_pk, held.split)
+    if tenant is None:
+        newest = newest.where(held.session_pk > last - SAMPLED_SESSIONS)
+    elif session_id is None:
+        newest = newest.where(held.tenant == tenant).order_by(held.session_pk.desc()).limit(SAMPLED_SESSIONS)
+    else:
+        newest = newest.where(*is_session(tenant, session_id))
+    pks = [pk for pk, split in conn.execute(newest) if split == Split.TRAIN.value]
     fit = (
         turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
         sa.or_(turns.c.role.is_(None), turns.c.role.in_([role.value for role in TRAINED_ROLES])),

@@ -80,7 +80,7 @@ function detailCharts(points, line, add, byVersion) {
 }
 
 async function everyVersion() {
-  return (await everyPage("v1/policies?limit=1000", "version")).flatMap((page) => {
+  return (await everyPage("v1/policies?limit=1000&earned=true", "version")).flatMap((page) => {
     const pins = new Set([page.pinned_version, ...(page.policies ?? []).map((each) => each.pinned_version)]);
     return page.data.map((each) => ({...each, isPinned: pins.has(each.version)}));
   });
@@ -88,8 +88,23 @@ async function everyVersion() {
 
 const ACTIVATED = "The engines load it now.";
 
-function choiceButtons(each, pinned, changed) {
-  const choose = (pin) => async () => { await request(`v1/policies/${each.version}/activate`, {method: "POST", body: JSON.stringify({pin})}); await changed(); };
+const activate = (version, pin) => request(`v1/policies/${version}/activate`, {method: "POST", body: JSON.stringify({pin})});
+
+// What somebody chose last on this page, and what was chosen before.
+let undo = null;
+
+function undoButton(versions, changed) {
+  if (!versions.some((each) => each.version === undo?.chosen)) return "";
+  const back = async () => { const {version, pin} = undo; await activate(version, pin); undo = null; await changed(); };
+  return make("p", {className: "quiet"}, `You chose version ${undo.chosen}. `, actionButton("Undo", undo.pin ? `Pin version ${undo.version} again?` : `Follow the newest version, ${undo.version}, again?`, back));
+}
+
+function choiceButtons(each, pinned, changed, newest) {
+  const choose = (pin) => async () => {
+    await activate(each.version, pin);
+    undo = {chosen: each.version, version: pinned?.version ?? newest.version, pin: pinned !== undefined};
+    await changed();
+  };
   if (each.on_disk === false) return "";
   if (each.isPinned) return make("span", {className: "quiet"}, "pinned");
   if (each.status === "active") return actionButton("Pin", `Pin version ${each.version}? It stays served, whatever is published later.`, choose(true));
@@ -98,13 +113,14 @@ function choiceButtons(each, pinned, changed) {
 
 function versionTable(versions, changed) {
   const pinned = versions.find((each) => each.isPinned), newest = versions[0];
-  const follow = pinned ? make("p", {className: "warn"}, `Version ${pinned.version} is pinned: newer versions are not served. `, actionButton("Follow the newest", `Serve version ${newest.version}, and each later one? ${ACTIVATED}`,
-    async () => { await request(`v1/policies/${newest.version}/activate`, {method: "POST", body: JSON.stringify({pin: false})}); await changed(); })) : "";
+  const follow = pinned ? make("p", {className: "warn"}, `Version ${pinned.version} is pinned: newer versions are not served, and a trainer that is too far ahead of it waits, or goes on from its weights (when_pinned). `, actionButton("Follow the newest", `Serve version ${newest.version}, and each later one? ${ACTIVATED}`,
+    async () => { await activate(newest.version, false); undo = null; await changed(); })) : "";
   const columns = [["version#", (each) => make("span", {title: each.path ?? ""}, number(each.version))], ["status", (each) => make("span", {}, status(each.status), each.on_disk === false ? " (files removed)" : "")],
-    ["served", (each) => choiceButtons(each, pinned, changed)], ["train reward#", (each) => number(each.metrics?.reward_mean)], ["held out#", (each) => number(heldOut(each))],
+    ["served", (each) => choiceButtons(each, pinned, changed, newest)], ["earned#", (each) => each.earned ? make("span", {title: `${plural(each.earned.num_sessions, "session")} that it sampled, with the 95 % interval of their mean`}, `${number(each.earned.mean)}${each.earned.margin === null ? "" : ` ± ${number(each.earned.margin)}`} (${number(each.earned.num_sessions)})`) : ""],
+    ["reward of the batch that made it#", (each) => number(each.metrics?.reward_mean)], ["held out#", (each) => number(heldOut(each))],
     ["since", (each) => ago(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? each.alarm ?? ""]];
   const rows = versions.slice(0, SHOWN_VERSIONS).map((each) => columns.map(([, value]) => value(each))), known = columns.map((_, at) => rows.some((row) => row[at] !== ""));
-  return make("div", {}, follow, table(columns.map(([name]) => name).filter((_, at) => known[at]), rows.map((row) => row.filter((_, at) => known[at]))));
+  return make("div", {}, follow, undoButton(versions, changed), table(columns.map(([name]) => name).filter((_, at) => known[at]), rows.map((row) => row.filter((_, at) => known[at]))));
 }
 
 // What each policy holds, side by side; the default policy alone is not compared with anything.

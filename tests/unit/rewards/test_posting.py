@@ -16,7 +16,6 @@ from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.sources import PythonSource
 from turnwise.types import Json
 
-
 ALONE = {"group_id": None, "group_size": None}
 
 
