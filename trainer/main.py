@@ -21,7 +21,7 @@ from trainer.algorithms.trial import try_algorithm
 from trainer.model.agent import NO_SHARDED_CRITIC
 from trainer.model.optimizer import check_optimizer
 from trainer.parallel import World, leave_world
-from trainer.policies import Policies
+from trainer.policies import Policies, PolicyNames
 from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
 from trainer.train import Recorder
@@ -43,6 +43,8 @@ def run(settings: TrainerSettings) -> int:
         torch.set_num_threads(settings.num_threads)
     try:
         check_startable(settings)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(PolicyNames())
         trained = Policies(settings, _optional_recorders)
         with contextlib.closing(trained), _stopped_by_signals(trained):
             trained.learn()

@@ -9,6 +9,7 @@ next start of the process tries it again. The error of the last policy ends the 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import logging
 import shutil
@@ -46,6 +47,19 @@ class Trained:
     state: State
 
 
+_named: contextvars.ContextVar[str | None] = contextvars.ContextVar("policy", default=None)
+
+
+class PolicyNames(logging.Filter):
+    """Puts the name of the policy that is trained before each line, where it is not the default one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        name = _named.get()
+        if name is not None:
+            record.msg, record.args = f"policy {name!r}: {record.getMessage()}", ()
+        return True
+
+
 class Policies:
     """Trains all policies of a ledger."""
 
@@ -68,6 +82,7 @@ class Policies:
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
         self._errors: dict[int, Exception] = {}
+        self._names: dict[int, str] = {}
         self._default = self._training(None)
 
     @property
@@ -161,6 +176,7 @@ class Policies:
             self._leave(number, is_deleted=number not in stored)
         for number, policy in found.items():
             if number not in self._trained and number not in self._errors and not self._stopped.is_set():
+                self._names[number] = policy.name
                 log.info("policy %r has the number %d", policy.name, number)
                 self._begin(number, self._training(policy))
 
@@ -184,6 +200,7 @@ class Policies:
     @contextlib.contextmanager
     def _set_aside_on_error(self, number: int, training: Training) -> Iterator[None]:
         """Report an error of the block; the policies besides this one go on without it, if there are any."""
+        named = _named.set(self._names.get(number))
         try:
             yield
         except Exception as error:  # anybody's algorithm, data or disk; a trainer without other policies ends
@@ -198,6 +215,8 @@ class Policies:
             traceback.clear_frames(error.__traceback__)  # they hold the gradients of the failed batch
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+        finally:
+            _named.reset(named)
 
     def _close(self, training: Training) -> None:
         if training is not self._default:

@@ -225,6 +225,7 @@ UpdateAnswer = answer_model(
     "UpdateAnswer",
     UpdateRecord,
     "What the trainer did with one batch.",
+    policy=_field(str | None, "The name of the policy that it trained."),
     groups=_field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
     sessions=_field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
 )

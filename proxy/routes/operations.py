@@ -198,7 +198,16 @@ async def list_updates(
 ) -> Response:
     """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
     found, more = await services.database.fetch(updates.list_update_views, principal.tenant, limit=limit, after=after)
-    rows = [{**record_json(each.update), "groups": each.groups, "sessions": each.sessions} for each in found]
+    names = services.pool.policy_names
+    rows = [
+        {
+            **record_json(each.update),
+            "policy": names.get(each.update.policy_id),
+            "groups": each.groups,
+            "sessions": each.sessions,
+        }
+        for each in found
+    ]
     return page(rows, has_more=more)
 
 

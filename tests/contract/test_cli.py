@@ -76,12 +76,19 @@ def test_an_incomplete_model_gives_one_sentence_and_status_two(tmp_path):
     assert "is incomplete" in result.stderr
 
 
-def test_a_new_sqlite_file_needs_no_second_command(tmp_path):
-    result = invoke("sessions", "--database", f"sqlite:///{tmp_path}/new.db", "--json")
-    assert (result.exit_code, json.loads(result.output)) == (0, [])
-    doctor = invoke(
-        "doctor", "--engine", "http://127.0.0.1:1", "--database", f"sqlite:///{tmp_path}/other.db", "--json"
-    )
+def test_a_command_that_stores_something_makes_the_sqlite_file_and_one_that_reads_does_not(tmp_path):
+    """An empty database at a mistyped place would look like one without sessions."""
+    file = tmp_path / "new.db"
+    at = ("--database", f"sqlite:///{file}")
+    for command in (("sessions",), ("policies",), ("updates",), ("keys", "list"), ("export",), ("verify",)):
+        result = invoke(*command, *at)
+        assert (result.exit_code, "there is no database at" in result.stderr) == (2, True), command
+    doctor = invoke("doctor", "--engine", "http://127.0.0.1:1", *at, "--json")
+    assert {"check": "database", "verdict": "warn"}.items() <= json.loads(doctor.output)[-1].items()
+    assert not file.exists()
+    assert invoke("keys", "create", *at).exit_code == 0
+    assert json.loads(invoke("sessions", *at, "--json").output) == []
+    doctor = invoke("doctor", "--engine", "http://127.0.0.1:1", *at, "--json")
     assert {"check": "database", "verdict": "ok"}.items() <= json.loads(doctor.output)[-1].items()
 
 

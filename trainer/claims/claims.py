@@ -401,14 +401,17 @@ class Wait:
 def describe_wait(look: Look, rule: TrainerSettings, seconds_left: float | None, held: str | None) -> str:
     each_counts = rule.singles_per_group == 1
     num_ready = look.num_filled(rule) if each_counts else look.num_ready
-    counted = f"{num_ready} of {rule.groups_per_batch} groups are ready"
-    if look.num_singles and not each_counts:
+    smallest, is_enough = smallest_batch(rule), look.num_filled(rule) >= smallest_batch(rule)
+    counted, least = f"{num_ready} of {rule.groups_per_batch} groups are ready", f"; a batch needs at least {smallest}"
+    if look.num_singles and not each_counts and num_ready:
         counted += f", and {look.num_singles} single sessions, of which {rule.singles_per_group} count as a group"
+    elif look.num_singles and not each_counts:
+        num_needed = rule.singles_per_group * (rule.groups_per_batch if is_enough else smallest)
+        counted, least = f"{look.num_singles} of {num_needed} single sessions are ready", ""
     if held is not None:
         return f"{counted}; {held}"
-    if look.num_filled(rule) < smallest_batch(rule):
-        lacking = f"waiting: {counted}; a batch needs at least {smallest_batch(rule)}"
-        return lacking + (f"; {_describe_open(look, rule)}" if look.num_open else "")
+    if not is_enough:
+        return f"waiting: {counted}{least}" + (f"; {_describe_open(look, rule)}" if look.num_open else "")
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
 
 

@@ -18,6 +18,10 @@ KEY_COLUMNS = (
 
 CREATED = ("key_id", "key", "tenant", "role", "name", "policy")
 SECONDS_A_DAY = 86_400
+FIRST_KEY = (
+    "This is the first key: within 5 seconds the proxy refuses every call without a key, also of agents that run now. "
+    "Give them the key, or revoke it with `turnwise keys revoke`."
+)
 
 
 @click.group("keys")
@@ -55,9 +59,13 @@ def keys_create(
             print_records({field: created[field] for field in CREATED}, as_json=as_json)
             return
     from turnwise.store import keys as stored_keys
+    from turnwise.store import sessions
+    from turnwise.store.selection import SessionFilter
 
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
-    with place.store() as store, store.write() as conn:
+    with place.store(creates=True) as store, store.write() as conn:
+        if not stored_keys.list_keys(conn, None) and sessions.list_sessions(conn, SessionFilter(), limit=1)[0]:
+            click.echo(FIRST_KEY, err=True)
         key_id, key = stored_keys.create_key(
             conn,
             tenant or "default",

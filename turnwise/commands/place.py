@@ -66,8 +66,8 @@ class DataPlace:
         with Client(self.url, self.api_key) as client:
             yield client
 
-    def store(self) -> contextlib.AbstractContextManager[Database]:
-        return opened(self.database_url)
+    def store(self, *, creates: bool = False) -> contextlib.AbstractContextManager[Database]:
+        return opened(self.database_url, creates=creates)
 
 
 def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,15 +85,21 @@ def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def opened(url: str, *, make_ready: bool = True) -> Iterator[Database]:
+def opened(url: str, *, make_ready: bool = True, creates: bool = True) -> Iterator[Database]:
     """Open a database for one command, and bring the tables of an SQLite file up to date first.
 
     Raises:
+        SettingsError: the SQLite file does not exist, and the command does not create it.
         SchemaMismatch: its tables are not those of this release.
         StoreUnavailable: it cannot be reached.
     """
-    from turnwise.store.database import Database
+    from turnwise.store.database import Database, missing_file
 
+    missing = None if creates else missing_file(url)
+    if missing is not None:
+        raise SettingsError(
+            f"there is no database at {str(missing)!r}: run this where `turnwise up` runs, or name one with --database"
+        )
     database = Database(url)
     try:
         if make_ready:

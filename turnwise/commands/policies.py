@@ -37,7 +37,16 @@ _POLICY_COLUMNS = (
     *("tenant", "name", "served_version", "num_versions", "num_sessions", "num_trained_sessions"),
     *("num_trained_tokens", "last_update_at", "num_bytes", "archived_at"),
 )
-_UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", "num_tokens", "reward_mean", "seconds")
+_UPDATE_COLUMNS = (
+    "update_id",
+    "policy",
+    "policy_version",
+    "num_groups",
+    "num_sessions",
+    "num_tokens",
+    "reward_mean",
+    "seconds",
+)
 _SHOWN = ("reward_mean", "seconds")
 
 
@@ -115,7 +124,7 @@ def export(policy: str, directory: Path, tenant: str | None, database: str | Non
     """Copy the served or the named version of a policy to a new directory: an adapter that PEFT and vLLM load."""
     from turnwise.store import policies as stored_policies
 
-    with opened(database_url(database)) as store, store.read() as conn:
+    with opened(database_url(database), creates=False) as store, store.read() as conn:
         version = stored_policies.find_version(conn, tenant or "default", policy)
     if directory.exists() and any(directory.iterdir()):
         raise SettingsError(f"{str(directory)!r} is not empty: name a new directory")
@@ -184,7 +193,7 @@ def _create(place: DataPlace, tenant: str, name: str, base: str, adapter: Path |
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies as stored_policies
 
-    with place.store() as store:
+    with place.store(creates=True) as store:
         if adapter is not None:
             _check_adapter(store, adapter)
         with store.write() as conn:
@@ -333,10 +342,15 @@ def updates(limit: int, place: DataPlace, *, as_json: bool) -> None:
             print_stored(found, "updates", client.base_url, as_json=as_json, columns=_UPDATE_COLUMNS)
             return
     from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import policies as stored_policies
     from turnwise.store import updates as stored_updates
 
     with place.store() as store, store.read() as conn:
-        listed = [_with_metrics(values_of(each), *_SHOWN) for each in stored_updates.list_updates(conn, limit=limit)[0]]
+        names = {policy.policy_id: policy.name for policy in stored_policies.list_policies(conn)}
+        listed = [
+            _with_metrics(values_of(each), *_SHOWN) | {"policy": names.get(each.policy_id)}
+            for each in stored_updates.list_updates(conn, limit=limit)[0]
+        ]
     print_stored(listed, "updates", place.database_url, as_json=as_json, columns=_UPDATE_COLUMNS)
 
 

@@ -86,20 +86,20 @@ def prune(older_than_days: float, database: str | None, *, as_json: bool) -> Non
     from turnwise.store import retention
 
     before = utc_now() - dt.timedelta(days=older_than_days)
-    with opened(database_url(database)) as store:
+    with opened(database_url(database), creates=False) as store:
         deleted = _delete_all(store, lambda conn: retention.prune(conn, before))
     print_records(deleted, as_json=as_json)
 
 
 @click.command("forget")
-@click.option("--tenant", required=True, help="Whose sessions.")
+@click.option("--tenant", help="Whose sessions [default: default; required to delete everything of a tenant].")
 @click.option("--session-id", help="Only this session; by default everything of the tenant, its keys included.")
 @click.option("--user-id", help="Only the sessions of this end user.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @database_option
 @json_option
 def forget(
-    tenant: str, session_id: str | None, user_id: str | None, database: str | None, *, yes: bool, as_json: bool
+    tenant: str | None, session_id: str | None, user_id: str | None, database: str | None, *, yes: bool, as_json: bool
 ) -> None:
     """Delete a session, an end user's sessions or a tenant for good.
 
@@ -107,10 +107,13 @@ def forget(
     """
     if session_id is not None and user_id is not None:
         raise click.UsageError("give either --session-id or --user-id")
+    if tenant is None and session_id is None and user_id is None:
+        raise click.UsageError("give --session-id or --user-id, or --tenant to delete everything of a tenant")
+    tenant = tenant or "default"
     from turnwise.store import retention
     from turnwise.store.selection import SessionFilter
 
-    with opened(database_url(database)) as store:
+    with opened(database_url(database), creates=False) as store:
         found = _contents(store, tenant, session_id, user_id)
         if not yes:
             _confirm(found)
@@ -168,7 +171,7 @@ def archive(
         raise click.UsageError("give either --older-than-days or --restore")
     from turnwise.exchange import archive as archives
 
-    with opened(database_url(database)) as store:
+    with opened(database_url(database), creates=restore) as store:
         if older_than_days is None:
             print_records({"restored_sessions": archives.restore(store, directory)}, as_json=as_json)
             return

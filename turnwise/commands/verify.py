@@ -103,7 +103,7 @@ def _verify_database(
     from turnwise.verify import store as checks
     from turnwise.verify.logprobs import LogprobChecker
 
-    with opened(url) as store:
+    with opened(url, creates=False) as store:
         checker: checks.Checker | None = None
         if engine is not None:
             checker = LogprobChecker(engine, **rule, **engine_client_options())

@@ -117,8 +117,13 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         from turnwise.sampling import ADVICE, count_not_trained
         from turnwise.store import processes, turns
-        from turnwise.store.database import Database
+        from turnwise.store.database import Database, missing_file
 
+        missing = missing_file(url)
+        if missing is not None:
+            text = f"there is none at {str(missing)!r} yet; `turnwise up` creates it, --database names another one"
+            yield Finding("database", Severity.WARN, text)
+            return
         database = Database(url)
     except ImportError as error:
         yield Finding("database", Severity.WARN, f"cannot check: {error.name} is missing; pip install '.[store]'")

@@ -65,6 +65,15 @@ _NO_FILE = ("SQLITE_CANTOPEN", "SQLITE_READONLY")
 _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
 
 
+def missing_file(url: str) -> Path | None:
+    """Return the SQLite file that a URL names, if it does not exist; else None."""
+    parsed = _parsed(url)
+    name = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    if name is None or name.startswith((":", "file:")) or Path(name).exists():
+        return None
+    return Path(name)
+
+
 class Database:
     """A pool of connections to one SQLite file or PostgreSQL database; safe to share between threads.
 

@@ -1,13 +1,15 @@
 // The first view: what is served, what the trainer waits for, what went wrong, and what was said last.
 import {ago, card, facts, link, make, number, optional, path, readMetrics, readiness, remembered, request, serving, status, sum, tally, total} from "./page.js";
-import {learningCharts, learningData, rewardChart} from "./runs.js";
+import {learningCharts, learningData, ofPolicy, policyChoice, rewardChart} from "./runs.js";
 import {noSessions, sessionList} from "./sessions.js";
 
 const SESSIONS = 8, FAILED = 4, HOUR_MS = 3_600_000, MINUTE_MS = 60_000, SAMPLE_MS = 2000, REFRESH_MS = 15_000, SEARCH_MS = 20_000;
 
+const activeOf = (versions) => versions.find((each) => each.status === "active");
+
 // What the served version gains over the hold-out, if a share of the sessions is held out.
 function lift(versions) {
-  const arms = versions.find((each) => each.status === "active")?.arms, found = arms?.lift?.reward;
+  const arms = activeOf(versions)?.arms, found = arms?.lift?.reward;
   if (!found) return "";
   const kind = found.low > 0 ? "good" : found.high < 0 ? "bad" : "";
   return make("p", {}, "Reward ", make("span", {className: kind}, `${found.mean > 0 ? "+" : ""}${number(found.mean)}`), ` over version ${arms.control.version}, which is held out (${number(found.low)} to ${number(found.high)})`);
@@ -50,15 +52,17 @@ function reasonsOf(outcome) {
 }
 
 export async function overview() {
-  const cards = make("div", {className: "cards"}), charts = make("div", {}), newest = make("div", {});
+  const choice = make("div", {}), cards = make("div", {className: "cards"}), charts = make("div", {}), newest = make("div", {});
   let calls = make("section", {});
   const fill = async () => {
     const ready = await readiness();
-    const [data, counts, found, failed, listed, rewards] = await Promise.all([learningData(), request("v1/counts"), readMetrics(), failuresOfTheHour(),
-      request(`v1/sessions?summary=true&limit=${SESSIONS}`), rewardChart()]);
+    const [data, counts, found, failed, listed] = await Promise.all([learningData(), request("v1/counts"), readMetrics(), failuresOfTheHour(),
+      request(`v1/sessions?summary=true&limit=${SESSIONS}`)]);
+    const {policy, form} = policyChoice(data.versions, fill), own = ofPolicy(data, policy), rewards = await rewardChart(policy);
+    if (!choice.contains(document.activeElement)) choice.replaceChildren(form);
     calls = rates(found);
-    cards.replaceChildren(serving(ready, data.versions.find((each) => each.isPinned)?.version, lift(data.versions)), learning(counts), errors(counts.num_failed_calls, failed), calls);
-    charts.replaceChildren(data.updates.length ? learningCharts(data, {isWhole: false, more: [rewards]}) : make("div", {className: "charts"}, rewards));
+    cards.replaceChildren(serving(ready, own.versions.find((each) => each.isPinned)?.version, lift(own.versions), policy === "default" ? null : activeOf(own.versions) ?? {}), learning(counts), errors(counts.num_failed_calls, failed), calls);
+    charts.replaceChildren(own.updates.length ? learningCharts(own, {isWhole: false, more: [rewards]}) : make("div", {className: "charts"}, rewards));
     newest.replaceChildren(listed.data.length ? sessionList(listed.data) : noSessions(), listed.has_more ? link("sessions", `All ${number(sum(Object.values(counts.sessions)))} sessions`) : "");
   };
   await fill();
@@ -68,5 +72,5 @@ export async function overview() {
     calls.replaceWith(next);
     calls = next;
   };
-  return {content: [cards, make("h2", {}, "Learning"), charts, make("h2", {}, "Newest sessions"), newest], wants: () => true, refresh: fill, polls: [[SAMPLE_MS, measure], [REFRESH_MS, fill]]};
+  return {content: [choice, cards, make("h2", {}, "Learning"), charts, make("h2", {}, "Newest sessions"), newest], wants: () => true, refresh: fill, polls: [[SAMPLE_MS, measure], [REFRESH_MS, fill]]};
 }

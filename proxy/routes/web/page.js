@@ -2,9 +2,10 @@
 const GOOD = new Set(["active", "exact", "open", "ready", "trained", "ok", "ended"]);
 const BAD = new Set(["failed", "error", "down", "blocked", "died", "silent"]);
 const WARN = new Set(["canary", "aborted", "untrainable", "expired", "dropped"]);
-let key = "";
+let key = "", numKeys = 0;
 
-export const setKey = (value) => { key = value; };
+// What was read with another key, or without one, is not shown any more.
+export const setKey = (value) => { key = value; numKeys++; };
 export const byId = (id) => document.getElementById(id);
 
 export function make(tag, properties, ...children) {
@@ -58,9 +59,9 @@ export async function everyPage(path, id) {
 
 // Returns a function that reads at most once in so many milliseconds, and gives its last result until then.
 export function remembered(everyMs, read) {
-  let at = 0, last = null;
+  let at = 0, last = null, readWith = 0;
   return async () => {
-    if (Date.now() - at > everyMs) { last = await read(); at = Date.now(); }
+    if (Date.now() - at > everyMs || readWith !== numKeys) { readWith = numKeys; last = await read(); at = Date.now(); }
     return last;
   };
 }
@@ -210,10 +211,12 @@ export const chip = (label, note) => make("a", {className: "chip", href: `#sessi
 
 export const chips = (labels) => labels.length ? make("span", {}, ...labels.map((one) => chip(one.label, one.note))) : "";
 
-export function serving(ready, pinned, gain = "") {
+// `own` is the served version of a named policy; that of the default one is the proxy's.
+export function serving(ready, pinned, gain = "", own = null) {
   const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
     make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? ", " : engine.error ? `: ${engine.error}` : "", engine.ready ? shortName(engine.model) : "")]);
-  const version = ready.policy_version === null ? "no version" : `version ${ready.policy_version}`;
+  const served = (own === null ? ready.policy_version : own.version) ?? null;
+  const version = served !== null ? `version ${served}` : own === null ? "no version" : "no version of its own";
   const kept = pinned === null || pinned === undefined ? "" :
     make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until you follow the newest in `, link("runs", "Runs"), ".");
   return card("Serving", make("b", {}, version), kept, gain, facts([["store", status(ready.store)],

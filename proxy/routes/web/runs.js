@@ -22,6 +22,26 @@ const CHARTS = [
 const finite = (value) => Number.isFinite(value) ? value : NaN;
 const heldOut = (version) => version?.metrics?.eval?.reward_mean ?? version?.metrics?.reward_held_out;
 
+export const policyOf = (version) => version.policy ?? "default";
+
+// The versions of one policy, and the updates that made them.
+export function ofPolicy({versions, updates}, policy) {
+  const own = versions.filter((each) => policyOf(each) === policy), numbers = new Set(own.map((each) => each.version));
+  return {versions: own, updates: updates.filter((each) => numbers.has(each.policy_version))};
+}
+
+let chosenPolicy = null;
+
+// A choice of one of several policies; that of the key is shown first. Nothing where there is one only.
+export function policyChoice(versions, changed) {
+  const names = [...new Set(["default", ...versions.map(policyOf)])];
+  if (!names.includes(chosenPolicy)) chosenPolicy = names.includes(versions.keyPolicy) ? versions.keyPolicy : "default";
+  if (names.length === 1) return {policy: chosenPolicy, form: ""};
+  const form = makeForm("filters", () => {}, select("policy", "Policy", names, chosenPolicy));
+  form.onchange = () => { chosenPolicy = form.policy.value; changed(); };
+  return {policy: chosenPolicy, form};
+}
+
 export async function learningData() {
   const [versions, updates] = await Promise.all([everyVersion(), optional(`v1/updates/summaries?limit=${UPDATES}`, {data: []})]);
   return {versions, updates: updates.data};
@@ -47,8 +67,8 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
 
 // Rewards of the newest sessions over time, which need no trainer: means over equal times.
 const newest = remembered(REFRESH_MS, () => optional(`v1/sessions?limit=${REWARDED}`, {data: []}));
-export async function rewardChart() {
-  const rewarded = (await newest()).data.filter((each) => each.reward !== null).reverse();
+export async function rewardChart(policy) {
+  const rewarded = (await newest()).data.filter((each) => each.reward !== null && (policy === undefined || policyOf(each) === policy)).reverse();
   const means = (split) => {
     const found = rewarded.filter((each) => each.split === split).map((each) => ({at: new Date(each.ended_at ?? each.last_active_at) / 1000, reward: each.reward}));
     const times = found.map((each) => each.at), first = Math.min(...times), width = (Math.max(...times) - first) / MOST_POINTS || 1;
@@ -80,10 +100,11 @@ function detailCharts(points, line, add, byVersion) {
 }
 
 async function everyVersion() {
-  return (await everyPage("v1/policies?limit=1000&earned=true", "version")).flatMap((page) => {
+  const pages = await everyPage("v1/policies?limit=1000&earned=true", "version");
+  return Object.assign(pages.flatMap((page) => {
     const pins = new Set([page.pinned_version, ...(page.policies ?? []).map((each) => each.pinned_version)]);
     return page.data.map((each) => ({...each, isPinned: pins.has(each.version)}));
-  });
+  }), {keyPolicy: pages[0]?.key_policy});
 }
 
 const ACTIVATED = "The engines load it now.";
@@ -198,16 +219,17 @@ export async function runs(from, to) {
   const charts = make("div", {}), heading = make("h2", {}), words = make("div", {}), axis = make("div", {}), served = make("div", {}), compared = make("div", {});
   const fill = async () => {
     await readiness();
-    const [data, metrics, counts, rewards] = await Promise.all([learningData(), readMetrics(), optional("v1/counts", {trainers: []}), rewardChart()]);
-    const {versions, updates} = data, trainers = [...new Set(updates.map((each) => each.trainer_id))];
+    const [data, metrics, counts] = await Promise.all([learningData(), readMetrics(), optional("v1/counts", {trainers: []}), newest()]);
+    const {versions} = data, {policy, form: choice} = policyChoice(versions, fill), {updates, versions: own} = ofPolicy(data, policy), trainers = [...new Set(updates.map((each) => each.trainer_id))];
     if (!trainers.includes(chosenTrainer)) chosenTrainer = trainers.at(-1) ?? null;
+    const rewards = await rewardChart(policy);
     const draw = () => charts.replaceChildren(updates.length || versions.some((each) => each.version > 0)
-      ? learningCharts({versions, updates: updates.filter((each) => each.trainer_id === chosenTrainer)}, {x: chosenX, more: [rewards]})
+      ? learningCharts({versions: own, updates: updates.filter((each) => each.trainer_id === chosenTrainer)}, {x: chosenX, more: [rewards]})
       : make("div", {className: "charts"}, rewards));
     const form = makeForm("filters", () => {}, select("x", "Horizontal axis", AXES, chosenX), trainers.length > 1 ? select("trainer", "Run of trainer", trainers, chosenTrainer) : null);
     form.onchange = () => { chosenX = form.x.value; chosenTrainer = form.trainer?.value ?? chosenTrainer; draw(); };
     // A choice that somebody makes stays while updates arrive.
-    if (!axis.contains(document.activeElement)) axis.replaceChildren(...(updates.length ? [form] : []));
+    if (!axis.contains(document.activeElement)) axis.replaceChildren(choice, ...(updates.length ? [form] : []));
     draw();
     heading.textContent = `${plural(updates.length, "update")}, ${plural(versions.filter((each) => each.version > 0).length, "policy version")}`;
     words.replaceChildren(...trainerWords(counts.trainers ?? []));

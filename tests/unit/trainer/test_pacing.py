@@ -115,6 +115,11 @@ RULE = TrainerSettings(groups_per_batch=32, singles_per_group=8)
             (Look(num_ready=4, num_singles=37), RULE, 1.0, None),
             "waiting: 4 of 32 groups are ready, and 37 single sessions, of which 8 count as a group, starts in 1 s",
         ),
+        ((Look(num_ready=0, num_singles=47), RULE, None, None), "waiting: 47 of 64 single sessions are ready"),
+        (
+            (Look(num_ready=0, num_singles=70), RULE, 9.0, None),
+            "waiting: 70 of 256 single sessions are ready, starts in 9 s",
+        ),
         (
             (Look(num_ready=0, num_open=100), RULE, None, None),
             (
