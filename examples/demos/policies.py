@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from examples.demos.driver import Demo, DemoSettings, demo_command, mean_reward
-from examples.demos.report import RunReport, picture
+from examples.demos.driver import Demo, DemoSettings, demo_command
+from examples.demos.report import RunReport, mean_reward, picture
 from examples.policies import tasks as preferences
 from examples.policies.tasks import PREFERENCES
 from turnwise.client import AsyncClient

@@ -1,8 +1,9 @@
 """`python -m examples.demos.real`: a pretrained model of 135 M parameters learns a task of three turns.
 
-Besides the reward on fresh held-out tasks, sampled as in training and greedily, it measures what the training changed
-on unrelated conversations. `--control` gives each session the reward of another one: there is nothing to learn, so the
-held-out reward must not rise. It falls, because steps in random directions cost the model the format of the commands.
+It measures the reward on fresh held-out tasks, sampled as in training; `--thorough` also greedily, and what the
+training changed on unrelated conversations. `--control` gives each session the reward of another one: there is nothing
+to learn, so the held-out reward must not rise. It falls, because steps in random directions cost the model the format
+of the commands.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 from pydantic import Field
 
 from examples.bosses import tasks as bosses
-from examples.demos.driver import Demo, DemoSettings, demo_command, mean_reward
+from examples.demos.driver import Demo, DemoSettings, demo_command
 from examples.demos.plain_agent import Split
-from examples.demos.report import Report, measure_forgetting
+from examples.demos.report import Report, mean_reward, measure_forgetting
 from turnwise.client import AsyncClient
 from turnwise.default_models.pretrained import write_pretrained
 from turnwise.processes.supervisor import Supervisor
@@ -85,18 +86,25 @@ class RealDemo(Demo):
 
     async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
         """Play until it has learnt, then evaluate the served version on held-out tasks that nothing was decided by."""
-        before = await self._play("greedy-before", "eval", *GREEDY, tasks="final")
+        thorough = self._settings.thorough
+        before = await self._held_out("greedy-before", "final", *GREEDY) if thorough else []
         report = await super()._learn_one(client, up)
         self._learnt = await active_policy(client) or {}
         await client.activate(self._learnt["version"])  # the trainer may still publish another one
-        report.reward_after = mean_reward(await self._play("final", "eval", tasks="final"))
-        after = await self._play("greedy-after", "eval", *GREEDY, tasks="final")
-        report.greedy = (mean_reward(before), mean_reward(after))
-        self._say("demo", f"greedily: {report.greedy[0]:.2f} → {report.greedy[1]:.2f}")
+        report.set_after(await self._held_out("final", "final"))
+        if thorough:
+            after = await self._held_out("greedy-after", "final", *GREEDY)
+            report.greedy = (mean_reward(before), mean_reward(after))
         return report
 
     async def _complete(self, report: Report) -> None:
         """Measure what was forgotten, now that the engine leaves the processor free."""
+        if not self._settings.thorough:
+            return
+        with self._doing("measuring what was forgotten"):
+            await self._measure(report)
+
+    async def _measure(self, report: Report) -> None:
         found = report.forgetting = await asyncio.to_thread(
             measure_forgetting,
             self._base,

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from examples.demos.driver import main, terminal
+from examples.demos.driver import main
 from examples.demos.plain_agent import load_module
 from examples.demos.real import RealDemo, RealDemoSettings
 from examples.demos.report import Report
+from examples.demos.terminal import Terminal
 from turnwise.processes.terminal import Say
 from turnwise.types import Json
 
@@ -84,19 +85,19 @@ class RecipeDemo(RealDemo):
 
     def __init__(self, settings: RecipeSettings, say: Say) -> None:
         super().__init__(settings, say)
-        self._model = settings.model
+        self._given = settings.model
         self.options = {"file": str(settings.agent), "options": settings.options}
         self.title = f"{Path(settings.model or self._base).name}: {settings.agent.resolve().parent.name}"
 
     def _build_model(self) -> str:
-        return self._model or super()._build_model()
+        return self._given or super()._build_model()
 
     async def _complete(self, report: Report) -> None:
-        if self._model is None:
+        if self._given is None:
             await super()._complete(report)
 
 
 def run(settings: RecipeSettings) -> int:
     """Run a recipe with output on the terminal; return the exit status."""
-    say = terminal()
+    say = Terminal()
     return main(RecipeDemo(settings, say), settings, say)

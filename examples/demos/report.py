@@ -6,11 +6,16 @@ import abc
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.rollouts.results import RunResult
 from turnwise.types import PolicyKind
+
+Z = 1.96
+"""Standard deviations of a 95 % interval."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,17 @@ def _tokens(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], 
     return tokenizer(whole, add_special_tokens=False)["input_ids"], num_prompt
 
 
+def mean_reward(results: Sequence[RunResult]) -> float:
+    """Return the mean reward; sessions without one count as 0."""
+    return sum(result.reward or 0.0 for result in results) / max(1, len(results))
+
+
+def margin(results: Sequence[RunResult]) -> float:
+    """Return half of the 95 % interval of the mean of rewards between 0 and 1, by Wilson's score (1927)."""
+    num, mean = max(1, len(results)), min(1.0, max(0.0, mean_reward(results)))
+    return Z / (1 + Z**2 / num) * math.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
+
+
 @dataclasses.dataclass(slots=True)
 class Point:
     """One policy version on the learning curve."""
@@ -123,7 +139,8 @@ def picture(path: Path, xlabel: str, title: str, **legend: Any) -> Iterator[Any]
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     yield axes
-    axes.set(xlabel=xlabel, ylabel="mean reward", ylim=(0, 1.02), title=title)
+    axes.set(xlabel=xlabel, ylabel="mean reward", ylim=(0, 1.02))
+    axes.set_title(title, fontsize="medium", wrap=True)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", **legend)
     figure.savefig(path, dpi=120)
@@ -136,13 +153,16 @@ class Report(RunReport):
 
     title: str
     """Of the picture."""
-    reward_before: float
+    reward_before: float = 0.0
     reward_after: float = 0.0
+    margin_before: float = 0.0
+    """Half of the reward's 95 % interval."""
+    margin_after: float = 0.0
     greedy: tuple[float, float] | None = None
     """Held-out reward before and after where the agent's calls are greedy; None if it was not measured."""
     forgetting: Forgetting | None = None
-    num_eval_tasks: int = 0
-    """Number of held-out tasks of each of the two rewards."""
+    num_eval_tasks: tuple[int, int] = (0, 0)
+    """Number of held-out tasks of the rewards before and after."""
     num_policy_versions: int = 0
     num_sessions: int = 0
     num_turns: int = 0
@@ -157,6 +177,14 @@ class Report(RunReport):
     reload_pause_seconds_max: float = 0.0
     curve: list[Point] = dataclasses.field(default_factory=list)
 
+    def set_before(self, results: Sequence[RunResult]) -> None:
+        self.reward_before, self.margin_before = mean_reward(results), round(margin(results), 4)
+        self.num_eval_tasks = len(results), 0
+
+    def set_after(self, results: Sequence[RunResult]) -> None:
+        self.reward_after, self.margin_after = mean_reward(results), round(margin(results), 4)
+        self.num_eval_tasks = self.num_eval_tasks[0], len(results)
+
     def draw(self, directory: Path) -> None:
         """Write `learning.png`."""
         title = f"{self.title} (seed {self.seed}, {self.num_policy_versions} policy versions)"
@@ -164,15 +192,16 @@ class Report(RunReport):
             sessions, rewards = [p.num_sessions for p in self.curve], [p.reward for p in self.curve]
             axes.plot(sessions, rewards, ".-", label="training tasks, each new")
             ends = [0, sessions[-1] if sessions else 0]
-            label = f"{self.num_eval_tasks} held-out tasks"
-            axes.plot(ends, [self.reward_before, self.reward_after], "D", label=label)
+            rewards, margins = [self.reward_before, self.reward_after], [self.margin_before, self.margin_after]
+            axes.errorbar(ends, rewards, yerr=margins, fmt="D", capsize=3, label="held-out tasks, 95 % interval")
 
     def lines(self, out: Path) -> list[str]:
         """Return the result in words, and where the files are."""
         before, after = self.reward_before, self.reward_after
         played = f"{self.num_sessions} sessions, {self.num_turns} turns, {self.num_sampled_tokens} sampled tokens"
+        first, last = f"{before:.2f} ± {self.margin_before:.2f}", f"{after:.2f} ± {self.margin_after:.2f}"
         return [
-            f"held-out reward {before:.2f} → {after:.2f}, over {self.num_eval_tasks} tasks each",
+            f"held-out reward {first} → {last} (95 %), over {' and '.join(map(str, self.num_eval_tasks))} tasks",
             f"{self.num_policy_versions} policy versions, {played}, {self.failed_requests} failed requests",
             f"{self.warm_up_seconds:.0f} s to build the model, {self.seconds:.0f} s from the start of the engine on",
             f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}",

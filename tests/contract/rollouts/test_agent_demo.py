@@ -9,7 +9,7 @@ from pathlib import Path
 from support.proxies import ProxyAndEngine
 
 from examples.demos.agent import AgentDemo, AgentDemoSettings
-from examples.demos.driver import mean_reward
+from examples.demos.report import mean_reward
 from turnwise.client import AsyncClient
 
 AGENT = """
@@ -53,3 +53,23 @@ def test_the_demo_plays_and_writes_the_same_task_before_and_after(shared_proxy: 
     assert transcript.count("Follow each boss from") == 4, "the fake engine repeats the question"
     played = [json.loads(line) for line in Path("out/rollouts/after/results.jsonl").read_text().splitlines()]
     assert [(each["split"], each["num_turns"]) for each in played] == [("eval", 1)] * 3
+
+
+def test_held_out_tasks_are_played_only_until_the_interval_is_narrow(
+    shared_proxy: ProxyAndEngine, tmp_path, monkeypatch
+):
+    """Of 40 tasks 32 are enough where all rewards are equal: ± 0.05. A thorough run plays all of them."""
+    monkeypatch.chdir(tmp_path)
+    Path("an_agent.py").write_text(AGENT)
+    said: list[str] = []
+    for thorough, expected in ((False, 32), (True, 40)):
+        out = Path(f"out-{thorough}")
+        (out / "logs").mkdir(parents=True)
+        settings = AgentDemoSettings(
+            agent=Path("an_agent.py"), out=out, num_eval_tasks=40, max_versions=1, thorough=thorough
+        )
+        demo = AgentDemo(settings, lambda _who, text: said.append(text))
+        demo._proxy = shared_proxy.proxy.url
+        demo._write_tasks()
+        assert len(asyncio.run(demo._held_out("before"))) == expected
+    assert said[0] == "held-out reward, before: 0.00 ± 0.05"

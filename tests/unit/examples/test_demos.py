@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import pytest
 from examples.bosses import tasks as bosses
 from examples.demos.plain_agent import NUM_SHUFFLED, ShuffledRewards
 from examples.demos.real import RealDemoSettings
-from examples.demos.report import Report
+from examples.demos.report import Report, margin
 from examples.policies import tasks as preferences
+from turnwise.rollouts.results import RunResult
 
 AGENT = Path("examples/bosses/agent.py")
 
@@ -96,3 +98,13 @@ def test_each_answer_is_right_for_one_preference_alone():
         for preference, answer in task.answers.items():
             rewards = {one: preferences.reward(task, f'The answer is "{answer}".', one) for one in task.answers}
             assert rewards == {one: float(one == preference) for one in task.answers}
+
+
+@pytest.mark.parametrize(("num", "num_solved", "expected"), [(32, 32, 0.0536), (64, 18, 0.1076), (96, 27, 0.0884)])
+def test_the_interval_of_a_held_out_reward_is_wilsons(num: int, num_solved: int, expected: float):
+    """1.96 / (1 + 1.96²/32) · √(1.96² / (4 · 32²)) = 0.0536: a reward of 1 over 32 tasks is not certain."""
+    assert margin([played(float(index < num_solved)) for index in range(num)]) == pytest.approx(expected, abs=2e-3)
+
+
+def played(reward: float) -> RunResult:
+    return RunResult(**{field.name: None for field in fields(RunResult)} | {"reward": reward})
