@@ -213,3 +213,21 @@ def test_a_turns_logprobs_are_recomputed_under_the_served_version(
     assert [after - before for before, after in zip(found["before"], found["after"], strict=True)] == pytest.approx(
         [-0.5] * len(found["before"]), abs=1e-5
     )
+
+
+def test_a_script_imports_what_it_calls_of_another_one():
+    """A missing name ends a view with an error, and only a browser would find it."""
+    scripts = {name: re.sub(r"(?m)^//.*$", "", WEB.joinpath(name).read_text()) for name in SCRIPTS}
+    exported = {
+        name
+        for text in scripts.values()
+        for name in re.findall(r"(?m)^export (?:async )?(?:function|const) (\w+)", text)
+    }
+    missing = {}
+    for file, text in scripts.items():
+        known = set(re.findall(r"\b(?:function|const|let) (\w+)", text))
+        known |= {name for names in re.findall(r"(?m)^import \{(.*)\} from", text) for name in names.split(", ")}
+        called = {name for name in exported - known if re.search(rf"(?:(?<![\w.])|(?<=\.\.\.)){name}\(", text)}
+        if called:
+            missing[file] = called
+    assert missing == {}

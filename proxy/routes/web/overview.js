@@ -1,5 +1,5 @@
 // The first view: what is served, what the trainer waits for, what went wrong, and what was said last.
-import {ago, card, facts, link, make, number, optional, path, readMetrics, readiness, remembered, request, serving, status, sum, tally, total} from "./page.js";
+import {ago, card, facts, link, make, number, optional, path, readMetrics, readiness, remembered, request, serving, status, sum, tally, total, trainerWords} from "./page.js";
 import {learningCharts, learningData, ofPolicy, policyChoice, rewardChart} from "./runs.js";
 import {noSessions, sessionList} from "./sessions.js";
 
