@@ -63,12 +63,13 @@ up: .venv/.real ## Run engine, proxy and trainer on this machine
 
 # The tests that take minutes of CPU time are in tests/real; of them, each commit plays the loop with a real vLLM.
 LOOP := tests/real/test_loop.py
+SLOWEST := --durations=10 --durations-min=5
 
 test: setup lint ## Run the tests that a commit must pass: units, contracts, and the loop with a real vLLM
-	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) tests/unit tests/contract $(LOOP) -m "not slow and not postgres"
+	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) $(SLOWEST) tests/unit tests/contract $(LOOP) -m "not slow and not postgres"
 
 test-real: setup .conformance/.installed ## Run what `make test` leaves to CI: vLLM, PostgreSQL, kills, training runs
-	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) -m "not slow and (real or postgres)" --ignore $(LOOP)
+	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) $(SLOWEST) -m "not slow and (real or postgres)" --ignore $(LOOP)
 
 test-all: setup lint .venv/.real .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile thorough

@@ -107,6 +107,11 @@ class Tiers:
                 f"tests/unit took {self._total:.0f} s of CPU time; its limit on this machine is {limit:.0f} s",
                 red=self._total > limit,
             )
+        skipped = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])]
+        without_browser = [reason for reason in skipped if "Chromium" in reason]
+        if without_browser:
+            text = f"{len(without_browser)} tests of the page did not run. {without_browser[0]}"
+            terminalreporter.write_line(text, yellow=True)
 
     def _watched(self, listen: Callable[..., None]) -> Callable[..., None]:
         def listen_if_allowed(*arguments: Any) -> None:
