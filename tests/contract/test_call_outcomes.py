@@ -271,7 +271,8 @@ def test_fields_that_control_the_engine_are_removed_and_counted(
     httpx2.post(f"{proxy.v1}/sessions", json=pinned).raise_for_status()
     ask(proxy, session_id, **steering, top_k=3)
     sent = shared_engine.calls[-1].body
-    assert not steering.keys() & sent.keys()
+    assert not {"kv_transfer_params", "priority"} & sent.keys()
+    assert "a" not in sent["vllm_xargs"], "what the proxy itself asks of the plug-in replaces the client's"
     assert (sent["top_k"], sent["min_p"]) == (3, 0.5)
     httpx2.post(f"{proxy.v1}/completions", json={"prompt": "x", "max_tokens": 1, **steering}).raise_for_status()
     assert not steering.keys() & shared_engine.calls[-1].body.keys()

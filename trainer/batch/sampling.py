@@ -130,7 +130,8 @@ def _find(experience: Experience, vocabulary: Vocabulary | None) -> list[Found]:
         places = np.flatnonzero(experience.turn_index == turn)
         support = None if experience.support is None else [experience.support[place] for place in places]
         is_greedy = temperature_of(sampling) <= 0
-        prompt, sampled = experience.tokens[: places[0]], experience.tokens[places]
+        start = places[0] if places.size else len(experience.tokens)  # a correction's chain may lack a turn's tokens
+        prompt, sampled = experience.tokens[:start], experience.tokens[places]
         found.append(GREEDY if is_greedy else processors(sampling, prompt, sampled, support, vocabulary))
     return found
 
