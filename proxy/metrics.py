@@ -111,6 +111,11 @@ class Metrics:
         self.dropped_tools = self._counter(
             "turnwise_dropped_tools", "Removed tools that only a hosted service can run", ["tool"]
         )
+        self.dropped_items = self._counter(
+            "turnwise_dropped_items",
+            "Blocks, items and parts of conversations that only a hosted service can read, in each call that has them",
+            ["type"],
+        )
         self.dropped_fields = self._counter(
             "turnwise_dropped_fields", "Removed request fields that control the engine itself", ["field"]
         )

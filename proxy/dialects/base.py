@@ -36,6 +36,8 @@ class Encoder(Protocol):
     """Writes the events of one streamed reply."""
 
     content_type: str
+    keep_alive: bytes
+    """What every client ignores between two events."""
 
     def chunks(self, chunks: list[bytes]) -> bytes: ...
 
@@ -83,6 +85,8 @@ class Call:
     encoder: Encoder = dataclasses.field(default_factory=sse.Verbatim)
     original: Json = dataclasses.field(default_factory=dict)
     dropped_tools: list[str] = dataclasses.field(default_factory=list)
+    dropped_items: list[str] = dataclasses.field(default_factory=list)
+    """Types of the blocks, items and parts of the conversation that no message holds."""
     dropped_fields: list[str] = dataclasses.field(default_factory=list)
     """Request fields that would steer the engine itself, removed from the request."""
     previous_turn_id: str | None = None
@@ -256,6 +260,7 @@ class Action(enum.StrEnum):
     COUNT_TOKENS = "count_tokens"
     LIST_MODELS = "list_models"
     GET_MODEL = "get_model"
+    GET_REPLY = "get_reply"
 
 
 MESSAGES: Json = {
@@ -347,6 +352,10 @@ class Dialect(abc.ABC):
             EngineUnavailable: the engine cut the reply off, and the client's format cannot say so.
         """
         return reply
+
+    def encode_stored(self, turn: Turn) -> bytes:
+        """Return a stored turn as the reply that its client got; only of dialects with a `GET_REPLY` route."""
+        raise NotImplementedError
 
     def encode_error(self, status: int, body: bytes) -> bytes:  # noqa: ARG002  the engine's format is the client's
         return body

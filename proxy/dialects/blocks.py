@@ -100,6 +100,7 @@ class BlockEncoder(abc.ABC):
     """Writes the events of a streamed reply: its start, each block's opening, growth and closing, and its end."""
 
     content_type = sse.CONTENT_TYPE
+    keep_alive = sse.COMMENT
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None

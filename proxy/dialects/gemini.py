@@ -19,7 +19,7 @@ from proxy.dialects import sse
 from proxy.dialects.base import ENDED, Action, Call, WireRoute
 from proxy.dialects.blocks import Assembler, Block, blocks_of, embedded, own_id, read_error
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.gemini_request import chat_body, read, read_object
+from proxy.dialects.gemini_request import chat_body, num_signatures, read, read_object
 from turnwise.types import Json
 
 STATUSES = {
@@ -112,6 +112,7 @@ class Gemini(ChatCompletions):
         call.wants_token_ids = False
         call.original = {field: value for field, value in body.items() if field != "contents"}
         call.dropped_tools = dropped
+        call.dropped_items = ["thoughtSignature"] * num_signatures(body["contents"])
         call.encode_with(partial(GeminiEncoder, call.original, "delta"))
         return call
 
@@ -146,6 +147,7 @@ class GeminiEncoder:
         thinking = read_object(read_object(request, "generationConfig"), "thinkingConfig")
         self._shows_thoughts = bool(read(thinking, "includeThoughts"))
         self._as_events = request.get("alt") == "sse"
+        self.keep_alive = sse.COMMENT if self._as_events else b"\n"
         self.content_type = sse.CONTENT_TYPE if self._as_events else "application/json; charset=UTF-8"
         self._field = field
         self._num_written = 0

@@ -102,6 +102,13 @@ def chat_messages(contents: list[Json]) -> list[Json]:
     return messages
 
 
+def num_signatures(contents: Any) -> int:
+    """Return how many parts of replies hold a mark of a thought and nothing that a message holds."""
+    replies = [one for one in _listed(contents, "contents") if str(one.get("role")).lower() == "model"]
+    parts = [part for reply in replies for part in _listed(reply.get("parts"), "parts")]
+    return sum(not isinstance(part.get("text"), str) and not read_object(part, "functionCall") for part in parts)
+
+
 class _CallIds:
     """The ids of function calls: Google's are optional, chat needs one for each call and its response."""
 

@@ -70,6 +70,17 @@ IGNORED = frozenset(
 )
 
 
+HOSTED_BLOCKS = frozenset(
+    {
+        *("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload", "fallback"),
+        *("web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result", "tool_search_tool_result"),
+        *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "advisor_tool_result"),
+    }
+)
+"""Blocks of a reply that only Anthropic's own service can read or produce. They are ignored, as unknown ones are."""
+SAID = ("text", "compaction", "thinking", "tool_use")
+
+
 class Messages(ChatCompletions):
     """Anthropic's Messages."""
 
@@ -110,6 +121,12 @@ class Messages(ChatCompletions):
         call = super().parse(chat_body(body, failed_tool_text), max_choices=max_choices, max_messages=max_messages)
         call.wants_logprobs = call.wants_token_ids = False
         call.dropped_tools = [server_tool_name(tool) for tool in body.get("tools") or () if is_server_tool(tool)]
+        call.dropped_items = [
+            str(block.get("type"))
+            for role, blocks in map(_role_and_blocks, body["messages"])
+            for block in (blocks if role == "assistant" else ())
+            if block.get("type") not in SAID
+        ]
         call.previous_turn_id = previous_message_id(body.get("thread"))
         call.encode_with(MessageEncoder)
         return call

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from proxy.dialects.base import Dialect
 from proxy.dialects.chat import ChatCompletions, TextCompletions
 from proxy.dialects.gemini import Gemini
-from proxy.dialects.messages import Messages
+from proxy.dialects.messages import HOSTED_BLOCKS, Messages
+from proxy.dialects.response_items import HOSTED_ITEMS
 from proxy.dialects.responses import Responses
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), TextCompletions(), Responses(), Messages(), Gemini())
@@ -24,6 +25,8 @@ HOSTED_TOOLS = frozenset(
 )
 """Tools that OpenAI, Anthropic or Google run on their own servers: requests lose them. Each name is a label value of
 the metric; all other names count as `other`."""
+ITEM_TYPES = HOSTED_ITEMS | HOSTED_BLOCKS | {"thoughtSignature"}
+"""Types of items, blocks and parts that may be dropped; each is a label value of the metric."""
 SESSION_PREFIX = "/sessions/{session_id}"
 
 

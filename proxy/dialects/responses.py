@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects.base import ENDED, IDENTITY, STREAM, Call, WireRoute
+from proxy.dialects.base import ENDED, IDENTITY, STREAM, Action, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, cut_off_error, own_id, stream_and_prefill, text_logprobs
 from proxy.dialects.chat import ChatCompletions, check_kinds
 from proxy.dialects.response_items import (
+    HOSTED_ITEMS,
     ToolMap,
     chat_messages,
     chat_tool_choice,
@@ -31,10 +32,10 @@ from proxy.dialects.response_items import (
     resolved,
 )
 from proxy.dialects.sse import named_event
-from turnwise.errors import InvalidRequest
+from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView
-from turnwise.types import Json
+from turnwise.types import Json, Turn
 
 LOGPROBS = "message.output_text.logprobs"
 TRANSLATED = frozenset(
@@ -52,6 +53,8 @@ UNSERVED = ("background", "prompt")
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The engine's finish reason → OpenAI's reason of an incomplete response; any other cut makes it a failed one."""
 CONVERSATION = "conversation"
+STORE = "store"
+"""False in the request: the reply is stored as any other, and not returned by its id, as OpenAI promises."""
 
 
 class Responses(ChatCompletions):
@@ -65,6 +68,12 @@ class Responses(ChatCompletions):
             required=("input",),
             properties={"input": {"type": ["string", "array"]}, "stream": STREAM, "metadata": IDENTITY},
         ),
+        WireRoute(
+            method="GET",
+            path="/v1/responses/{response_id}",
+            action=Action.GET_REPLY,
+            summary="Return a stored reply, as OpenAI's responses",
+        ),
     )
     id_prefix = "resp_"
 
@@ -74,10 +83,14 @@ class Responses(ChatCompletions):
         call = super().parse(chat, max_choices=max_choices, max_messages=max_messages)
         call.original = {field: value for field, value in body.items() if field != "input"}
         call.dropped_tools = tools.dropped
+        if isinstance(body.get("input"), list):
+            call.dropped_items = [item["type"] for item in body["input"] if item.get("type") in HOSTED_ITEMS]
         call.wants_token_ids = False
         call.previous_turn_id = body.get("previous_response_id")
         call.conversation_id = conversation_id(body)
         call.notes = {"instructions": True} if body.get("instructions") else {}
+        if body.get(STORE) is False:
+            call.notes[STORE] = False
         if call.conversation_id is not None:
             call.notes[CONVERSATION] = call.conversation_id
         call.encode_with(partial(ResponseEncoder, call.original, tools))
@@ -104,10 +117,31 @@ class Responses(ChatCompletions):
         call.body["messages"] = call.messages
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
-        decoded = msgspec.json.decode(reply)
+        return self._encoded(msgspec.json.decode(reply), call.original)
+
+    def encode_stored(self, turn: Turn) -> bytes:
+        if not turn.turn_id.startswith(self.id_prefix) or not turn.response or turn.sampling.get(STORE) is False:
+            raise NotFound(f"response {turn.turn_id!r} is not stored", code="response_not_found")
+        num_prompt, num_sampled = turn.prompt_length, len(turn.token_ids)
+        counts = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        }
+        reply = {
+            "id": turn.turn_id,
+            "created": int(turn.created_at.timestamp()),
+            "model": turn.model,
+            "choices": [{"message": turn.response, "finish_reason": turn.finish_reason}],
+            "usage": counts,
+        }
+        known = {field: turn.sampling.get(field) for field in ("temperature", "top_p", "user", CONVERSATION)}
+        return self._encoded(reply, known | {"max_output_tokens": turn.sampling.get("max_completion_tokens")})
+
+    def _encoded(self, decoded: Json, request: Json) -> bytes:
         choice = decoded["choices"][0]
-        response, finish_reason = _head(decoded, call.original), choice.get("finish_reason")
-        blocks, tools = reply_blocks(choice["message"]), read_tools(call.original.get("tools"))
+        response, finish_reason = _head(decoded, request), choice.get("finish_reason")
+        blocks, tools = reply_blocks(choice["message"]), read_tools(request.get("tools"))
         logprobs = text_logprobs(choice.get("logprobs"), blocks)
         output = [
             output_item(block, response["id"], tools, logprobs, item_status(block, blocks[-1], finish_reason))

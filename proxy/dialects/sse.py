@@ -10,6 +10,8 @@ from turnwise.json_text import dumps
 DONE = b"[DONE]"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SEPARATOR = b"\n\n"
+COMMENT = b": keep-alive\n\n"
+"""Every client of server-sent events ignores it."""
 PREFIX = b"data: "
 BETWEEN = SEPARATOR + PREFIX
 END = PREFIX + DONE + SEPARATOR
@@ -51,6 +53,7 @@ class Verbatim:
 
     __slots__ = ()
     content_type = CONTENT_TYPE
+    keep_alive = COMMENT
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         return PREFIX + BETWEEN.join(chunks) + SEPARATOR if chunks else b""

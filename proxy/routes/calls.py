@@ -20,7 +20,7 @@ from proxy.calls.capture import Running
 from proxy.calls.resuming import read_turns, resume
 from proxy.calls.retries import Attempt, attempt_of, request_digest
 from proxy.dialects.base import Call
-from proxy.dialects.registry import HOSTED_TOOLS
+from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES
 from proxy.engines.engine import Engine
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
@@ -140,7 +140,7 @@ class SampleEndpoint(Endpoint):
         call, digest = await self._read(scope, receive, headers, principal)
         reply.call, call.is_retry = call, is_marked
         await services.model_names.name_policy(call, principal)
-        if call.dropped_fields or call.dropped_tools:
+        if call.dropped_fields or call.dropped_tools or call.dropped_items:
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None or call.conversation_id is not None:
             await resume(services.database, call, principal)
@@ -162,6 +162,8 @@ class SampleEndpoint(Endpoint):
         metrics = self._services.metrics
         for field in call.dropped_fields:
             metrics.dropped_fields.labels(field).inc()
+        for kind in call.dropped_items:
+            metrics.dropped_items.labels(kind if kind in ITEM_TYPES else "other").inc()
         names = [_NOT_A_NAME.sub("", tool)[:MAX_TOOL_NAME] or "unknown" for tool in call.dropped_tools]
         for name in names:
             metrics.dropped_tools.labels(name if name in HOSTED_TOOLS else "other").inc()

@@ -12,6 +12,7 @@ from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.auth import Principal
+from proxy.calls.resuming import read_turns
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute, template_arguments
 from proxy.engines.http_client import Disconnected
@@ -107,11 +108,29 @@ class ModelsEndpoint(Endpoint):
         await reply.whole(orjson.dumps(shown))
 
 
+class StoredReplyEndpoint(Endpoint):
+    """An endpoint of one dialect that returns a stored reply to who may continue it."""
+
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:  # noqa: ARG002  it has no body
+        params, headers = scope["path_params"], dict(scope["headers"])
+        with cancelled_when_client_leaves(scope["extensions"][LEFT]):
+            principal = await self._services.authenticator.authenticate(headers)
+            principal.require("call")
+            if (named := params.get("session_id")) is not None:
+                principal.require_session(named)
+            turn_id = params["response_id"]
+            view = (await read_turns(self._services.database, [turn_id], principal)).get(turn_id)
+        if view is None or (named is not None and view.turn.session_id != named):
+            raise NotFound(f"response {turn_id!r:.80} is not stored", code="response_not_found")
+        await reply.whole(self._dialect.encode_stored(view.turn))
+
+
 ENDPOINTS: dict[Action, type[Endpoint]] = {
     Action.SAMPLE: SampleEndpoint,
     Action.COUNT_TOKENS: CountEndpoint,
     Action.LIST_MODELS: ModelsEndpoint,
     Action.GET_MODEL: ModelsEndpoint,
+    Action.GET_REPLY: StoredReplyEndpoint,
 }
 
 
@@ -186,6 +205,9 @@ class DataPlane:
     def _find(self, scope: Scope) -> ASGIApp:
         """Return the endpoint of a request, and set the request's path parameters; the app for another route."""
         path, method, params = scope["path"], scope["method"], {}
+        if path.startswith("//"):  # of a base URL with a slash at its end
+            path = scope["path"] = "/" + path.lstrip("/")
+            scope["raw_path"] = b"/" + scope.get("raw_path", path.encode()).lstrip(b"/")
         if path.startswith("/sessions/"):
             session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
             path, params = slash + rest, {"session_id": session_id}

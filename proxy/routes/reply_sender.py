@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which every client of server-sent events ignores."""
 MIN_CHECK_SECONDS = 0.01
 
 
@@ -47,7 +45,7 @@ class ReplySender:
         await send_whole(self._send, status, body, self.headers, content_type)
 
     async def part(self, data: bytes, *, is_last: bool = False) -> None:
-        if data is not KEEP_ALIVE:
+        if data is not self.call.encoder.keep_alive:
             self.parts.append(data)
         self._sent_at = self._loop.time()
         if not self._started:
@@ -59,12 +57,12 @@ class ReplySender:
 
     @contextlib.contextmanager
     def kept_alive(self, seconds: float) -> Iterator[None]:
-        """Send a comment whenever the stream of events has been silent in the block for the time between comments.
+        """Send what clients ignore whenever a stream has been silent in the block for this time.
 
         One timer runs for the whole stream. It calls a method: a closure that names itself would keep the events of
         every stream in memory until the next garbage collection.
         """
-        if seconds <= 0 or not self.call.encoder.content_type.startswith("text/event-stream"):
+        if seconds <= 0:
             yield
             return
         self._sent_at = self._loop.time()
@@ -79,7 +77,7 @@ class ReplySender:
     def _comment_if_silent(self, seconds: float) -> None:
         silent = self._loop.time() - self._sent_at
         if silent >= seconds and (self._commenting is None or self._commenting.done()):
-            self._commenting = self._loop.create_task(self.part(KEEP_ALIVE))
+            self._commenting = self._loop.create_task(self.part(self.call.encoder.keep_alive))
             self._sent_at, silent = self._loop.time(), 0.0
         self._timer = self._loop.call_later(max(seconds - silent, MIN_CHECK_SECONDS), self._comment_if_silent, seconds)
 

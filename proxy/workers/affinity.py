@@ -38,7 +38,7 @@ def session_name(data: bytes) -> bytes | None:
     if end < 0:
         return None
     line, *lines = data[:end].split(b"\r\n")
-    path = line[len(b"POST ") :]
+    path = b"/" + line[len(b"POST ") :].lstrip(b"/")
     if path.startswith(SESSIONS_PATH):
         return path[len(SESSIONS_PATH) :].split(b"/", 1)[0]
     headers = {name.lower(): value.strip() for name, _, value in (each.partition(b":") for each in lines)}

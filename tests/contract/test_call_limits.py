@@ -41,6 +41,16 @@ def test_a_silent_stream_gets_keep_alive_comments_that_clients_ignore(fake_engin
     assert len(data) + events.count(": keep-alive") + 1 == len(events)
 
 
+def test_a_silent_array_of_gemini_gets_line_breaks_that_json_ignores(fake_engine, start_proxy):
+    proxy = start_proxy(fake_engine.url, "--stream-keep-alive-seconds", "0.2")
+    fake_engine.answer(Rule(reply=Reply(text="said", pace_seconds=0.9)))
+    body = {"contents": [{"role": "user", "parts": [{"text": "Hi."}]}]}
+    answer = httpx2.post(f"{proxy.url}/v1beta/models/fake:streamGenerateContent", json=body, timeout=60)
+    assert answer.text.startswith("\n\n\n")
+    texts = [part["text"] for each in answer.json() for part in each["candidates"][0]["content"]["parts"]]
+    assert "".join(texts) == "said"
+
+
 def test_metrics_of_the_process_its_queues_and_each_engine_are_exported(proxy, fake_engine):
     assert chat(proxy.v1).status_code == 200
     text = httpx2.get(f"{proxy.url}/metrics", timeout=60).text

@@ -148,3 +148,57 @@ def test_a_session_key_cannot_read_a_response_of_another_session(
         own = client.responses.create(model="fake", input="mine")
         client.responses.create(model="fake", input="and?", previous_response_id=own.id)
     assert not any("secret" in str(view.messages) for view in proxy.turns(session_id))
+
+
+def test_a_stored_response_is_returned_by_its_id_to_who_may_continue_it(
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
+) -> None:
+    shared_engine.answer(Rule(reply=Reply(text="Working.", tool_calls=[ToolCall(name="look", arguments={"a": 1})])))
+    client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
+    tools: Any = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+    made = client.responses.create(model="fake", input="first", tools=tools, temperature=0.5)
+    read = client.responses.retrieve(made.id)
+    assert [item.model_dump() for item in read.output] == [item.model_dump() for item in made.output]
+    for field in ("id", "status", "created_at", "model", "usage", "temperature", "incomplete_details", "error"):
+        assert getattr(read, field) == getattr(made, field), field
+    assert openai.OpenAI(base_url=proxy.v1, api_key="any").responses.retrieve(made.id).id == made.id
+    key = httpx2.post(f"{proxy.v1}/sessions", json={"session_id": f"{session_id}-other"}).json()["api_key"]
+    hidden = client.responses.create(model="fake", input="second", store=False)
+    chat = httpx2.post(
+        f"{proxy.v1}/chat/completions", json={"model": "fake", "messages": [{"role": "user", "content": "x"}]}
+    )
+    for base_url, api_key, response_id in (
+        (proxy.v1, key, made.id),  # of another session's key
+        (proxy.session_v1(f"{session_id}-other"), "any", made.id),
+        (proxy.v1, "any", hidden.id),  # the request said store: false
+        (proxy.v1, "any", chat.json()["id"]),
+        (proxy.v1, "any", "resp_unknown"),
+    ):
+        stranger = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        with pytest.raises((openai.NotFoundError, openai.PermissionDeniedError)):
+            stranger.responses.retrieve(response_id)
+    assert httpx2.delete(f"{proxy.v1}/sessions/{session_id}").is_success
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+def test_what_a_conversation_loses_is_counted_by_type_and_a_path_may_begin_with_two_slashes(
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
+) -> None:
+    """A base URL that ends with a slash gives such paths."""
+    assert shared_engine.url
+    given = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": "Hi."}]
+    answer = httpx2.post(f"{proxy.url}//sessions/{session_id}/v1/responses", json={"model": "fake", "input": given})
+    assert answer.is_success, answer.text
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "my_own", "a": 1}, {"type": "text", "text": "Hi."}]
+    asked = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "?"},
+    ]
+    body = {"model": "fake", "max_tokens": 9, "messages": asked}
+    assert httpx2.post(f"{proxy.url}//v1/messages", json=body).is_success
+    assert len(proxy.turns(session_id)) == 1
+    metrics = httpx2.get(f"{proxy.url}/metrics").text
+    for kind in ("web_search_call", "redacted_thinking", "other"):
+        assert f'turnwise_dropped_items_total{{type="{kind}"}} 1.0' in metrics

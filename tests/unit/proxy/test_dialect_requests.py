@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from anthropic.types.beta import BetaContentBlockParam
 from anthropic.types.beta.beta_tool_result_block_param import Content
+from google.genai.types import Part, Tool
 from openai.types.responses.response_input_content_param import ResponseInputContentParam
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
@@ -140,6 +141,9 @@ def test_each_type_of_block_of_anthropic_s_sdk_is_served_or_refused_by_name(kind
     content = [{"type": "tool_result", "tool_use_id": "i", "content": [block]}] if role == "result" else [block]
     asked = {"max_tokens": 9, "messages": [{"role": role.replace("result", "user"), "content": content}]}
     messages = parsed_or_refused(Messages(), asked, kind)
+    if role == "assistant":
+        dropped = Messages().parse(asked, max_choices=1, max_messages=99).dropped_items
+        assert dropped == ([] if kind in ("text", "compaction", "thinking", "tool_use") else [kind])
     is_served = kind in SERVED_BLOCKS - {"tool_result"} or (kind == "tool_result" and role == "user")
     if is_served and (role != "assistant" or kind in ("text", "compaction")):
         assert "said" in messages[-1]["content"]
@@ -167,6 +171,8 @@ def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_
     }
     if kind != "item_reference":
         messages = parsed_or_refused(Responses(), {"input": [item]}, kind)
+        if not messages:
+            assert Responses().parse({"input": [item]}, max_choices=1, max_messages=99).dropped_items == [kind]
         if kind.endswith("_call") and f"{kind}_output" in type_names(ResponseInputItemParam):
             answered = parsed_or_refused(Responses(), {"input": [item, {**item, "type": f"{kind}_output"}]}, kind)
             assert len(answered) in (0, 2)
@@ -177,3 +183,42 @@ def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_
 def test_each_type_of_part_of_openai_s_sdk_is_served_or_refused_by_name(kind: str) -> None:
     part = {"type": kind, "text": "said", "image_url": "https://somewhere/a.png", "file_id": "f"}
     parsed_or_refused(Responses(), {"input": [{"role": "user", "content": [part]}]}, kind)
+
+
+PARTS: dict[str, Any] = {
+    "text": "said",
+    "functionCall": {"name": "look", "args": {"said": 1}},
+    "functionResponse": {"name": "look", "response": {"output": "said"}},
+    "inlineData": {"mimeType": "image/png", "data": "said"},
+    "fileData": {"mimeType": "image/png", "fileUri": "said"},
+}
+SERVED_PARTS = {"model": {"text", "functionCall"}, "user": PARTS.keys() - {"functionCall"}}
+OF_A_THOUGHT = {"thought": True, "thoughtSignature": "c2lnbmF0dXJl"}
+"""What a part of a reply may hold alone: it is ignored and counted."""
+
+
+@pytest.mark.parametrize("field", sorted(str(field.alias or name) for name, field in Part.model_fields.items()))
+@pytest.mark.parametrize("role", ["model", "user"])
+def test_each_field_of_a_part_of_google_s_sdk_is_served_ignored_with_a_count_or_refused_by_name(
+    field: str, role: str
+) -> None:
+    value = (PARTS | OF_A_THOUGHT).get(field, {"said": 1})
+    contents = [{"role": role, "parts": [{field: value}]}]
+    if field in OF_A_THOUGHT and role == "model":
+        assert gemini_call(contents=contents).dropped_items == ["thoughtSignature"]
+    elif field in SERVED_PARTS[role]:
+        call = gemini_call(contents=contents)
+        assert "said" in str(call.messages)
+        assert call.dropped_items == []
+    else:
+        named = "nothing" if field in (*OF_A_THOUGHT, "videoMetadata") else field
+        with pytest.raises(InvalidRequest, match=rf"a part with {named}.*; send text"):
+            gemini_call(contents=contents)
+
+
+@pytest.mark.parametrize("field", sorted(str(field.alias or name) for name, field in Tool.model_fields.items()))
+def test_each_kind_of_tool_of_google_s_sdk_is_served_or_dropped_by_name(field: str) -> None:
+    declared = [{"name": "look", "parameters": {"type": "OBJECT"}}] if field == "functionDeclarations" else {}
+    call = gemini_call(contents=[{"parts": [{"text": "Hi."}]}], tools=[{field: declared}])
+    assert call.dropped_tools == ([] if field == "functionDeclarations" else [field])
+    assert bool(call.tools) == (field == "functionDeclarations")
