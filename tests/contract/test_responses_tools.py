@@ -187,10 +187,10 @@ def test_what_a_conversation_loses_is_counted_by_type_and_a_path_may_begin_with_
 ) -> None:
     """A base URL that ends with a slash gives such paths."""
     assert shared_engine.url
-    given = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": "Hi."}]
+    given = [{"type": "mcp_list_tools", "id": "w"}, {"role": "user", "content": "Hi."}]
     answer = httpx2.post(f"{proxy.url}//sessions/{session_id}/v1/responses", json={"model": "fake", "input": given})
     assert answer.is_success, answer.text
-    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "my_own", "a": 1}, {"type": "text", "text": "Hi."}]
+    blocks = [{"type": "container_upload", "file_id": "x"}, {"type": "my_own", "a": 1}, {"type": "text", "text": "Hi."}]
     asked = [
         {"role": "user", "content": "Hi."},
         {"role": "assistant", "content": blocks},
@@ -200,5 +200,5 @@ def test_what_a_conversation_loses_is_counted_by_type_and_a_path_may_begin_with_
     assert httpx2.post(f"{proxy.url}//v1/messages", json=body).is_success
     assert len(proxy.turns(session_id)) == 1
     metrics = httpx2.get(f"{proxy.url}/metrics").text
-    for kind in ("web_search_call", "redacted_thinking", "other"):
+    for kind in ("mcp_list_tools", "container_upload", "other"):
         assert f'turnwise_dropped_items_total{{type="{kind}"}} 1.0' in metrics
