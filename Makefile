@@ -17,7 +17,7 @@ WORKERS := -n 3
 RERUNS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-real test-all chaos demo demo-small up bench bench-learning gpu-check docs screenshots compose-check conformance clean
+.PHONY: help setup constraints fmt lint test test-real test-all chaos demo demo-small up bench bench-learning gpu-check docs screenshots compose-check conformance certify clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -107,6 +107,9 @@ screenshots: setup ## Make the pictures of the page in docs/images
 
 compose-check: setup ## Bring docker-compose.yml up in containers, and down again; INSTALL=1 gets what lacks
 	cd tests && ../$(BIN)/python -m compose.check $(if $(INSTALL),--install)
+
+certify: setup ## Serve, train and load tiny models of many architectures, and write docs/models.md: ARGS="--loads NAME …"
+	cd tests && ../$(BIN)/python -m certificates $(ARGS)
 
 conformance: .conformance/.installed ## Run the original classes of Trinity-RFT and verl beside ours
 	$(BIN)/python -m pytest tests/real/test_originals.py

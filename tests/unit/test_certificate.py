@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from support.tiny_checkpoints import write_weights
 
+from turnwise.commands.certify import FILE, Certificate, KindResult, gaps_of
 from turnwise.commands.preflight import check_trained
 from turnwise.errors import SettingsError
 from turnwise.types import PolicyKind
-from turnwise.verify.certificate import FILE, Certificate, Gaps, KindResult
+from turnwise.verify.records import Verification
 from turnwise.version_directory import base_version
 
 
@@ -62,12 +63,13 @@ def test_what_the_certificate_says_decides_whether_a_kind_is_trained(tmp_path, d
 
 
 def test_every_difference_counts_and_one_that_is_no_number_is_infinite():
-    gaps = Gaps()
+    report = Verification()
     for now in (-1.0, -1.5, -0.75):
-        gaps.compare_logprobs(-1.0, now, math.inf, "place", "source")
-    assert gaps.as_row() == {"max": 0.5, "mean": 0.25, "tokens": 3}  # 0, 0.5 and 0.25
-    gaps.compare_logprobs(-1.0, math.nan, math.inf, "place", "source")
-    assert gaps.as_row()["max"] == math.inf
+        report.compare_logprobs(-1.0, now, math.inf, "place", "source")
+    assert gaps_of(report) == {"max": 0.5, "mean": 0.25, "tokens": 3}  # 0, 0.5 and 0.25
+    report.compare_logprobs(-1.0, math.nan, math.inf, "place", "source")
+    assert gaps_of(report)["max"] == math.inf
+    assert gaps_of(Verification())["mean"] == math.inf
 
 
 def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path: Path):

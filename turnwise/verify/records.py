@@ -43,6 +43,7 @@ class Verification:
     num_mismatches: int = 0
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
     largest_gap: float = 0.0
+    total_gap: float = 0.0
 
     def add(self, check: str, place: str, problem: str) -> None:
         self.num_mismatches += 1
@@ -55,6 +56,7 @@ class Verification:
         gap = abs(stored - now)
         if gap <= tolerance:
             self.largest_gap = max(self.largest_gap, gap)
+            self.total_gap += gap
         else:
             self.add("logprobs", place, f"{stored:.6g} is stored, {source} {now:.6g}")
 

@@ -1,0 +1,189 @@
+"""Tiny models with random weights, made with the classes of the official checkpoints, for `make certify`.
+
+Each has four layers of width 64 and a tokenizer with ChatML. Norms and biases are random too, so that a part that an
+engine did not load would show. Heads of gated delta nets are 128 wide, because vLLM's CPU kernels take no smaller ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer
+
+TEXT_ONLY = ("--language-model-only",)
+"""Flag of vLLM for wrappers: images need a processor, and these models have none."""
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FLAT = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = ROUTED | {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 1}
+GROUPED = ROUTED | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+DELTA = {f"linear_{what}_head_dim": 128 for what in ("key", "value")} | {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_d_conv": 4}
+SIGLIP = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 32, "image_size": 64, "patch_size": 16}
+SEEN = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "patch_size": 16,
+    "out_hidden_size": 64,
+}
+LFM2 = {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64, "block_ff_dim": 128, "block_multiple_of": 32}
+ROPE3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What a tiny model is made of."""
+
+    family: str
+    """Begin of the names of its classes of transformers."""
+    text: dict[str, Any]
+    """Fields of the text model's configuration beside the sizes."""
+    vision: dict[str, Any] | None = None
+    """Fields of a wrapper's vision tower; None for a text model."""
+    further: dict[str, Any] | None = None
+    """Fields of the wrapper."""
+    carried: tuple[str, ...] = ()
+    """Tensors that official checkpoints have and transformers does not load."""
+
+
+TINY = {
+    "qwen3": Tiny("Qwen3", {"tie_word_embeddings": True}),
+    "llama3": Tiny(
+        "Llama", {"tie_word_embeddings": True, "rope_parameters": {**ROPE3, "original_max_position_embeddings": 512}}
+    ),
+    "olmo3": Tiny("Olmo3", {**WINDOWS, **FLAT}),
+    "phi3": Tiny("Phi3", {**FLAT, "sliding_window": None, "original_max_position_embeddings": 2048}),
+    "smollm3": Tiny("SmolLM3", {**FLAT, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False}),
+    "gemma3_text": Tiny("Gemma3", {**WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "qwen35_text": Tiny("Qwen3_5", {**DELTA, "rope_parameters": MROPE, "tie_word_embeddings": True}),
+    "granite4": Tiny(
+        "GraniteMoeHybrid",
+        {
+            **FLAT,
+            **MAMBA,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 128,
+            "mamba_chunk_size": 32,
+            "position_embedding_type": "nope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falconh1": Tiny("FalconH1", {**MAMBA, "mamba_d_ssm": 128, "mamba_chunk_size": 32}),
+    "lfm2": Tiny(
+        "Lfm2",
+        {
+            **FLAT,
+            **LFM2,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_auto_adjust_ff_dim": False,
+            "block_ffn_dim_multiplier": 1.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3moe": Tiny("Qwen3Moe", EXPERTS),
+    "qwen3next": Tiny(
+        "Qwen3Next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.25}
+    ),
+    "glm4moe": Tiny(
+        "Glm4Moe",
+        {
+            **GROUPED,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "num_nextn_predict_layers": 1,
+        },
+        carried=("model.layers.4.eh_proj.weight",),
+    ),
+    "deepseekv3": Tiny("DeepseekV3", {**GROUPED, **MLA, "num_key_value_heads": 4, "head_dim": None}),
+    "gptoss": Tiny("GptOss", {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen35": Tiny(
+        "Qwen3_5", {**DELTA, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, SEEN, carried=("mtp.fc.weight",)
+    ),
+    "qwen3vl": Tiny(
+        "Qwen3VL",
+        {"rope_parameters": {**MROPE, "mrope_section": [6, 5, 5], "partial_rotary_factor": 1.0}},
+        SEEN | {"deepstack_visual_indexes": [0, 1]},
+    ),
+    "gemma3": Tiny(
+        "Gemma3",
+        {**WINDOWS, "query_pre_attn_scalar": 32},
+        SIGLIP | {"image_size": 32, "patch_size": 8},
+        {"mm_tokens_per_image": 4},
+    ),
+    "mistral3": Tiny("Mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL, {"spatial_merge_size": 2}),
+}
+"""By the names of the rows."""
+
+
+def build(name: str, directory: Path) -> Path:
+    """Write a model; return its directory."""
+    tiny, tokenizer = TINY[name], train_tokenizer(SmallModelSpec())
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.08,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    fields = {key: value for key, value in (sizes | tiny.text).items() if key != "head_dim" or value}
+    model = _made(tiny, fields)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and ("norm" in parameter_name or "bias" in parameter_name):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    tokenizer.save_pretrained(directory)
+    model.generation_config = tf.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    further = {each: torch.randn(64, 128) for each in tiny.carried}
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    return directory
+
+
+def _made(tiny: Tiny, fields: dict[str, Any]) -> Any:
+    made: Callable[[str], Any] = lambda suffix: getattr(tf, f"{tiny.family}{suffix}")  # noqa: E731
+    if tiny.vision is None:
+        has_own = tiny.family in {"Gemma3", "Qwen3_5"}  # their plain names are the wrappers'
+        return made("ForCausalLM")(made("TextConfig" if has_own else "Config")(**fields))
+    tied = {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    config = made("Config")(text_config=fields, vision_config=tiny.vision, **tied, **(tiny.further or {}))
+    return made("ForConditionalGeneration")(config)
+
+
+def architecture_of(directory: Path) -> str:
+    return str(json.loads((directory / "config.json").read_text())["architectures"][0])

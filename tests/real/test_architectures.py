@@ -1,0 +1,26 @@
+"""A running vLLM takes whole weights and adapters of kinds of models that it computes in ways of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from certificates.__main__ import loads
+from certificates.tiny import TINY, build
+
+from turnwise.commands.certify import LIMITS
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gemma3"])
+def test_each_load_into_a_running_vllm_changes_all_that_the_trainer_changed(tmp_path: Path, name: str):
+    """The CPU's kernels compute from packed copies of experts and of tied heads; a wrapper has other names."""
+    if TINY[name].vision is not None and importlib.util.find_spec("torchvision") is None:
+        pytest.skip("vLLM serves no wrapper without torchvision, which `make setup` installs")
+    found = loads(name, build(name, tmp_path / "model"))
+    assert found["unchanged"]["max"] > 0.1  # the changes are large
+    measured = {what: each["max"] for what, each in found.items() if what not in ("dtype", "unchanged")}
+    assert measured.keys() == {"weights", "weights again"} | ({"adapter"} if name == "gemma3" else set())
+    assert max(measured.values()) <= LIMITS["float32"]
