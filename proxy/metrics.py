@@ -107,6 +107,7 @@ class Metrics:
             "turnwise_handed_over", "Connections handed to the worker of the session that they name"
         )
         self.retries = self._counter("turnwise_retries", "Retried operations", ["what"])
+        self.explored = self._counter("turnwise_explored", "Greedy calls that were sampled at a temperature")
         self.coalesced = self._counter("turnwise_coalesced", "Retried calls answered without the engine")
         self.dropped_tools = self._counter(
             "turnwise_dropped_tools", "Removed tools that only a hosted service can run", ["tool"]

@@ -97,7 +97,8 @@ class Services:
         )
         """Where routes that no engine serves are passed to; None if nowhere."""
         self.model_names = ModelNames(settings.model_names, self.pool, database)
-        self.sessions = Sessions(database, self.writer, settings, metrics, faults)
+        name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
+        self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of)
         self.retries = Retries(database, settings.replay_bytes)
         self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
         self.reloader = Reloader(

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -35,6 +36,31 @@ DIVIDED = (
 FeedbackRewards = dict[Literal["up", "down", "correction"], float]
 HOLDOUT_SHARE = 0.1
 """Default share of the hold-out where it costs no engine."""
+
+
+PINNABLE = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
+        *("allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("reasoning_effort", "chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls"),
+        *("response_format", "structured_outputs"),
+    }
+)
+"""Request fields that a session or a pin can set for all of its calls."""
+
+
+def check_pinnable(sampling: Mapping[str, Any]) -> None:
+    """Check that parameters can be set for many calls.
+
+    Raises:
+        ValueError: some cannot.
+    """
+    if refused := sorted(sampling.keys() - PINNABLE):
+        raise ValueError(
+            f"{', '.join(refused)} cannot be set for a whole session, because it changes more than the sampling of "
+            f"a reply; set it in each call, or set one of {', '.join(sorted(PINNABLE))}"
+        )
 
 
 class ProxySettings(Settings):
@@ -103,6 +129,13 @@ class ProxySettings(Settings):
     """Most ids that top-k, top-p and min-p may leave to sample from at a token that is trained; a token with more is
     not. 0 asks the engine for none, and such calls are not trained. An engine without Turnwise's plug-in is asked for
     at most its --max-logprobs and 100."""
+    sampling_pins: Annotated[dict[str, dict[str, Any]], FromJson] = Field(default={})
+    """Sampling parameters that replace those of calls, as JSON: of all under `*`, of some under `tenant:NAME`,
+    `policy:NAME` and `key:ID`. A later one of these four wins over an earlier one, and a session's own over all."""
+    explore: float = Field(default=0.0, ge=0, le=1)
+    """Share of the sessions whose calls at temperature 0, which teach nothing, sample at `explore_temperature`: chosen
+    by session, never of `eval` sessions, canaries and hold-outs, and left out where versions are compared."""
+    explore_temperature: float = Field(default=1.0, gt=0)
     failed_tool_text: str = "The tool call failed."
     """First line of a tool result that the client marks as failed (`is_error`): no chat template has a field for it. An
     empty text drops the mark."""
@@ -299,6 +332,15 @@ class ProxySettings(Settings):
         """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""
         limits = {name: value for name in DIVIDED if (value := getattr(self, name)) is not None}
         return self.model_copy(update={name: math.ceil(value / self.workers) for name, value in limits.items()})
+
+    @field_validator("sampling_pins")
+    @classmethod
+    def _can_be_pinned(cls, pins: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, sampling in pins.items():
+            if name != "*" and name.partition(":")[0] not in ("tenant", "policy", "key"):
+                raise ValueError(f"{name!r} pins for nobody; write *, tenant:NAME, policy:NAME or key:ID")
+            check_pinnable(sampling)
+        return pins
 
     @field_validator("feedback_rewards")
     @classmethod

@@ -213,6 +213,8 @@ class Session:
     """Discount of the return over steps; 0 disables it."""
     sampling: Json = dataclasses.field(default_factory=dict)
     """Sampling parameters that override those of the session's calls."""
+    explores: float | None = None
+    """Temperature at which its greedy calls are sampled, because the exploration share takes it; None: as asked."""
     metadata: Json = dataclasses.field(default_factory=dict)
     user_id: str | None = None
     """The person or account that the agent serves, as the application names it: a filter, also of deletions."""

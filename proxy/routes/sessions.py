@@ -36,6 +36,7 @@ from proxy.routes.control import (
 from proxy.routes.summaries import Summary, summarise_sessions, training_note
 from proxy.services import Services
 from proxy.sessions.which import SESSION_ID, check_has_policy, check_id
+from proxy.settings import check_pinnable
 from turnwise.store import policies, retention, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
@@ -100,16 +101,6 @@ Prompt = Annotated[
 ]
 
 
-PINNABLE = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
-        *("allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("reasoning_effort", "chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls"),
-        *("response_format", "structured_outputs"),
-    }
-)
-"""Request fields that a session can set for all of its calls."""
 GAMMA_UNUSED = (
     "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, or leave "
     "`gamma` out"
@@ -133,7 +124,7 @@ class NewSession(Body):
     user_id: Id | None = None
     """The person or account that the agent serves; `turnwise forget --user-id` deletes its sessions."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """Sampling parameters that override those of the session's calls: one of `PINNABLE`."""
+    """Sampling parameters that override those of the session's calls, and pins of the proxy."""
     key_may: Literal["call", "call_and_reward"] = "call"
     """Role of the session key in the answer: call the model, or also post rewards for its session and end it."""
     key_expires_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
@@ -142,11 +133,7 @@ class NewSession(Body):
     @field_validator("sampling")
     @classmethod
     def _can_be_pinned(cls, sampling: dict[str, Any]) -> dict[str, Any]:
-        if refused := sorted(sampling.keys() - PINNABLE):
-            raise ValueError(
-                f"{', '.join(refused)} cannot be set for a whole session, because it changes more than the sampling of "
-                f"a reply; set it in each call, or set one of {', '.join(sorted(PINNABLE))}"
-            )
+        check_pinnable(sampling)
         return sampling
 
     @model_validator(mode="after")

@@ -26,6 +26,7 @@ from proxy.sessions.conversation import (
     tool_call_ids,
 )
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encode_ids
+from proxy.sessions.pins import Pins
 from proxy.sessions.roles import COMPACTION_PROMPT, Root, read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -163,11 +164,18 @@ class SessionCache(LiveSessions):
     """The sessions in memory, which reads those that it lacks from the store, and opens new ones there."""
 
     def __init__(
-        self, database: Database, writer: Writer, settings: ProxySettings, metrics: Metrics, faults: FaultPoints
+        self,
+        database: Database,
+        writer: Writer,
+        settings: ProxySettings,
+        metrics: Metrics,
+        faults: FaultPoints,
+        pins: Pins,
     ) -> None:
         super().__init__(settings.cache_sessions, settings.session_cache_bytes, settings.token_cache_bytes)
         self.fields_read = NO_FIELDS
         """What the digests of its turns cover beside roles, text and tool calls."""
+        self.pins = pins
         self._database = database
         self._writer = writer
         self._metrics = metrics
@@ -252,7 +260,7 @@ class SessionCache(LiveSessions):
         return tokens
 
     async def _store(self, session: Session) -> tuple[Session, bool]:
-        stored, created = await self._writer.open(session)
+        stored, created = await self._writer.open(self.pins.opened(session))
         if created:
             self._faults.point("after_session_open")
             self._metrics.sessions.labels("created").inc()

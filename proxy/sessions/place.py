@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import itertools
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -35,6 +36,7 @@ from proxy.sessions.conversation import (
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
+from proxy.sessions.pins import Pins
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
 from proxy.sessions.which import check_has_policy, check_id, end_user, next_id, next_prefix
 from proxy.settings import ProxySettings
@@ -85,10 +87,13 @@ class Sessions:
         settings: ProxySettings,
         metrics: Metrics,
         faults: FaultPoints | None = None,
+        policy_name: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self.template: ChatTemplate | None = None
         """The served model's chat template; None until an engine has reported its model."""
-        self.cache = SessionCache(database, writer, settings, metrics, faults or FaultPoints())
+        self.cache = SessionCache(
+            database, writer, settings, metrics, faults or FaultPoints(), Pins(settings, policy_name)
+        )
         self._database = database
         self._writer = writer
         self._settings = settings
@@ -145,8 +150,8 @@ class Sessions:
         """
         if call.names_policy:
             check_has_policy(live.session, call.policy_id, call.model, param="model")
-        if sampling := live.session.sampling:
-            call.body = {**call.body, **sampling}
+        if self.cache.pins.apply(call, live.session, principal.root_key_id):
+            self._metrics.explored.inc()
         return CallPlace(live, await self._read(call, principal), inferred_by)
 
     async def _open_next(self, over: LiveSession, call: Call) -> LiveSession:

@@ -94,9 +94,9 @@ def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
         if policy_id != session.policy_id or not takes(version, share, session):
             continue
         if status == PolicyStatus.CANARY.value:
-            return dataclasses.replace(session, arm=version)
+            return dataclasses.replace(session, arm=version, explores=None)
         if session.split is Split.TRAIN and session.group_id is None and session.group_size is None:
-            return dataclasses.replace(session, arm=version, split=Split.EVAL)
+            return dataclasses.replace(session, arm=version, split=Split.EVAL, explores=None)
     return session
 
 
@@ -183,6 +183,7 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
             *conditions,
             sessions.c.status.not_in([SessionStatus.OPEN.value, DELETED]),
             sessions.c.opened_by.is_distinct_from(IMPORT),  # imported sessions hold copies
+            sessions.c.explores.is_(None),  # they sampled in another way, and were drawn at random
         )
         .order_by(sessions.c.created_at.desc())
         .limit(MAX_COMPARED)

@@ -1,0 +1,88 @@
+"""Sampling that the operator pins, and greedy agents of which a share explores; what was asked for is stored beside."""
+
+from __future__ import annotations
+
+import json
+
+import httpx2
+import pytest
+from support.ledger_samples import add_session, finish
+
+from proxy.sessions.pins import Pins
+from proxy.settings import ProxySettings
+from turnwise.errors import SettingsError
+from turnwise.store import arms
+from turnwise.types import Session, Split
+
+SAY = {"role": "user", "content": "Hello."}
+
+
+def call(proxy, session: str, **sampling) -> dict:
+    """Make a call; return the parameters that its turn has."""
+    body = {"model": "fake", "messages": [SAY], **sampling}
+    httpx2.post(f"{proxy.session_v1(session)}/chat/completions", json=body, timeout=60).raise_for_status()
+    return proxy.turns(session)[-1].turn.sampling
+
+
+def test_a_pin_replaces_what_a_call_asks_for_and_a_narrower_one_wins(start_proxy, fake_engine):
+    pins = {"*": {"temperature": 1.0, "top_p": 1.0}, "tenant:default": {"temperature": 0.9}, "key:other": {"top_k": 3}}
+    proxy = start_proxy(fake_engine.url, "--sampling-pins", json.dumps(pins))
+    used = {"temperature": 0.9, "top_p": 1.0, "max_tokens": 9}
+    assert call(proxy, "s", temperature=0, max_tokens=9) == used | {"asked": {"temperature": 0, "top_p": None}}
+    sent = fake_engine.state.calls[-1].body
+    assert {name: sent[name] for name in used} == used
+    assert call(proxy, "same", temperature=0.9, top_p=1.0) == {"temperature": 0.9, "top_p": 1.0}
+    httpx2.post(f"{proxy.url}/v1/sessions", json={"session_id": "own", "sampling": {"temperature": 0.7}})
+    assert call(proxy, "own") == {"temperature": 0.7, "top_p": 1.0, "asked": {"temperature": None, "top_p": None}}
+
+
+def test_of_the_four_pins_the_keys_wins_over_the_policys_the_tenants_and_the_proxys():
+    pins = {"key:k": {"top_k": 4}, "policy:p": {"top_k": 3, "top_p": 0.3}, "*": {"top_k": 1, "min_p": 0.1}}
+    pins["tenant:t"] = {"top_k": 2, "top_p": 0.2, "seed": 2}
+    found = Pins(ProxySettings(sampling_pins=pins), {7: "p"}.get)
+    session = Session(session_id="s", tenant="t", policy_id=7)
+    assert found.pinned(session, "k") == {"top_k": 4, "top_p": 0.3, "min_p": 0.1, "seed": 2}
+    assert found.pinned(Session(session_id="s", tenant="u"), "l") == {"top_k": 1, "min_p": 0.1}
+
+
+@pytest.mark.parametrize("pins", [{"default": {}}, {"*": {"n": 2}}, {"key:k": {"messages": []}}])
+def test_a_pin_for_nobody_or_of_another_field_is_refused_at_the_start(pins):
+    with pytest.raises((SettingsError, ValueError), match=r"pins for nobody|cannot be set for a whole session"):
+        ProxySettings(sampling_pins=pins)
+
+
+def test_the_greedy_calls_of_the_exploring_sessions_are_sampled_at_a_temperature(start_proxy, fake_engine):
+    proxy = start_proxy(fake_engine.url, "--explore", "0.3", "--explore-temperature", "0.8")
+    explored = 0
+    for number in range(20):
+        session = f"s{number}"
+        is_drawn = arms.takes(-1, 0.3, Session(session_id=session))
+        expected = (
+            {"temperature": 0.8, "asked": {"temperature": 0}, "explored": True} if is_drawn else {"temperature": 0}
+        )
+        assert call(proxy, session, temperature=0) == expected
+        assert call(proxy, session, temperature=0.5) == {"temperature": 0.5}
+        shown = httpx2.get(f"{proxy.url}/v1/sessions/{session}").json()
+        assert shown["explores"] == (0.8 if is_drawn else None)
+        explored += is_drawn
+    assert 0 < explored < 20
+    assert f"turnwise_explored_total {explored}.0" in httpx2.get(f"{proxy.url}/metrics").text
+
+
+def test_exploration_takes_its_share_of_train_sessions_and_no_other():
+    pins = Pins(ProxySettings(explore=0.1), lambda _: None)
+    sessions = [Session(session_id=f"s{number}") for number in range(10_000)]
+    drawn = [session for session in sessions if pins.opened(session).explores is not None]
+    assert 0.09 <= len(drawn) / 10_000 <= 0.11
+    held_out = [Session(session_id=session.session_id, split=Split.EVAL) for session in drawn]
+    assert all(pins.opened(session).explores is None for session in held_out)
+    assert Pins(ProxySettings(), lambda _: None).opened(drawn[0]).explores is None
+
+
+def test_versions_are_compared_without_the_sessions_that_explored(database):
+    for name, explores in (("greedy", None), ("explored", 1.0)):
+        session = add_session(database, name, explores=explores)
+        finish(database, name, 1.0 if explores else 0.25)
+    with database.read() as connection:
+        newer, _ = arms.arms_since(connection, session.created_at.replace(year=2000), (0, 99))
+    assert (newer.num_sessions, newer.rewards) == (1, (0.25,))
