@@ -2,8 +2,9 @@
 
 Attention: sessions of one group share their prompt and lie in one row. The row is computed under the forest's rule
 (FlexAttention with a block mask on a GPU; SDPA with the rule as a mask on a CPU), against a row for each session.
-Loss: logprob and entropy from hidden states, chunk by chunk, against whole logits. Each pair must agree; forward and
-backward are timed together, alternately, and the best round counts. On a CPU only the ratios mean anything.
+Loss: logprob and entropy from hidden states, chunk by chunk, against whole logits, and with the logits of one reply
+penalised, truncated to 20 ids a token, or masked by a grammar. Each pair must agree; forward and backward are timed
+together, alternately, and the best round counts. On a CPU only the ratios mean anything.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.batch.forest import Forest, Layout, block_mask, dense_mask
+from trainer.batch.grammars import GrammarMasks
 from trainer.batch.logprobs import linear_logprobs
+from trainer.batch.processors import Processing, RowProcessors, SampledTurn
+from trainer.batch.sampling import TurnProcessors
 
 HEADS, HEAD_WIDTH = 4, 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -115,8 +119,8 @@ def loss(device: torch.device, *, tokens: int, hidden: int, vocabulary: int, rou
     target = torch.randint(0, vocabulary, (tokens,), device=device, generator=generator)
     temperature = torch.ones(tokens, device=device)
 
-    def chunked() -> Tensor:
-        logprobs, _ = linear_logprobs(states, head, which, target, temperature)
+    def chunked(processing: Processing | None = None) -> Tensor:
+        logprobs, _ = linear_logprobs(states, head, which, target, temperature, processing)
         return with_gradients(logprobs)
 
     def whole() -> Tensor:
@@ -129,7 +133,11 @@ def loss(device: torch.device, *, tokens: int, hidden: int, vocabulary: int, rou
         return gradient
 
     _check("gradient of the loss", chunked(), whole())
-    best = seconds_of({"chunked": chunked, "whole": whole}, rounds)
+    processed = {
+        name: functools.partial(chunked, of)
+        for name, of in processings(target.cpu().numpy(), vocabulary, device).items()
+    }
+    best = seconds_of({"chunked": chunked, "whole": whole} | processed, rounds)
     memory = [peak_bytes(run) for run in (chunked, whole)]
     return {
         "tokens": tokens,
@@ -137,8 +145,28 @@ def loss(device: torch.device, *, tokens: int, hidden: int, vocabulary: int, rou
         "seconds": best["chunked"],
         "seconds_whole": best["whole"],
         "faster": best["whole"] / best["chunked"],
+        **{f"slower_{name}": best[name] / best["chunked"] for name in processed},
         "peak_bytes": memory[0],
         "peak_bytes_whole": memory[1],
+    }
+
+
+def processings(sampled: np.ndarray, vocabulary: int, device: torch.device) -> dict[str, Processing]:
+    """Return what is applied to the logits of a reply, sampled after a prompt of its length, by kind."""
+    rng = np.random.default_rng(0)
+    prompt, places = rng.integers(0, vocabulary, len(sampled)), np.arange(len(sampled))
+    support = np.sort(np.concatenate([rng.integers(0, vocabulary, (len(sampled), 19)), sampled[:, None]], 1))
+    words = rng.integers(-(2**31), 2**31, (16, -(-vocabulary // 32)), np.int32)
+    kinds = {
+        "penalties": TurnProcessors(repetition=1.1, frequency=0.2, presence=0.1),
+        "support": TurnProcessors(support=(support.ravel(), np.arange(len(sampled) + 1) * 20)),
+        "grammar": TurnProcessors(grammar=GrammarMasks(words=words, index=places % len(words))),
+    }
+    return {
+        name: RowProcessors(
+            turns=[SampledTurn(processors=of, prompt=prompt, sampled=sampled)], turn=np.zeros_like(places), place=places
+        ).placed(torch.from_numpy(places), lambda tensor: tensor.to(device))
+        for name, of in kinds.items()
     }
 
 

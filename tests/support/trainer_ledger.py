@@ -22,6 +22,7 @@ from turnwise.store.database import Database
 from turnwise.store.policies import create_policy
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
+from turnwise.support import pack
 from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn
 
 GOOD = 24
@@ -38,6 +39,15 @@ class Rollouts:
     credit: Credit = Credit.PROPAGATE
     split: Split = Split.TRAIN
     sampling: dict = dataclasses.field(default_factory=dict)
+    """As it is stored."""
+    used: dict | None = None
+    """As the engine samples; None: as it is stored."""
+    window: int | None = None
+    """The ids that the engine's penalties see; None for all of prompt and reply."""
+    lost: int = 0
+    """So many ids of each support that are not stored, the least likely ones first."""
+    unknown: int = 0
+    """So many tokens at the beginning of each reply whose support is not stored."""
     has_groups: bool = True
     """False plays sessions without a group."""
     gap: float = 0.0
@@ -68,7 +78,7 @@ class Rollouts:
         fresh = list(prompt)
         for number in range(self.num_turns):
             prompt_length = len(tokens)
-            sampled, logprobs = self._sample(tokens, rng)
+            sampled, logprobs, support = self._sample(tokens, rng)
             turn = Turn(
                 turn_id=f"{session_id}-t{number}",
                 session_id=session_id,
@@ -79,6 +89,7 @@ class Rollouts:
                 token_ids=np.array(sampled, np.int32),
                 logprobs=np.array(logprobs, np.float32) + np.float32(self.gap),
                 sampling=self.sampling,
+                support=pack(support) if "top_k" in self.sampling else None,
                 policy_version_first=self.version,
                 policy_version_last=self.version,
             )
@@ -93,16 +104,24 @@ class Rollouts:
             add_rewards(conn, rewards)
             sessions.end_session(conn, "default", session_id)
 
-    def _sample(self, tokens: list[int], rng: torch.Generator) -> tuple[list[int], list[float]]:
-        sampled, logprobs = [], []
-        for _ in range(self.sampled):
+    def _sample(self, tokens: list[int], rng: torch.Generator) -> tuple[list[int], list[float], list[list[int] | None]]:
+        """Return a reply, its logprobs, and the ids that top-k leaves at each token, as far as they are stored."""
+        used = self.sampling if self.used is None else self.used
+        sampled, logprobs, support = [], [], []
+        for place in range(self.sampled):
             with torch.no_grad():
                 logits = self.model(torch.tensor([tokens + sampled])).logits[0, -1]
-            log_p = torch.log_softmax(processed_logits(logits, tokens, sampled, self.sampling), -1)
+            seen = (tokens, sampled) if self.window is None else ([], sampled[max(0, place - self.window) :])
+            logits = processed_logits(logits, *seen, used)
+            left = logits.topk(used.get("top_k", len(logits))).indices.tolist()
+            log_p = torch.full_like(logits, -torch.inf)
+            log_p[left] = torch.log_softmax(logits[left], -1)
             token = int(torch.multinomial(log_p.exp(), 1, generator=rng))
             sampled.append(token)
             logprobs.append(float(log_p[token]))
-        return sampled, logprobs
+            kept = [*left[: len(left) - self.lost], token]
+            support.append(None if place < self.unknown else sorted(set(kept)))
+        return sampled, logprobs, support
 
 
 def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict[float, list[int]]) -> None:

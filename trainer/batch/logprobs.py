@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from trainer.batch.processors import Processing, Scale, pull_back
 
+LOWEST = -1e30
+"""Logprob of an id that could not be sampled: so low that no gap check passes it, and finite for entropy and ratios."""
 LOGITS_IN_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Float32 logits of a chunk on each type of device: 64 MiB, and 256 MiB where small products leave a GPU idle."""
 
@@ -117,8 +119,8 @@ class _FromLogits(torch.autograd.Function):
         selected = logits_UV.new_zeros(len(which), dtype=torch.float32)
         for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device):
             scaled_CV, _ = _scaled(logits_UV[chunk], temperature_U, processing, chunk)
-            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV)
-            entropy_U[chunk] = _entropy(log_p_CV)
+            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
+            entropy_U[chunk] = _entropy(log_p_CV, processing)
             place, inside = _places_in(chunk, which)
             selected = torch.where(inside, log_p_CV[place, target], selected)
         ctx.processing = processing
@@ -138,7 +140,9 @@ class _FromLogits(torch.autograd.Function):
         for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device):
             scaled_CV, scales = _scaled(logits_UV[chunk], temperature_U, ctx.processing, chunk)
             log_p_CV = scaled_CV - normaliser_U[chunk, None]
-            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk)
+            gradient_CV = _softmax_gradient(
+                log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk, ctx.processing
+            )
             if ctx.processing is not None:
                 place, inside = _places_in(chunk, which)
                 gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
@@ -168,8 +172,8 @@ class _FromHidden(torch.autograd.Function):
         selected = hidden_UH.new_zeros(len(which), dtype=torch.float32)
         for chunk in _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device):
             scaled_CV, _ = _scaled(hidden_UH[chunk] @ weight_VH.T, temperature_U, processing, chunk)
-            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV)
-            entropy_U[chunk] = _entropy(log_p_CV)
+            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
+            entropy_U[chunk] = _entropy(log_p_CV, processing)
             place, inside = _places_in(chunk, which)
             selected = torch.where(inside, log_p_CV[place, target], selected)
         ctx.processing = processing
@@ -191,7 +195,9 @@ class _FromHidden(torch.autograd.Function):
         for chunk in _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device):
             scaled_CV, scales = _scaled(hidden_UH[chunk] @ weight_VH.T, temperature_U, ctx.processing, chunk)
             log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
-            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk)
+            gradient_CV = _softmax_gradient(
+                log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk, ctx.processing
+            )
             place, inside = _places_in(chunk, which)
             gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
             pull_back(gradient_CV, scales)
@@ -228,22 +234,35 @@ def _scaled(
     return processed_CV.div_(temperature_C), scales
 
 
-def _log_softmax(scaled_CV: Tensor) -> tuple[Tensor, Tensor]:
+def _log_softmax(scaled_CV: Tensor, processing: Processing | None) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of scaled logits, in their place, and their normaliser."""
     normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
+    if processing is not None:
+        normaliser_C.masked_fill_(normaliser_C == -torch.inf, 0.0)  # masks that contradict one another left nothing
     return scaled_CV.sub_(normaliser_C[:, None]), normaliser_C
 
 
-def _entropy(log_p_CV: Tensor) -> Tensor:
-    return -(log_p_CV.exp() * log_p_CV).sum(-1)
+def _entropy(log_p_CV: Tensor, processing: Processing | None) -> Tensor:
+    """Return the entropy, of which masked ids are no part; their log-probabilities become finite."""
+    p_CV = log_p_CV.exp()
+    if processing is not None:
+        log_p_CV.clamp_(min=LOWEST)
+    return -(p_CV * log_p_CV).sum(-1)
 
 
 def _softmax_gradient(
-    log_p_CV: Tensor, pulled_C: Tensor, entropy_C: Tensor, pulled_entropy_U: Tensor | None, chunk: slice
+    log_p_CV: Tensor,
+    pulled_C: Tensor,
+    entropy_C: Tensor,
+    pulled_entropy_U: Tensor | None,
+    chunk: slice,
+    processing: Processing | None,
 ) -> Tensor:
+    """Return what the normaliser and the entropy give to the gradient of scaled logits."""
     p_CV = log_p_CV.exp()
     gradient_CV = p_CV * -pulled_C[:, None]
     if pulled_entropy_U is not None:
+        log_p_CV = log_p_CV if processing is None else log_p_CV.clamp_(min=LOWEST)
         gradient_CV -= p_CV * (log_p_CV + entropy_C[:, None]) * pulled_entropy_U[chunk, None]
     return gradient_CV
 

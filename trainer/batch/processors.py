@@ -3,8 +3,7 @@
 The order is that of vLLM 0.32 (vllm/v1/sample/sampler.py): a grammar's mask, allowed ids, bad words and `min_tokens`,
 logit bias, the penalties, the temperature, then min-p, top-k and top-p. The last three are the stored support, so that
 the behaviour decides what could be sampled, whatever the present weights are. A mask commutes with the division by the
-temperature, which the caller does. What is masked gets a logit so low that its probability is 0 exactly, without
-infinities in entropy and ratios. Each token knows its own history: the ids of its turn's prompt, and those sampled
+temperature, which the caller does. Each token knows its own history: the ids of its turn's prompt, and those sampled
 before it in the turn. Legend: m trained tokens of a row, U distinct predictors, C predictors of a chunk, c of them in a
 run, V vocabulary, D distinct ids of a turn, R sampled tokens of a turn, W words of 32 ids.
 """
@@ -21,8 +20,8 @@ from torch import Tensor
 from trainer.batch.sampling import Indices, TurnProcessors
 from turnwise.types import TokenIds
 
-MASKED = -1e30
-"""Logit of an id that could not be sampled. Divided by the lowest temperature it is finite, and exp of it is 0."""
+MASKED = -torch.inf
+"""Logit of an id that could not be sampled."""
 ToDevice = Callable[[Tensor], Tensor]
 Scale = tuple[slice, Tensor, Tensor]
 """Rows of a chunk, ids, and the derivative of the processed logits by the given ones there. [c, D]"""

@@ -71,6 +71,29 @@ def test_a_group_of_constrained_sampling_is_refused_and_the_plain_ones_beside_it
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"sampling": {"top_k": 6}, "lost": 2},
+        {"sampling": {"top_k": 6, "repetition_penalty": 1.5}, "used": {"top_k": 6}},
+        {"sampling": {"repetition_penalty": 2.0}, "window": 1},
+        {"sampling": {"presence_penalty": 2.0, "frequency_penalty": 1.0}, "window": 1},
+        {"sampling": {"logit_bias": {"7": 4.0}}, "used": {}},
+        {"sampling": {}, "used": {"top_k": 6}},
+    ],
+    ids=["support", "truncated_penalty", "repetition_window", "penalty_window", "bias", "hidden_truncation"],
+)
+def test_a_group_that_was_sampled_otherwise_than_is_stored_is_refused(tmp_path, model, ledger, planted):
+    """The groups beside it were sampled in the same way, and as is stored; they are trained without a gap."""
+    honest = Rollouts(ledger, load_model(model), sampling=planted["sampling"], sampled=8)
+    honest.play("honest", num_groups=2)
+    dataclasses.replace(honest, **planted).play("planted", num_groups=1, seed=3)
+    state = train_on(tmp_path, model, total_batches=1, num_minibatches=1)
+    assert groups_by_status(ledger) == {"trained": 2, "dropped": 1}
+    assert state.metrics["num_gap_refused_groups"] == 1
+    assert state.metrics["logprob_gap_max"] < 1e-5
+
+
 @pytest.mark.parametrize("version", [0, 1])
 def test_a_stale_group_is_refused_under_the_version_that_sampled_it_and_the_weights_are_put_back(
     tmp_path, model, version

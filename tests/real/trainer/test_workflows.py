@@ -176,7 +176,9 @@ def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, le
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2, "logit_bias": {"7": 2.0}}
 
 
-@pytest.mark.parametrize("sampling", [{}, PENALTIES], ids=["scaled", "penalised"])
+@pytest.mark.parametrize(
+    "sampling", [{}, PENALTIES, {"top_k": 6} | PENALTIES], ids=["scaled", "penalised", "truncated"]
+)
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo", {"name": "grpo", "kl_coef": 0.1}], ids=["grpo", "dpo", "kl"])
 def test_the_distribution_that_was_sampled_is_reproduced(tmp_path, model, ledger, algorithm, sampling):
     """On-policy tokens have no gap, and no KL from the same weights, because all logits are processed alike."""
@@ -186,6 +188,16 @@ def test_the_distribution_that_was_sampled_is_reproduced(tmp_path, model, ledger
     assert state.metrics["num_turns_left_out"] == 0
     if "kl" in state.metrics:
         assert abs(state.metrics["kl"]) < 1e-5
+
+
+def test_a_token_without_a_support_is_left_out_and_the_others_of_its_turn_are_trained(tmp_path, model, ledger):
+    """Of each turn's four tokens one is; the weights are finite, and the gap is that of the others."""
+    Rollouts(ledger, load_model(model), sampling={"top_k": 6}, unknown=1).play("a", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=1))
+    assert state.metrics["logprob_gap_max"] < 1e-5
+    assert (state.metrics["num_tokens_sampled"], state.metrics["num_tokens_left_out_unknown_support"]) == (96, 24)
+    assert (state.metrics["tokens"], state.metrics["trained_share"]) == (72, 0.75)
+    assert state.metrics["num_turns_left_out"] == 0
 
 
 def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not_recorded_as_trained(

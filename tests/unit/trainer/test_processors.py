@@ -355,3 +355,16 @@ def test_a_grammar_that_allows_nothing_but_an_end_is_stronger_than_min_tokens(le
     found = processors(asked, np.array([D]), np.array([A, B, END]), None, vocabulary)
     places, ids = found.forbidden
     assert list(zip(places.tolist(), ids.tolist(), strict=True)) == [(0, END), (1, END)]
+
+
+def test_masks_that_contradict_one_another_leave_a_finite_gradient_and_no_logprob_that_a_gap_check_passes():
+    found = TurnProcessors(allowed=np.array([2]), support=(np.array([3]), np.array([0, 1])))
+    turn = SampledTurn(processors=found, prompt=np.array([1]), sampled=np.array([3]))
+    row = RowProcessors(turns=[turn], turn=np.array([0]), place=np.array([0]))
+    logits, which = torch.randn(1, 5, requires_grad=True), torch.tensor([0])
+    processing = row.placed(which, lambda tensor: tensor)
+    logprobs, entropy = selected_logprobs(logits, which, torch.tensor([3]), torch.ones(1), processing)
+    (logprobs.exp() + entropy).sum().backward()
+    assert logprobs.item() < -1e20
+    assert entropy.item() == 0
+    assert (logits.grad == 0).all()
