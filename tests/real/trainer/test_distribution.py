@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,12 @@ TRUNCATED: dict[str, Json] = {
     "top_mixture": PENALTIES | BIAS | WORDS | {"top_k": 15, "top_p": 0.9, "temperature": 1.2},
     "top_schema": schema(SCHEMA) | {"top_p": 0.9},
 }
+PLANTED: dict[str, Json] = {
+    "schema": {"response_format": {"type": "json_object"}},
+    "penalties": {"repetition_penalty": 1.0},
+    "top": {"temperature": 1.0},
+}
+"""Parameters in place of those that were asked for."""
 PER_KIND = 4
 
 
@@ -103,7 +110,7 @@ def played(proxy: RunningProxy, model_dir: Path) -> list[Experience]:
 
 
 def gaps_of(found: list[Experience], model_dir: Path) -> dict[str, tuple[int, int, float]]:
-    """Return by kind the sampled tokens, those that carry loss, and the largest |trainer − stored| of these."""
+    """Return by kind the sampled tokens, those that carry loss, and of these the largest |trainer − stored|."""
     batch = build(found, [np.zeros(len(each.turn_ids)) for each in found], policy_version=0)
     policy = Policy(TrainerSettings(model=str(model_dir)))
     policy.load(0)
@@ -121,18 +128,38 @@ def gaps_of(found: list[Experience], model_dir: Path) -> dict[str, tuple[int, in
     return table
 
 
+def planted(found: list[Experience], kind: str, sampling: Json, model_dir: Path) -> list[Experience]:
+    """Return the sessions of a kind as if their calls had asked for something else."""
+    vocabulary = Vocabulary(str(model_dir))
+    other = []
+    for each in found:
+        if each.session_id.startswith(f"{kind}-"):
+            samplings = [of_turn | sampling for of_turn in each.info["sampling"]]
+            other.append(resolved(dataclasses.replace(each, info=each.info | {"sampling": samplings}), vocabulary))
+    return other
+
+
 def test_every_kind_of_sampling_is_computed_again_within_a_ten_thousandth_of_a_nat(
     engine: RunningEngine, start_proxy: StartProxy
 ):
+    """Of top-k, top-p and min-p a token may have no support. A schema or penalty that was not asked for shows."""
+    kinds = KINDS | TRUNCATED
     proxy = start_proxy(engine.url)
-    asyncio.run(play(proxy.url, KINDS))
+    asyncio.run(play(proxy.url, kinds))
     found = played(proxy, engine.model_dir)
     reasons = {each.session_id: why_untrainable(each) for each in found}
     table = gaps_of(found, engine.model_dir)
     print()
     for kind, (sampled, trained, gap) in table.items():
         print(f"{kind:20} {sampled:6} sampled {trained:6} trained, largest gap {gap:.2g} nats")
-    assert len(found) == len(KINDS) * PER_KIND
+    assert len(found) == len(kinds) * PER_KIND
     assert not {session: reason for session, reason in reasons.items() if any(reason)}
-    assert all(trained == sampled > 0 for sampled, trained, _ in table.values())
+    assert all(table[kind][1] == table[kind][0] > 0 for kind in KINDS)
+    assert sum(table[kind][1] for kind in TRUNCATED) >= 0.99 * sum(table[kind][0] for kind in TRUNCATED)
     assert {kind: gap for kind, (*_, gap) in table.items() if gap > 1e-4} == {}
+    for kind, sampling in PLANTED.items():
+        other = planted(found, kind, sampling, engine.model_dir)
+        assert not any(any(why_untrainable(each)) for each in other)
+        ((*_, gap),) = gaps_of(other, engine.model_dir).values()
+        print(f"{kind:20} with another parameter: largest gap {gap:.2g} nats")
+        assert gap > 0.1
