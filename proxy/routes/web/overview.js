@@ -41,8 +41,6 @@ function rates(found) {
   const outcomes = Object.entries(Object.groupBy(found.filter((sample) => sample.name === "turnwise_turns_total" && sample.value), (sample) => sample.labels.outcome))
     .map(([outcome, each]) => [status(outcome), make("span", {}, number(sum(each.map((sample) => sample.value))), make("span", {className: "quiet"}, reasonsOf(each)))]);
   const explored = total(found, "turnwise_explored_total");
-  if (explored) outcomes.push(["explored", make("span", {}, number(explored)), make("span", {className: "quiet"}, " greedy calls sampled at a temperature")]);
-  const explored = total(found, "turnwise_explored_total");
   if (explored) outcomes.push(["explored", make("span", {}, number(explored), make("span", {className: "quiet"}, " greedy calls"))]);
   const shown = (name) => make("b", {}, number(Math.round(rate(name))));
   const said = rate("turns") === null ? [make("p", {className: "quiet"}, "Measuring calls and tokens a minute.")] : [shown("turns"), " calls and ", shown("tokens"), " sampled tokens a minute"];
