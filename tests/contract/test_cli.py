@@ -191,6 +191,6 @@ def test_up_in_a_bare_environment_names_all_extras_at_once(monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}", name="sqlalchemy")
 
     monkeypatch.setattr("turnwise.commands.cli.importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("turnwise.commands.running_stack.check_none_runs", lambda: lacks("sqlalchemy"))
+    monkeypatch.setattr("turnwise.commands.place.check_none_runs", lambda: lacks("sqlalchemy"))
     result = invoke("up", "--model", "owner/name")
     assert (result.exit_code, "pip install '.[store,proxy,trainer,engine-cpu]'" in result.stderr) == (2, True)

@@ -17,10 +17,9 @@ import pytest
 from support.commands import invoke
 
 from turnwise.commands import place as location
-from turnwise.commands import preflight, running_stack
-from turnwise.commands.place import at_running_proxy
+from turnwise.commands import preflight
+from turnwise.commands.place import RunningStack, announced, at_running_proxy, find_running_stack
 from turnwise.commands.preflight import check_database_model
-from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
 from turnwise.default_models import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
@@ -222,11 +221,11 @@ def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_
     with announced(RUNNING):
         assert location.database_url(None) == "sqlite:///used.db"
         assert location.engine_urls(()) == ["http://127.0.0.1:8124"]
-        assert running_stack.STATE_FILE.stat().st_mode & 0o077 == 0
+        assert location.STATE_FILE.stat().st_mode & 0o077 == 0
         assert json.loads(invoke("sessions", "--json").output) == []
         assert (tmp_path / "used.db").exists()
     assert not (tmp_path / "turnwise.db").exists()
-    assert not running_stack.STATE_FILE.exists()
+    assert not location.STATE_FILE.exists()
     assert location.database_url(None) == "sqlite:///turnwise.db"
 
 
@@ -273,7 +272,7 @@ def test_the_database_of_the_settings_file_is_used_while_nothing_runs():
 
 def test_a_second_up_in_the_same_directory_is_refused(model):
     code = (
-        "import sys; from turnwise.commands.running_stack import *\n"
+        "import sys; from turnwise.commands.place import *\n"
         "with announced(RunningStack(1, 'sqlite:///x.db', 'http://a', [])): print('ready', flush=True); input()"
     )
     with subprocess.Popen(
@@ -284,7 +283,7 @@ def test_a_second_up_in_the_same_directory_is_refused(model):
         assert "runs in this directory already" in _refused("up", "--model", model)
         process.kill()
         process.wait()
-        assert running_stack.STATE_FILE.exists()  # nothing removed it
+        assert location.STATE_FILE.exists()  # nothing removed it
         assert find_running_stack() is None
 
 

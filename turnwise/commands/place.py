@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -19,8 +21,8 @@ from pydantic import SecretStr
 
 from turnwise.client import Client
 from turnwise.commands.flags import settings_model
-from turnwise.commands.running_stack import find_running_stack
 from turnwise.errors import SettingsError
+from turnwise.files import is_locked, lock
 from turnwise.settings import Settings, load_settings, shared_variables
 from turnwise.types import Json
 
@@ -36,6 +38,9 @@ database_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 FILTERS = ("tenant", "task_id", "group_id", "session_id", "split", "status", "user_id", "label", "policy", "metadata")
+STATE_FILE = Path(".turnwise-up.json")
+"""State of a running `turnwise up`, in its directory; readable to its owner alone, since it may hold a password. `up`
+locks it, and the kernel releases the lock with the process, so a file that a killed process left is recognised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,3 +228,58 @@ def session_document(client: Client, session: Json) -> Json:
     latest = {(line["turn_id"], line["step"], line["name"]): line for _, line in sorted(given.items())}
     lines = sorted(latest.values(), key=lambda line: int(line["reward_id"]))
     return {**session, "turns": turns, "rewards": lines}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningStack:
+    """Where the parts of a running `turnwise up` are."""
+
+    pid: int
+    database: str
+    proxy: str
+    engines: list[str]
+
+
+@contextlib.contextmanager
+def announced(stack: RunningStack) -> Iterator[None]:
+    """Keep the state file while the block runs.
+
+    Raises:
+        SettingsError: another `turnwise up` runs in this directory.
+    """
+    STATE_FILE.touch(mode=0o600)
+    try:
+        locked = lock(STATE_FILE)
+    except BlockingIOError as error:
+        raise SettingsError(_already_runs()) from error
+    with locked as file:
+        file.truncate(0)
+        json.dump(dataclasses.asdict(stack), file)
+        file.flush()
+        try:
+            yield
+        finally:
+            STATE_FILE.unlink(missing_ok=True)
+
+
+def check_none_runs() -> None:
+    """Refuse a second `turnwise up` in one directory."""
+    if find_running_stack() is not None:
+        raise SettingsError(_already_runs())
+
+
+def find_running_stack() -> RunningStack | None:
+    """Return the `turnwise up` that runs in this directory; None where there is none."""
+    try:
+        if not is_locked(STATE_FILE):
+            return None
+        return RunningStack(**json.loads(STATE_FILE.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError):
+        return None  # no file, or one that is being written
+
+
+def _already_runs() -> str:
+    return (
+        "`turnwise up` runs in this directory already; stop it first, or start this one in another directory: "
+        "both would use one database and one trainer"
+    )

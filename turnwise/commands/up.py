@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from turnwise.commands import running_stack
+from turnwise.commands import place
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.output import print_process_line
 from turnwise.settings import has_sections
@@ -30,7 +30,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
     from turnwise.processes.supervisor import Supervisor
     from turnwise.processes.terminal import print_last_line
 
-    running_stack.check_none_runs()
+    place.check_none_runs()
     config = config if config is not None and has_sections(config) else None
     checked = call_in_child(check_up, settings, config)
     with _interrupted_by_signals():
@@ -48,7 +48,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
             )
             logs = settings.runs_dir / "logs"
             started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)
-            with running_stack.announced(_state_of(stack, settings)), started as running:
+            with place.announced(_state_of(stack, settings)), started as running:
                 running.say("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/")
                 if settings.trainer and checked.needs.lora_rank is None:
                     running.say("up", "whole weights are trained; named policies and a hold-out need --kind lora")
@@ -89,8 +89,8 @@ def _engine_wait_seconds(proxy: ProxySettings) -> float | None:
     return None if "engine_wait_seconds" in proxy.model_fields_set else ENGINE_START_SECONDS
 
 
-def _state_of(stack: Stack, settings: UpSettings) -> running_stack.RunningStack:
-    return running_stack.RunningStack(
+def _state_of(stack: Stack, settings: UpSettings) -> place.RunningStack:
+    return place.RunningStack(
         pid=os.getpid(),
         database=settings.database.get_secret_value(),
         proxy=stack.proxy_url,
