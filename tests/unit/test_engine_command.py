@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.ports import free_port
 
-from turnwise.engine_plugin import mend_torchvision
+from turnwise.engine_plugin import REASON_FILE, mend_torchvision, tell_why_it_died
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes import engine_command, served_model
 from turnwise.processes.engine_command import EngineSettings, build_command, check_startable
@@ -237,3 +237,24 @@ def test_a_head_size_that_vllm_cannot_compute_on_a_cpu_is_refused_before_the_sta
 def test_vllm_gets_the_next_largest_rank_that_it_has(model_dir, rank, largest):
     command = build_command(EngineSettings(model=str(model_dir), lora=True, max_lora_rank=rank), gpu=False)
     assert _flag(command.argv, "--max-lora-rank") == largest
+
+
+def test_an_engine_that_died_answers_with_the_exception_that_ended_it(monkeypatch, tmp_path):
+    """The engine's process writes the reason, and the process that answers calls reads it."""
+    monkeypatch.setenv(REASON_FILE, str(tmp_path / "reason"))
+
+    class Core:
+        def _send_engine_dead(self) -> None:
+            """The client learns that the engine dies."""
+
+    class Dead(Exception):
+        def __init__(self) -> None:
+            super().__init__("See stack trace.")
+
+    tell_why_it_died(Core, Dead)
+    assert str(Dead()) == "See stack trace."
+    try:
+        int("CPU")
+    except ValueError:
+        Core()._send_engine_dead()
+    assert str(Dead()) == "See stack trace. ValueError: invalid literal for int() with base 10: 'CPU'"

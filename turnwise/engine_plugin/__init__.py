@@ -10,10 +10,18 @@ replies say which ids could be sampled at each token.
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 BACKEND = "turnwise"
 """Name of the backend: `--weight-transfer-config '{"backend": "turnwise"}'`."""
 PLUGIN_GROUP = "vllm.general_plugins"
+
+REASON_FILE = "TURNWISE_ENGINE_REASON"
+"""Variable with the name of the file into which a process of the engine that dies writes why."""
 
 
 @functools.cache
@@ -29,6 +37,8 @@ def register() -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.v1.engine import logprobs
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     from turnwise.engine_plugin import cpu_kernels
     from turnwise.engine_plugin.supports import return_supports
@@ -37,4 +47,36 @@ def register() -> None:
     cpu_kernels.pack_experts(UnquantizedFusedMoEMethod, CPUUnquantizedExperts)
     cpu_kernels.leave_out_tokens_without_adapter(lora_ops, punica_cpu)
     return_supports(logprobs)
+    tell_why_it_died(EngineCoreProc, EngineDeadError)
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
+
+
+def tell_why_it_died(core: type[Any], dead: type[Exception]) -> None:
+    """Let the error of an engine that died name the exception that ended it.
+
+    The first process of vLLM makes the file, and the others inherit its name.
+
+    Args:
+        core: `EngineCoreProc`, which tells the first process that it dies.
+        dead: `EngineDeadError`, which that process answers calls with.
+    """
+    if REASON_FILE not in os.environ:
+        handle, os.environ[REASON_FILE] = tempfile.mkstemp(prefix="turnwise-engine-")
+        os.close(handle)
+    file = Path(os.environ[REASON_FILE])
+    send, begin = core._send_engine_dead, dead.__init__  # noqa: SLF001  vLLM calls it where the exception is handled
+
+    @functools.wraps(send)
+    def write_and_send(self: Any) -> None:
+        error = sys.exc_info()[1]
+        file.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        send(self)
+
+    @functools.wraps(begin)
+    def begin_with_reason(self: Exception, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        if file.is_file() and (reason := file.read_text(encoding="utf-8")):
+            self.args = (f"{self.args[0]} {reason}", *self.args[1:])
+
+    core._send_engine_dead = write_and_send  # noqa: SLF001  as above
+    dead.__init__ = begin_with_reason  # type: ignore[assignment,method-assign]
