@@ -83,7 +83,7 @@ def test_another_model_over_the_same_database_is_refused_and_a_copy_of_the_model
     copy = shutil.copytree(model, tmp_path / "copy")
     check_database_model("sqlite:///turnwise.db", str(copy))
     (copy / "tokenizer.json").write_text("{}")
-    refusal = _refused("up", "--model", str(copy), "--port", "8199")
+    refusal = _refused("up", "--model", str(copy), "--port", "8199", "--no-trainer")
     assert f"the database belongs to the model {model!r}" in refusal
     assert "turnwise up --database URL --runs-dir DIR" in refusal
     assert f"belongs to the model {model!r}" in _refused("train", "--model", str(copy))
