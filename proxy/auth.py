@@ -53,7 +53,6 @@ PHRASES = {
     "metrics": "read metrics",
     "examine": "examine the installation",
 }
-"""All actions, with their descriptions for error messages."""
 MAY: dict[str, frozenset[str]] = {
     SESSION: frozenset({"call"}),
     SESSION_REWARD: frozenset({"call", "reward", "end"}),
@@ -219,7 +218,6 @@ class Authenticator:
         return not self._has_keys
 
     async def _find_valid(self, name: bytes, find: Callable[[Connection], keys.Key | None]) -> Principal | None:
-        """Return the principal of a valid key, and remember it for a while under a name; None without a valid key."""
         verified = self._verified.get(name)
         if verified is not None:
             return verified

@@ -39,7 +39,6 @@ class Event(NamedTuple):
     kind: str
     """`session`, `policy` or `update`: the object that is new or has changed; `lost`: events were dropped."""
     data: Json
-    """The object's state."""
 
 
 class Events:

@@ -36,7 +36,6 @@ class FaultPoints:
         self._die = die or _kill
 
     def point(self, name: str) -> None:
-        """Pass a point; the process is killed if it is the configured one."""
         if name == self._name:
             self._left -= 1
             if self._left == 0:

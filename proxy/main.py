@@ -144,7 +144,6 @@ class _Server(uvicorn.Server):
                     await asyncio.to_thread(edge.close)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, and report it."""
         await super().startup(sockets)
         if self._affinity is not None:
             self._affinity.start(self._make_protocol)

@@ -59,7 +59,6 @@ class Metrics:
         return _with_kept_children(Histogram(name, documentation, labels, registry=self.registry, buckets=buckets))
 
     def compute(self, gauge: Gauge, function: Callable[[], float]) -> None:
-        """Export the value of a function as a gauge."""
         self._computed.append((gauge, function))
 
     def refresh(self) -> None:

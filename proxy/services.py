@@ -42,7 +42,6 @@ from turnwise.store.database import Database
 log = logging.getLogger(__name__)
 
 NUM_READERS = 8
-"""Database connections for reading."""
 MAX_SEARCHES = 2
 """Searches in what sessions hold that run at once in one process; others wait."""
 NUM_EXPORTS = 4
@@ -132,7 +131,6 @@ class Services:
         self.peers.announce(SessionChanged(tenant, session_id))
 
     def forget_keys(self) -> None:
-        """Let all workers read keys from the store again."""
         self.authenticator.forget()
         self.peers.announce(KeysChanged())
 

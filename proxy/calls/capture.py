@@ -30,7 +30,6 @@ from turnwise.errors import EngineUnavailable
 from turnwise.types import Outcome, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
-"""Other finish reasons of engines."""
 NO_LOGPROBS = np.empty(0, np.float32)
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
@@ -47,7 +46,6 @@ class Running:
     call: Call
     place: CallPlace
     attempt: Attempt
-    """What a retry of the call refers to."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
     lane: Lane | None = None
@@ -67,7 +65,6 @@ class Running:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has a finish reason."""
         choices = self.captured.choices.values()
         return len(choices) >= self.call.num_choices and all(each.finish_reason is not None for each in choices)
 

@@ -31,7 +31,6 @@ from turnwise.store.database import Connection, Database
 from turnwise.types import Json, Session, TokenIds, Turn
 
 ATTEMPT_BYTES = 800
-"""Memory of one attempt without its answer, roughly."""
 DIGEST_BYTES = 16
 FORM_FIELDS = frozenset({"stream", "stream_options"})
 """Request fields that decide how an answer is sent, not what is sampled."""

@@ -33,7 +33,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LORA_METRIC = "vllm:lora_requests_info"
-"""Metric of an engine that was started with LoRA."""
 TOOL: Json = {
     "type": "function",
     "function": {

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 """An engine on loopback or a private network accepts a connection within this time, or it is absent."""
 HEALTH_TIMEOUT_SECONDS = 2.0
-"""How long a health check may take."""
 MAX_FAILED_CHECKS = 3
 """Health checks in a row that a serving engine may fail before it is taken out."""
 ADAPTER_PREFIX = "policy-v"
@@ -93,7 +92,6 @@ class Lane:
     adapter: str | None = None
     """Name the adapter is served under; None for the base weights."""
     num_calls: int = 0
-    """Running calls of this process."""
 
     @property
     def model(self) -> str:
@@ -130,9 +128,7 @@ class Engine:
         self.state = EngineState.ABSENT
         """What the proxy may do with it now; only `change` sets it."""
         self.on_change: Callable[[], None] | None = None
-        """Called after each change of the state."""
         self.model = ""
-        """Name it serves its model under."""
         self.model_path = ""
         """Where it loaded that model from."""
         self.dtype: str | None = None
@@ -156,7 +152,6 @@ class Engine:
         self.own_model = PolicyVersion(version=0, path="")
         """That model as a version, with the digest of its files if they are on this machine too."""
         self.base_lane = Lane(self)
-        """Samples with its base weights."""
         self.loaded_version: int | None = UNLABELLED
         """Version of the base weights, from their label; None during an exchange, or after one that was interrupted."""
         self.transfers_from = 0.0

@@ -260,9 +260,14 @@ class EnginePool:
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
         """
+        # Another process may have started or ended a trial: without a reading, a session could enter it after it has
+        # left it, or a call outside the trial could sample with the version on trial.
+        num_notes, is_trying = self._num_notes, self.state(session.policy_id).canary is not None
         self._in_flight += 1
         try:
-            await self._update_served(session)
+            if is_trying or session.arm is not None or self._num_noted < num_notes:
+                await self.refresh()
+                self._num_noted = max(self._num_noted, num_notes)
             lane = await self._wait_for_lane(session, version, may_wait=not has_waited)
         except BaseException:
             self._in_flight -= 1
@@ -302,18 +307,6 @@ class EnginePool:
         await self._loaded(lane)
         lane.engine.adapters[lane.version] = lane
 
-    async def _update_served(self, session: Session) -> None:
-        """Read which versions are served, if what this process knows of them could give the call a wrong one.
-
-        Another process may have started or ended the trial. Without this a session could enter a trial after it has
-        left it, or a call outside the trial could sample with the version on trial.
-        """
-        is_trying = self.state(session.policy_id).canary is not None
-        num_notes = self._num_notes
-        if is_trying or session.arm is not None or self._num_noted < num_notes:
-            await self.refresh()
-            self._num_noted = max(self._num_noted, num_notes)
-
     async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, *, may_wait: bool) -> Lane:
         """Return the session's lane once its engine takes calls; a reload has a deadline of its own."""
         while True:
@@ -328,7 +321,6 @@ class EnginePool:
             await self._changed.wait()
 
     def release(self, lane: Lane) -> None:
-        """Return the place of a call on this lane."""
         lane.num_calls -= 1
         self._in_flight -= 1
 

@@ -33,7 +33,6 @@ class Places:
         self._total = total
         self._of_tenant = of_tenant
         self._taken: list[str] = []
-        """The tenant of each client."""
         self._lock = threading.Lock()
 
     def num_taken(self) -> int:

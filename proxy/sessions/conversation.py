@@ -56,7 +56,6 @@ MIN_REPLY = 32
 SYSTEM_ROLES = ("system", "developer")
 """A tuple, not a set, because a client may send an unhashable value as a role or a type."""
 TEXT_PARTS = ("text", "refusal", None)
-"""Types of content parts that are text."""
 NAME, CALL_IDS = "name", "call_ids"
 """What a template may print besides role, content and tool calls: the sender's name, the ids of tool calls."""
 CALL_TEXT = "call_text"
@@ -82,15 +81,12 @@ class ConversationDigests:
     dialogue: list[bytes] = dataclasses.field(default_factory=list)
     """Without system messages as well."""
     replies: list[int] = dataclasses.field(default_factory=list)
-    """Positions of the assistant messages."""
     num_replied: int = 0
     """Number of messages up to the last reply."""
     num_bytes: int = 0
     """Length of the messages' JSON array without the bracket that closes it."""
     digest: bytes = b""
-    """Digest of these bytes."""
     tail: bytes = b""
-    """The last of these bytes."""
     num_old_bytes: int = 0
     """`num_bytes` of the earlier call's conversation that it extends; 0 without one."""
     kinds: list[int] = dataclasses.field(default_factory=list)
@@ -261,7 +257,6 @@ def canonical_arguments(arguments: Any) -> Any:
 
 
 def tool_call_ids(message: Json) -> frozenset[str]:
-    """Return the ids of a message's tool calls."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return frozenset()

@@ -23,7 +23,6 @@ PIECE_BYTES = 160
 TURN_BYTES = 660
 """Memory of a turn without its id and texts: the object, its digests and times, and its index entries."""
 FOREST_BYTES = 1_000
-"""Memory of a forest without turns."""
 AGENTS = frozenset({Role.MAIN, Role.SUB_AGENT})
 """Roles of chains that are an agent's own work."""
 
@@ -37,7 +36,6 @@ class EncodedIds:
     piece: bytes
     """Decimal numbers, separated by commas."""
     num_ids: int
-    """Number of all ids."""
     num_bytes: int
     """Memory of all pieces."""
     last_id: int
@@ -89,15 +87,10 @@ class KnownTurn:
     prompt_digest: bytes = b""
     """Digest of the prompt's messages alone."""
     reasoning: str = ""
-    """The thinking that was sampled."""
     call_ids: tuple[str, ...] = ()
-    """Ids of the tool calls in its reply."""
     arguments: frozenset[bytes] = frozenset()
-    """`argument_digests` of its reply."""
     reply_digest: bytes = b""
-    """`reply_digest` of its reply."""
     is_aborted: bool = False
-    """Whether its reply was cut off."""
     is_truncated: bool = False
     """Whether the engine may have left out the begin of its prompt, as its call asked."""
     is_empty: bool = False
@@ -134,13 +127,11 @@ class TurnForest:
     by_dialogue: TurnIndex = dataclasses.field(default_factory=dict)
     """The same without system messages, tools and template arguments."""
     by_prompt: TurnIndex = dataclasses.field(default_factory=dict)
-    """By the digest of the prompt's messages."""
     agent_roots: dict[bytes, KnownTurn] = dataclasses.field(default_factory=dict)
     """The first root under each system message, of those that ask for an agent's own work."""
     side_roots: list[KnownTurn] = dataclasses.field(default_factory=list)
     """The other roots: each asks for what its `side_task` names."""
     has_empty_reply: bool = False
-    """Whether one of the turns has an empty reply."""
     num_bytes: int = FOREST_BYTES
     """Memory of all turns, roughly, without their tokens."""
 

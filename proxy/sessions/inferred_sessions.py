@@ -45,7 +45,6 @@ class SessionIds(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
         return self.get((caller, digest), ())
 
     def add(self, caller: Caller, digest: bytes, session_id: str) -> None:
-        """Add a session as the newest of its conversation."""
         session_ids = self.find(caller, digest)
         if session_id not in session_ids:
             self[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]

@@ -56,13 +56,11 @@ class LiveSession:
     num_read: int = 0
     """The `seq` up to which stored turns have been read, or were found to be known."""
     token_bytes: int = 0
-    """Memory of the token ids of its turns."""
     newest_number: int | None = None
     """Number of the newest session that continues it, once it is over; None until that was read from the store."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory, roughly, without the tokens of its turns."""
         return SESSION_BYTES + self._document_bytes + self.forest.num_bytes
 
     def __post_init__(self) -> None:

@@ -105,7 +105,6 @@ class Sessions:
         self._inferred = InferredSessions(self.cache, database, settings, self._reserved)
         self._conversations = Conversations(settings.request_cache_bytes)
         self.num_bytes_read = 0
-        """Bytes of the messages of long calls so far."""
         self.learn_template(None)
 
     async def find(self, call: Call, principal: Principal, request: bytes = b"") -> CallPlace:

@@ -69,7 +69,6 @@ SHIPPED_PROMPTS = (
     r"\bcomplete summarization of the entire dialog\b",  # Semantic Kernel
     r"\bclear and complete summary of the entire conversation\b",  # Microsoft Agent Framework
 )
-"""Texts that only the compaction prompts of harnesses contain."""
 _SUMMARY_WORDS = (
     *("compact", "compress", "summar", "distil"),
     *("context extraction", "hand off", "next agent", "session transcript"),
@@ -103,7 +102,6 @@ TASKS = {
 
 
 def read_root(messages: Sequence[Json], tools: Any, parameters: Json) -> Root:
-    """Return what a call without a parent shows about the chain that it starts."""
     return side_task(messages, tools, parameters), text_digest(_system_text(messages, None))
 
 

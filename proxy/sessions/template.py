@@ -51,9 +51,7 @@ GIVEN_BYTES = 16
 MARKER = "TurnwiseMarkQ7Z"
 """Replaces a reply's content; letters and a digit, so that JSON or HTML escaping does not change it."""
 KEPT_HEAD, KEPT_TAIL = 4, 8
-"""Messages at both ends that are always kept."""
 MIN_MESSAGES = 24
-"""Shorter conversations are kept as they are."""
 MAX_TEXT = 256
 """Characters of a text that is kept whole."""
 KEPT_TEXT = 96
@@ -77,16 +75,13 @@ class Continued(NamedTuple):
     """A conversation with a sampled reply, after which the next one is sampled."""
 
     messages: Sequence[Json]
-    """The whole conversation."""
     replied: int
-    """Index of the reply in it."""
     last_token: int
     """The last sampled token: one that ends a turn, or another where a length or a stop string cut the reply off."""
     reasoning: str
     """The thinking that was sampled; empty without any."""
     tools: Any
     arguments: Json
-    """The template's own arguments."""
     keep_thinking: bool
     """Whether to stay on the chain although the template drops earlier thinking."""
 
@@ -98,7 +93,6 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._format = content_format
         self.end_tokens = frozenset(end_tokens)
-        """Ids that end a turn."""
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
         self.fields_read = NO_FIELDS
@@ -359,7 +353,6 @@ class Outliner:
     def __init__(self, marks: Sequence[str], *, shortens_tools: bool = False) -> None:
         self._marks = marks
         self.shortens_tools = shortens_tools
-        """Whether long lists of tools are shortened too."""
 
     def shortened(
         self, continued: Continued, known: list[int], thinking: Mapping[int, str]

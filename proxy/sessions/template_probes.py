@@ -100,7 +100,6 @@ BEFORE: Sequence[list[Json]] = (
     [SYSTEM, USER, *WORK * REPEATED, ANSWER, USER, *WORK * REPEATED],
     [SYSTEM, USER, *WORK * REPEATED, THOUGHT, USER, *[ANSWER, USER] * REPEATED],
 )
-"""What stands before the reply."""
 REPLIES: Sequence[tuple[Json, list[Json]]] = (
     (ANSWER, [USER]),
     (THOUGHT, [USER]),

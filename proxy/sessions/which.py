@@ -89,7 +89,6 @@ def _codex_agent(headers: Headers) -> str | None:
 
 CLAUDE_AGENT = b"x-claude-code-agent-id"
 AGENT_HEADERS = frozenset({CLAUDE_AGENT, THREAD})
-"""The headers that can name an agent."""
 NATIVE_IDS = (
     NativeId("claude-code", _header(CLAUDE_SESSION), lambda headers: _text(headers, CLAUDE_AGENT)),
     NativeId("codex", _header(*CODEX_SESSION, THREAD), _codex_agent),

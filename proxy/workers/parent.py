@@ -109,7 +109,6 @@ class _Confirmation(NamedTuple):
 
     sender: _Worker
     missing: set[_Worker]
-    """Workers that have not confirmed it."""
 
 
 class _Workers:

@@ -68,7 +68,6 @@ class WeightsLoaded(NamedTuple):
 
 
 Change = SessionChanged | KeysChanged | EngineReserved | WeightsLoaded
-"""What the other workers apply."""
 
 
 class Awaited(NamedTuple):
@@ -76,7 +75,6 @@ class Awaited(NamedTuple):
 
     change: Change
     receipt: str
-    """What they confirm it with."""
 
 
 class Confirmed(NamedTuple):

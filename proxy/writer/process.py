@@ -41,7 +41,6 @@ from turnwise.types import Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 256
-"""Jobs in one transaction."""
 RETRY_SECONDS = 0.05
 """Pause before a transaction is tried again while the store is locked or unreachable."""
 PROGRESS_SECONDS = 0.5
@@ -57,7 +56,6 @@ class Setup(NamedTuple):
     """The first message to the process."""
 
     url: str
-    """Of the database."""
     lock_seconds: float
     """How long one attempt waits for a lock."""
     fault: str | None
@@ -74,7 +72,6 @@ class NewTurn(Turn):
     session_created_at: datetime.datetime
     """Of the call's session: another one of its name, created after it was deleted, does not get the turn."""
     encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
-    """`logprobs` as `Choice.logprobs`."""
     asks_support: bool = False
     """Whether they say which ids could be sampled."""
     encoded_prompt: bytes = b""
