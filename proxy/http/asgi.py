@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class cancelled_when_client_leaves:  # noqa: N801  used as a function
     """Cancel the block when the client closes its connection, whatever the block waits for.
 
@@ -34,12 +36,9 @@ class cancelled_when_client_leaves:  # noqa: N801  used as a function
         ClientLeft: in place of the cancellation.
     """
 
-    __slots__ = ("_left", "_task")
-
-    def __init__(self, left: asyncio.Future[None]) -> None:
-        self._left = left
-        self._task: asyncio.Task[Any] | None = None
-        """The task that runs the block; None outside of the block."""
+    _left: asyncio.Future[None]
+    _task: asyncio.Task[Any] | None = None
+    """The task that runs the block; None outside of the block."""
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()

@@ -216,7 +216,8 @@ class Sessions:
             await self.cache.refresh(live)
             parent = live.forest.deepest(conversation, call.messages)
         if parent is not None:
-            self._reserve(place, parent)
+            place.reserved = parent
+            self._reserved[parent.turn_id] += 1
         return parent
 
     async def continued_length(self, call: Call, principal: Principal) -> int | None:
@@ -239,10 +240,6 @@ class Sessions:
         finally:
             self.release(place)
         return None if place.prompt is None else place.prompt.num_ids
-
-    def _reserve(self, place: CallPlace, parent: KnownTurn) -> None:
-        place.reserved = parent
-        self._reserved[parent.turn_id] += 1
 
     def release(self, place: CallPlace, *, has_failed: bool = False) -> None:
         """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
@@ -274,7 +271,8 @@ class Sessions:
             live = await self.cache.open(_opened_by_call(session_id, caller, call))
         place = CallPlace(live, conversation, principal.key_id, repeated_by=(caller, request))
         if turn is not None and turn.history_digest in conversation.full:
-            self._reserve(place, turn)
+            place.reserved = turn
+            self._reserved[turn.turn_id] += 1
         return place
 
     def remember(self, place: CallPlace, turns: list[KnownTurn]) -> None:
