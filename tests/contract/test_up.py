@@ -103,7 +103,8 @@ def test_a_missing_package_of_the_trainer_is_found_before_anything_starts(model,
 
 
 def test_a_non_loopback_address_needs_a_key(model):
-    assert "turnwise keys create" in _refused("up", "--model", model, "--host", "0.0.0.0", "--port", "8199")
+    options = ("--model", model, "--host", "0.0.0.0", "--port", "8199", "--no-trainer")
+    assert "turnwise keys create" in _refused("up", *options)
 
 
 def test_the_databases_password_is_on_no_command_line_and_in_no_dry_run():
@@ -218,12 +219,11 @@ RUNNING = RunningStack(os.getpid(), "sqlite:///used.db", "http://127.0.0.1:8123"
 
 
 def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_path):
-    with announced(RUNNING):
+    with announced(RUNNING), location.opened(RUNNING.database):
         assert location.database_url(None) == "sqlite:///used.db"
         assert location.engine_urls(()) == ["http://127.0.0.1:8124"]
         assert location.STATE_FILE.stat().st_mode & 0o077 == 0
         assert json.loads(invoke("sessions", "--json").output) == []
-        assert (tmp_path / "used.db").exists()
     assert not (tmp_path / "turnwise.db").exists()
     assert not location.STATE_FILE.exists()
     assert location.database_url(None) == "sqlite:///turnwise.db"
