@@ -258,3 +258,13 @@ def test_an_engine_that_died_answers_with_the_exception_that_ended_it(monkeypatc
     except ValueError:
         Core()._send_engine_dead()
     assert str(Dead()) == "See stack trace. ValueError: invalid literal for int() with base 10: 'CPU'"
+
+
+def test_a_model_without_a_chat_template_is_refused_before_anything_starts(tmp_path):
+    """Otherwise the engine starts for half a minute, and the proxy dies five times."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadCheckpoint, match="has no chat template, so no agent can call it"):
+        served_model.check_chat_template(str(tmp_path), ())
+    served_model.check_chat_template(str(tmp_path), ("--chat-template", "chat.jinja"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    served_model.check_chat_template(str(tmp_path), ())

@@ -26,6 +26,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> None:
     from turnwise.commands.preflight import check_database_model, check_up, load_proxy
     from turnwise.processes.limited import call_in_child
+    from turnwise.processes.served_model import check_chat_template
     from turnwise.processes.stack import Stack
     from turnwise.processes.supervisor import Supervisor
     from turnwise.processes.terminal import print_last_line
@@ -37,6 +38,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
         try:
             model = settings.model or _own_model(settings)
             check_database_model(settings.database.get_secret_value(), model)
+            check_chat_template(model, vllm_flags)
             stack = Stack(
                 settings,
                 model=model,

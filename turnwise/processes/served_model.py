@@ -7,6 +7,7 @@ the parser of tool calls by the marks in the chat template, the number format by
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ PARSERS = (
 )
 """What a chat template writes around tool calls, and vLLM's parser of it. The first one that is found counts."""
 OTHER_PARSER = "hermes"
+OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates", "tekken.json")
+"""Further files that hold a chat template, or stand for one."""
 WITHOUT_TORCHVISION = ("idefics3",)
 """Types of models with images that vLLM serves without torchvision."""
 
@@ -84,6 +87,22 @@ def _chat_template(directory: Path | None) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     return str(read_json(settings).get("chat_template") or "") if settings.is_file() else ""
+
+
+def check_chat_template(model: str, vllm_flags: Sequence[str]) -> None:
+    """Refuse a model whose chats neither vLLM nor the proxy could render.
+
+    Raises:
+        BadCheckpoint: it has no chat template, and vLLM's flags name none.
+    """
+    directory = local_files(model)
+    if directory is None or any(flag.startswith(("--chat-template", "--tokenizer")) for flag in vllm_flags):
+        return
+    if not _chat_template(directory) and not any((directory / name).exists() for name in OTHER_TEMPLATES):
+        raise BadCheckpoint(
+            f"the model {model!r} has no chat template, so no agent can call it: serve its instruct version, or put a "
+            "chat_template.jinja beside its tokenizer"
+        )
 
 
 def cpu_dtype_of(model: str) -> str:

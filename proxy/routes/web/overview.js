@@ -74,5 +74,5 @@ export async function overview() {
     calls.replaceWith(next);
     calls = next;
   };
-  return {content: [choice, cards, make("h2", {}, "Learning"), charts, make("h2", {}, "Newest sessions"), newest], wants: () => true, refresh: fill, polls: [[SAMPLE_MS, measure], [REFRESH_MS, fill]]};
+  return {content: [cards, choice, make("h2", {}, "Learning"), charts, make("h2", {}, "Newest sessions"), newest], wants: () => true, refresh: fill, polls: [[SAMPLE_MS, measure], [REFRESH_MS, fill]]};
 }

@@ -6,6 +6,9 @@ const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, 
 const meanReward = (found) => mean(found.map((each) => each.reward));
 const share = (part, ...whole) => part === undefined ? NaN : part / sum(whole.map((each) => each ?? 0));
 
+// Only logprobs under the version that sampled them: otherwise the distance includes what the policy has moved.
+const compared = (name) => (m) => m.logprob_gap_coverage === 0 ? NaN : m[name];
+
 // Title, whether the overview shows it, and its series: [name, value of an update].
 const CHARTS = [
   ["Staleness", true, [["mean", (m) => m.staleness_mean], ["max", (m) => m.staleness_max]]],
@@ -16,7 +19,7 @@ const CHARTS = [
   ["Trained tokens per second", false, [["while training", (m) => m.tokens / m.seconds], ["with waiting", (m) => m.tokens / (m.seconds + (m.waited_seconds ?? 0) + (m.held_seconds ?? 0))]]],
   ["Idle share of trainer and engines", false, [["engines", (m, each) => each.engine_idle_share], ["trainer waits for groups", (m) => share(m.waited_seconds, m.waited_seconds, m.held_seconds, m.seconds)], ["trainer holds back", (m) => share(m.held_seconds, m.waited_seconds, m.held_seconds, m.seconds)]]],
   ["Groups", false, [["claimed", (m) => m.num_groups], ["refused", (m) => m.num_refused_groups], ["equal rewards", (m) => m.num_uniform_groups], ["stale", (m) => m.num_stale_groups]]],
-  ["Gap between trainer and engine logprobs", false, [["mean", (m) => m.logprob_gap], ["max", (m) => m.logprob_gap_max]]],
+  ["Gap between trainer and engine logprobs", false, [["mean", compared("logprob_gap")], ["max", compared("logprob_gap_max")]]],
 ];
 
 const finite = (value) => Number.isFinite(value) ? value : NaN;
