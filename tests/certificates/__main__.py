@@ -40,7 +40,8 @@ changes.
 NOTES = """
 On a CPU, vLLM has no kernel for adapters of mixtures of experts: `turnwise engine --lora` refuses them. Adapters never
 change routers, the experts of a mixture, the last layers of Mamba's mixers, or vision towers. Images are served by vLLM
-and not trained.
+and not trained. An engine with `--lora` does not load whole weights of Granite 4. LFM2 is computed otherwise by vLLM's
+CPU build before anything is loaded; the trainer's comparison of logprobs refuses its sessions.
 """
 
 

@@ -56,12 +56,12 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
             "engine_sleep_level in [trainer] needs engines on a GPU, and here they run on the CPU; set it to 0"
         )
     check_model(settings.model)
-    if settings.trainer and settings.model is not None and Path(settings.model).is_dir():
-        check_trained(load_trainer(settings, config))
     database = settings.database.get_secret_value()
     with opened(database, make_ready=False) as store:
         store.upgrade()
     check_keys(database, settings.host)
+    if settings.trainer and settings.model is not None and served_model.whole_config(settings.model).get("model_type"):
+        check_trained(load_trainer(settings, config))
     return CheckedStack(gpus, needs)
 
 
