@@ -119,7 +119,8 @@ class StoredReplyEndpoint(Endpoint):
             if (named := params.get("session_id")) is not None:
                 principal.require_session(named)
             turn_id = params["response_id"]
-            view = (await read_turns(self._services.database, [turn_id], principal)).get(turn_id)
+            wanted = [turn_id] if turn_id.isprintable() else []  # PostgreSQL takes no NUL
+            view = (await read_turns(self._services.database, wanted, principal)).get(turn_id)
         if view is None or (named is not None and view.turn.session_id != named):
             raise NotFound(f"response {turn_id!r:.80} is not stored", code="response_not_found")
         await reply.whole(self._dialect.encode_stored(view.turn))

@@ -173,6 +173,7 @@ def test_a_stored_response_is_returned_by_its_id_to_who_may_continue_it(
         (proxy.v1, "any", hidden.id),  # the request said store: false
         (proxy.v1, "any", chat.json()["id"]),
         (proxy.v1, "any", "resp_unknown"),
+        (proxy.v1, "any", "resp_\0"),
     ):
         stranger = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
         with pytest.raises((openai.NotFoundError, openai.PermissionDeniedError)):
