@@ -47,14 +47,14 @@ class Trained:
     state: State
 
 
-_named: contextvars.ContextVar[str | None] = contextvars.ContextVar("policy", default=None)
+training_policy: contextvars.ContextVar[str | None] = contextvars.ContextVar("policy", default=None)
 
 
 class PolicyNames(logging.Filter):
     """Puts the name of the policy that is trained before each line, where it is not the default one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        name = _named.get()
+        name = training_policy.get()
         if name is not None:
             record.msg, record.args = f"policy {name!r}: {record.getMessage()}", ()
         return True
@@ -200,7 +200,7 @@ class Policies:
     @contextlib.contextmanager
     def _set_aside_on_error(self, number: int, training: Training) -> Iterator[None]:
         """Report an error of the block; the policies besides this one go on without it, if there are any."""
-        named = _named.set(self._names.get(number))
+        named = training_policy.set(self._names.get(number))
         try:
             yield
         except Exception as error:  # anybody's algorithm, data or disk; a trainer without other policies ends
@@ -216,7 +216,7 @@ class Policies:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         finally:
-            _named.reset(named)
+            training_policy.reset(named)
 
     def _close(self, training: Training) -> None:
         if training is not self._default:

@@ -13,6 +13,7 @@ from support.waiting import wait_until
 from trainer.claims import claims as pacing
 from trainer.claims.claims import Claims, Look, Rewind, Wait, describe_wait, why_held
 from trainer.claims.ledger import RunProgress
+from trainer.policies import PolicyNames, training_policy
 from trainer.settings import TrainerSettings
 from turnwise.store import claims, policies, rows, schema, serving, versions
 from turnwise.store.database import Database
@@ -286,3 +287,15 @@ def test_a_slow_session_holds_the_trainer_and_is_trained_when_it_ends(database, 
     batch = source_for(database, max_versions_in_flight=bound).next(at)
     assert {group.group_id for group in batch.claim.groups} == {"quick", "slow"}
     assert batch.held_seconds > 0.1
+
+
+def test_a_log_line_of_a_named_policy_begins_with_its_name(caplog):
+    caplog.handler.addFilter(PolicyNames())
+    log = logging.getLogger("trainer.test")
+    named = training_policy.set("support")
+    try:
+        log.warning("batch %d: %s", 6, "100 %")
+    finally:
+        training_policy.reset(named)
+    log.warning("batch %d", 7)
+    assert caplog.messages == ["policy 'support': batch 6: 100 %", "batch 7"]
