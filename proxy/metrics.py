@@ -106,6 +106,9 @@ class Metrics:
             "turnwise_handed_over", "Connections handed to the worker of the session that they name"
         )
         self.retries = self._counter("turnwise_retries", "Retried operations", ["what"])
+        self.greedy_tokens = self._counter(
+            "turnwise_greedy_tokens", "Tokens sampled at temperature 0, which teach nothing"
+        )
         self.explored = self._counter("turnwise_explored", "Greedy calls that were sampled at a temperature")
         self.coalesced = self._counter("turnwise_coalesced", "Retried calls answered without the engine")
         self.dropped_tools = self._counter(
@@ -154,6 +157,9 @@ class Metrics:
         )
         self.last_update_reward = self._newest(
             "turnwise_last_update_reward_mean", "Mean session reward in the trainer's last update"
+        )
+        self.last_update_trained_share = self._newest(
+            "turnwise_last_update_trained_share", "Share of the sampled tokens of the last update's batch with a loss"
         )
 
     def _add_engines(self) -> None:

@@ -257,6 +257,8 @@ class Relay:
             metrics.turns.labels(turn.outcome.value, turn.reason or "").inc()
             metrics.turns_by_role.labels(turn.role).inc()
             metrics.tokens.labels("sampled").inc(len(turn.token_ids))
+            if turn.sampling.get("temperature") == 0:
+                metrics.greedy_tokens.inc(len(turn.token_ids))
         metrics.tokens.labels("prompt").inc(running.num_prompt_tokens)
         if place.reason is not None:
             metrics.breaks.labels(place.reason).inc()

@@ -288,6 +288,9 @@ def _read_gauges(connection: Connection, metrics: Metrics) -> None:
         reward = update.metrics.get("reward_mean")
         if reward is not None:
             metrics.last_update_reward.set(reward)
+        share = update.metrics.get("trained_share")
+        if share is not None:
+            metrics.last_update_trained_share.set(share)
 
 
 KEEP_ALIVE_SECONDS = 15.0

@@ -66,7 +66,15 @@ def test_the_greedy_calls_of_the_exploring_sessions_are_sampled_at_a_temperature
         assert shown["explores"] == (0.8 if is_drawn else None)
         explored += is_drawn
     assert 0 < explored < 20
-    assert f"turnwise_explored_total {explored}.0" in httpx2.get(f"{proxy.url}/metrics").text
+    metrics = httpx2.get(f"{proxy.url}/metrics").text
+    assert f"turnwise_explored_total {explored}.0" in metrics
+    num_greedy = sum(
+        view.turn.token_ids.size
+        for number in range(20)
+        for view in proxy.turns(f"s{number}")
+        if view.turn.sampling["temperature"] == 0
+    )
+    assert f"turnwise_greedy_tokens_total {num_greedy}.0" in metrics
 
 
 def test_exploration_takes_its_share_of_train_sessions_and_no_other():

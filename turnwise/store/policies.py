@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from collections.abc import Collection, Mapping
 
 import sqlalchemy as sa
@@ -273,6 +274,8 @@ class PolicySummary:
     num_trained_sessions: int
     """Sessions of its updates; one that was trained twice counts twice."""
     num_trained_tokens: int
+    trained_share: float | None
+    """Share of the sampled tokens of its last update's batch that carried loss; None if that did not say."""
     last_update_at: datetime.datetime | None
     num_bytes: int | None = None
     """Size of its versions' files and the trainer's states, as far as they are on this machine; None if unknown."""
@@ -290,6 +293,9 @@ def summarise_policies(conn: sa.Connection, tenant: str | None = None) -> dict[i
     u = updates.c
     sums = sa.select(u.policy_id, sa.func.sum(u.num_sessions), sa.func.sum(u.num_tokens), sa.func.max(u.created_at))
     trained = {row[0]: row[1:] for row in conn.execute(sums.group_by(u.policy_id))}
+    last_ids = sa.select(sa.func.max(u.update_id)).group_by(u.policy_id)
+    found_last = conn.execute(sa.select(u.policy_id, u.metrics).where(u.update_id.in_(last_ids)))
+    shares = {row.policy_id: json.loads(row.metrics).get("trained_share") for row in found_last}
     counted = sa.select(own.policy_id, sa.func.count()).group_by(own.policy_id)
     counted = counted.where(own.status != DELETED if tenant is None else own.tenant == tenant)
     num_sessions = {row[0]: row[1] for row in conn.execute(counted)}
@@ -303,6 +309,7 @@ def summarise_policies(conn: sa.Connection, tenant: str | None = None) -> dict[i
             num_sessions=num_sessions.get(policy.policy_id, 0),
             num_trained_sessions=int(num_trained),
             num_trained_tokens=int(num_tokens),
+            trained_share=shares.get(policy.policy_id),
             last_update_at=None if last is None else from_micros(last),
         )
     return found

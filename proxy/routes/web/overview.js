@@ -42,6 +42,8 @@ function rates(found) {
     .map(([outcome, each]) => [status(outcome), make("span", {}, number(sum(each.map((sample) => sample.value))), make("span", {className: "quiet"}, reasonsOf(each)))]);
   const explored = total(found, "turnwise_explored_total");
   if (explored) outcomes.push(["explored", make("span", {}, number(explored), make("span", {className: "quiet"}, " greedy calls"))]);
+  const sampled = total(found, "turnwise_tokens_total", {kind: "sampled"}), greedy = total(found, "turnwise_greedy_tokens_total");
+  if (greedy) outcomes.push(["greedy", make("span", {title: "At temperature 0 no other token could be sampled. The setting explore lets a share of the sessions sample."}, `${number(Math.round(100 * greedy / sampled))} %`, make("span", {className: "quiet"}, " of the tokens, which teach nothing"))]);
   const shown = (name) => make("b", {}, number(Math.round(rate(name))));
   const said = rate("turns") === null ? [make("p", {className: "quiet"}, "Measuring calls and tokens a minute.")] : [shown("turns"), " calls and ", shown("tokens"), " sampled tokens a minute"];
   return card("Calls", ...said,

@@ -15,6 +15,7 @@ const CHARTS = [
   ["Entropy", true, [["entropy", (m) => m.entropy]]],
   ["KL and clipped share", false, [["KL", (m) => m.kl], ["clipped", (m) => m.clip_fraction]]],
   ["Gradient norm", false, [["norm", (m) => m.grad_norm]]],
+  ["Trained share of the sampled tokens", true, [["share", (m) => m.trained_share]]],
   ["Loss", false, [["loss", (m) => m.loss]]],
   ["Trained tokens per second", false, [["while training", (m) => m.tokens / m.seconds], ["with waiting", (m) => m.tokens / (m.seconds + (m.waited_seconds ?? 0) + (m.held_seconds ?? 0))]]],
   ["Idle share of trainer and engines", false, [["engines", (m, each) => each.engine_idle_share], ["trainer waits for groups", (m) => share(m.waited_seconds, m.waited_seconds, m.held_seconds, m.seconds)], ["trainer holds back", (m) => share(m.held_seconds, m.waited_seconds, m.held_seconds, m.seconds)]]],
@@ -157,8 +158,8 @@ async function policyComparison(versions) {
   const rows = policies.map(({name, base_version: base, archived_at: archived, summary: own}) => [
     archived ? `${name} (archived)` : name, own.served_version ?? (base === null ? "the model" : `the base ${base}`), number(own.num_versions),
     lift(name) ? make("span", {title: `${signed(lift(name).low)} to ${signed(lift(name).high)}`}, signed(lift(name).mean)) : "",
-    number(own.num_sessions), number(own.num_trained_tokens), own.last_update_at ? ago(own.last_update_at) : "", own.num_bytes === null ? "" : number(own.num_bytes / 1e6)]);
-  return card("Policies", table(["policy", "serves", "versions#", "lift over the hold-out#", "sessions#", "trained tokens#", "last update", "MB on disk#"], rows));
+    number(own.num_sessions), number(own.num_trained_tokens), own.trained_share === null ? "" : number(own.trained_share), own.last_update_at ? ago(own.last_update_at) : "", own.num_bytes === null ? "" : number(own.num_bytes / 1e6)]);
+  return card("Policies", table(["policy", "serves", "versions#", "lift over the hold-out#", "sessions#", "trained tokens#", "trained share#", "last update", "MB on disk#"], rows));
 }
 
 // The versions of each policy beside its name; those of the default policy alone need none.

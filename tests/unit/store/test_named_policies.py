@@ -346,3 +346,14 @@ def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Data
             conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))
         assert policies.trained_tokens_since(conn, "a", now) == 100
         assert policies.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0
+
+
+def test_the_trained_share_of_a_policy_is_that_of_its_last_update(database: Database, two: tuple[int, int]) -> None:
+    made = ((two[0], 0.25), (two[1], 0.5), (two[0], 0.75), (DEFAULT_POLICY, None))
+    with database.write() as conn:
+        for update_id, (policy_id, share) in enumerate(made, 1):
+            metrics = {} if share is None else {"trained_share": share}
+            record = update_record(update_id, policy_id=policy_id, metrics=metrics)
+            conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))
+        found = policies.summarise_policies(conn)
+    assert [found[policy_id].trained_share for policy_id in (*two, DEFAULT_POLICY)] == [0.75, 0.5, None]
