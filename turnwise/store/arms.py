@@ -40,7 +40,7 @@ from turnwise.types import (
 
 MAX_COMPARED = 10_000
 """Finished sessions that are read to compare two arms, the newest ones."""
-MAX_EARNED = 400
+MAX_EARNED = 200
 """Sessions that are read to say what each version earned, the newest ones."""
 FEWEST = 8
 _RUNNING = (
