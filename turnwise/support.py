@@ -7,7 +7,6 @@ an id at a vocabulary of 150,000.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +18,13 @@ from turnwise.types import TokenIds
 
 Support: TypeAlias = Sequence[TokenIds | None]
 """The sorted ids that could be sampled at each token; None where they are not known."""
-FIELD = "turnwise_support"
-"""The argument by which a request asks our plug-in of vLLM for supports, and the field of a token that has one."""
 TRUNCATING: Mapping[str, Callable[[Any], bool]] = {
     "top_p": lambda value: value < 1,
     "top_k": lambda value: value > 0,
     "min_p": lambda value: value > 0,
 }
 """Sampling parameters that leave a part of the vocabulary, which depends on the engine's own logits, and when."""
-SUM_TOLERANCE = 1e-5
-"""By how much the probabilities of a support may differ from 1, where more ids might be possible than were returned."""
 _UINT32 = np.dtype("<u4")
-_SIZES = (1, 2, 4)
 
 
 def truncates(sampling: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
@@ -91,23 +85,3 @@ def support_json(support: Support | bytes | None) -> list[list[int] | None] | No
     """Return a support, or the stored form of one, as JSON."""
     found = unpack(support) if isinstance(support, bytes) else support
     return None if found is None else [None if ids is None else ids.tolist() for ids in found]
-
-
-def to_text(ids: TokenIds) -> str:
-    """Return sorted ids as an engine's reply has them: the bytes of a difference, and the differences in base64."""
-    differences = np.diff(ids, prepend=0)
-    size = next(size for size in _SIZES if differences.max(initial=0) < 1 << 8 * size)
-    return f"{size}{base64.b64encode(differences.astype(f'<u{size}').tobytes()).decode()}"
-
-
-def from_text(text: str) -> TokenIds | None:
-    """Return the ids of `to_text`; None for an empty text.
-
-    Raises:
-        ValueError: `to_text` has not written it.
-    """
-    if not text:
-        return None
-    if text[0] not in "124":
-        raise ValueError(f"{text[:20]!r} is no support of a token")
-    return np.frombuffer(base64.b64decode(text[1:], validate=True), f"<u{text[0]}").cumsum(dtype=np.int32)

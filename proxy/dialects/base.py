@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from proxy.dialects import sse
+from turnwise.engine_plugin.supports import FIELD, SUM_TOLERANCE, from_text
 from turnwise.store.turns import TurnView
-from turnwise.support import FIELD, SUM_TOLERANCE, from_text
 from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, TokenIds, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}

@@ -20,8 +20,8 @@ import orjson
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
+from turnwise.engine_plugin.supports import FIELD
 from turnwise.errors import InvalidRequest
-from turnwise.support import FIELD
 from turnwise.types import Json
 from turnwise.verify.engine import CHAT_ROUTE
 

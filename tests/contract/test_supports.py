@@ -9,7 +9,8 @@ import pytest
 from turnwise_fake_engine import Script, running_fake_engine
 from turnwise_fake_engine.sampling import truncated
 
-from turnwise.support import FIELD, support_json, truncates
+from turnwise.engine_plugin.supports import FIELD
+from turnwise.support import support_json, truncates
 
 TOP_K = 5
 SAY = {"role": "user", "content": "Hello."}

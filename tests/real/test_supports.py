@@ -10,8 +10,9 @@ from support.engines import RunningEngine, running_engine
 from support.proxies import StartProxy
 from support.tiny_models import load_model
 
+from turnwise.engine_plugin.supports import FIELD
 from turnwise.store.turns import TurnView
-from turnwise.support import FIELD, unpack
+from turnwise.support import unpack
 
 pytestmark = pytest.mark.engine
 

@@ -12,15 +12,20 @@ which vLLM does only after it has decoded all of them.
 
 from __future__ import annotations
 
+import base64
 import functools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from turnwise.support import FIELD, SUM_TOLERANCE, to_text
-
+FIELD = "turnwise_support"
+"""The argument by which a request asks for supports, and the field of a token that has one."""
+SUM_TOLERANCE = 1e-5
+"""By how much the probabilities of a support may differ from 1, where more ids might be possible than were returned."""
+_SIZES = (1, 2, 4)
 _SHOWN = "turnwise_shown"
 """The argument of a request that keeps how many alternatives its client gets."""
 _WANTED, _COLUMNS = "turnwise_wanted", "turnwise_columns"
@@ -107,3 +112,23 @@ def _show_in_replies() -> None:
 
     chat.OpenAIServingChat._create_chat_logprobs = chat_logprobs  # noqa: SLF001
     completion.OpenAIServingCompletion._create_completion_logprobs = text_logprobs  # noqa: SLF001
+
+
+def to_text(ids: npt.NDArray[np.int32]) -> str:
+    """Return sorted ids as an engine's reply has them: the bytes of a difference, and the differences in base64."""
+    differences = np.diff(ids, prepend=0)
+    size = next(size for size in _SIZES if differences.max(initial=0) < 1 << 8 * size)
+    return f"{size}{base64.b64encode(differences.astype(f'<u{size}').tobytes()).decode()}"
+
+
+def from_text(text: str) -> npt.NDArray[np.int32] | None:
+    """Return the ids of `to_text`; None for an empty text.
+
+    Raises:
+        ValueError: `to_text` has not written it.
+    """
+    if not text:
+        return None
+    if text[0] not in "124":
+        raise ValueError(f"{text[:20]!r} is no support of a token")
+    return np.frombuffer(base64.b64decode(text[1:], validate=True), f"<u{text[0]}").cumsum(dtype=np.int32)
