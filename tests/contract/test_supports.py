@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx2
 import pytest
 from turnwise_fake_engine import Script, running_fake_engine
 from turnwise_fake_engine.sampling import truncated
 
+from turnwise.engine_plugin.__main__ import write_plugin
 from turnwise.engine_plugin.supports import FIELD
 from turnwise.support import support_json, truncates
 
@@ -116,3 +121,11 @@ def test_a_call_that_leaves_nothing_out_asks_for_nothing_and_stores_nothing(star
 )
 def test_a_call_truncates_by_its_own_parameters_and_by_the_engines_defaults(sampling, defaults, expected):
     assert truncates(sampling, defaults) is expected
+
+
+def test_the_plugin_that_is_copied_to_another_vllm_needs_no_other_module_of_ours(tmp_path: Path) -> None:
+    write_plugin(tmp_path)
+    needed = "from turnwise.engine_plugin import cpu_kernels, supports; print(cpu_kernels.__file__, supports.__file__)"
+    alone = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
+    ran = subprocess.run([sys.executable, "-c", needed], check=True, env=alone, stdout=subprocess.PIPE, text=True)
+    assert [Path(each).parents[1] for each in ran.stdout.split()] == [tmp_path / "turnwise"] * 2
