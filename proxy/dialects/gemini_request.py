@@ -267,6 +267,8 @@ def _sampling(config: Json) -> Json:
             value = _number(field, value)
         if value or (value is not None and field in ZERO_COUNTS):
             chat[chat_field] = value
+    if isinstance(top_k := chat.get("top_k"), float) and top_k.is_integer():
+        chat["top_k"] = int(top_k)  # Google's own type is a float, as google-genai sends it
     if "top_logprobs" in chat and "logprobs" not in chat:
         del chat["top_logprobs"]
     thinking = read_object(config, "thinkingConfig")

@@ -33,6 +33,7 @@ def _files_of_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("calls.jsonl").touch()
     Path("examples.jsonl").touch()
+    Path("path/to/model").mkdir(parents=True)
 
 
 def _check_turnwise(words: list[str]) -> None:

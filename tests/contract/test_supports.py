@@ -127,5 +127,6 @@ def test_the_plugin_that_is_copied_to_another_vllm_needs_no_other_module_of_ours
     write_plugin(tmp_path)
     needed = "from turnwise.engine_plugin import cpu_kernels, supports; print(cpu_kernels.__file__, supports.__file__)"
     alone = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
-    ran = subprocess.run([sys.executable, "-c", needed], check=True, env=alone, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", needed]
+    ran = subprocess.run(command, check=True, env=alone, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert [Path(each).parents[1] for each in ran.stdout.split()] == [tmp_path / "turnwise"] * 2

@@ -29,7 +29,14 @@ class ProxyOfTwoSessions:
 
     async def sessions(self, **_: Any) -> AsyncIterator[Json]:
         for name in ("bad", "good"):
-            yield {"session_id": name, "num_turns": 1, "metadata": {}, "group_id": None, "group_size": None}
+            yield {
+                "session_id": name,
+                "num_turns": 1,
+                "metadata": {},
+                "group_id": None,
+                "group_size": None,
+                "reward": None,
+            }
 
     async def turns(self, session_id: str) -> AsyncIterator[Json]:
         content = f"{session_id} \ud83d"  # half of a surrogate pair, which UTF-8 does not have
