@@ -253,7 +253,12 @@ def penalise(logits_cV: Tensor, turn: _TurnTensors, places: Tensor) -> tuple[Ten
 
 
 def truncate(logits_cV: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Leave in each row the ids that top-k, top-p and min-p left to the behaviour."""
+    """Leave in each row the ids that top-k, top-p and min-p left to the behaviour; all in a row that has none here.
+
+    Such a row's support is not known. Only losses without ratios train its token, on what the other processors left.
+    """
     kept = logits_cV[rows, ids]
-    logits_cV.fill_(MASKED)
+    is_cut = torch.zeros(len(logits_cV), dtype=torch.bool, device=logits_cV.device)
+    is_cut[rows] = True
+    logits_cV.masked_fill_(is_cut[:, None], MASKED)
     logits_cV[rows, ids] = kept

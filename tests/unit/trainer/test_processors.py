@@ -255,6 +255,26 @@ def test_a_token_that_could_not_be_sampled_has_a_logprob_that_no_gap_check_passe
     assert VOCABULARY > 7
 
 
+def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(model):
+    """Its turn's other processors and its other tokens' supports stay."""
+    sampling = {"top_k": 2, "logit_bias": {"3": 1.5}}
+    one = experience(tokens=[1, 2, 3, 4], loss_mask=[False, True, True, True], sampling=[sampling])
+    support = [[2, 5], None, [4, 7]]
+    one = dataclasses.replace(one, support=support_at(one, 0, support))
+    batch = build([one], [np.ones(1)], policy_version=0, needs_behaviour=False)
+    assert batch.table.target.tolist() == [2, 3, 4]
+    policy = Policy(TrainerSettings(model=str(model)))
+    policy.load(0)
+    found = PolicyAgent(policy, TrainerSettings(model=str(model))).logprobs_of(batch, [0])
+    with torch.no_grad():
+        logits = load_model(model)(torch.tensor([[1, 2, 3]])).logits[0].double()
+    expected = [
+        processed_logits(logits[place], [1], [2, 3, 4][:place], sampling, support=support[place]).log_softmax(-1)[token]
+        for place, token in enumerate([2, 3, 4])
+    ]
+    np.testing.assert_allclose(found, np.array(expected), atol=2e-5)
+
+
 def test_a_support_makes_up_for_masks_that_cannot_be_computed():
     """Token by token: one without a support is left out, and counted where its turn is trained."""
     one = experience(sampling=[{"tool_choice": "required", "top_k": 2}])
