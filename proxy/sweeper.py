@@ -104,6 +104,9 @@ class Sweeper:
             except TurnwiseError as error:
                 self._metrics.background_errors.labels("sweep").inc()
                 log.warning("could not record uses of keys, expire sessions and delete old data, will retry: %s", error)
+            except Exception:  # the task's outermost edge: an unexpected error must not end it
+                self._metrics.background_errors.labels("sweep").inc()
+                log.exception("a sweep failed unexpectedly, will retry")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._writer.has_deleted.wait(), SWEEP_SECONDS)
 

@@ -6,6 +6,7 @@ batch, what will not be trained. Only the trainer knows whether it can replay a 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,25 +21,64 @@ NOT_REPLAYED: Mapping[str, Callable[[Any], bool]] = {
     "tool_choice": lambda value: value == "required" or isinstance(value, dict),
 }
 """Parameters whose effect the trainer does not compute, and when they have one; a support makes up for it."""
+NUMBERS: Mapping[str, type[int | float]] = {
+    **dict.fromkeys(("top_k", "min_tokens", "thinking_token_budget"), int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+    **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), float),
+}
+"""Parameters that are numbers; vLLM takes the text of one too."""
 Sampled: TypeAlias = tuple[Json, bool]
 """The sampling parameters of a turn, and whether its support is stored."""
 ADVICE = "Only `sft`, `dpo` and `correction` train such turns; for others set the `sampling` of sessions."
 
 
+def with_numbers(fields: Json) -> Json:
+    """Return the fields of a request with numbers in the place of their texts; other values stay."""
+    found = {name: _number(value, NUMBERS[name]) for name, value in fields.items() if name in NUMBERS}
+    return fields | found if any(isinstance(fields[name], str) for name in found) else fields
+
+
+def _number(value: Any, kind: type[int | float]) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    if not math.isfinite(number):
+        return value
+    return int(number) if kind is int and number.is_integer() else number
+
+
+def unreadable(sampling: Json) -> str | None:
+    """Return the first parameter that is not the number that it should be."""
+    return next((name for name in NUMBERS if not isinstance(sampling.get(name), int | float | None)), None)
+
+
 def temperature_of(sampling: Json) -> float:
+    """Return the temperature, 1 where none is set or it is `unreadable`."""
     value = sampling.get("temperature")
-    return 1.0 if value is None else float(value)
+    return float(value) if isinstance(value, int | float) else 1.0
 
 
 def first_of(rules: Mapping[str, Callable[[Any], bool]], sampling: Json) -> str | None:
-    """Return the first parameter that has an effect."""
-    return next((name for name, acts in rules.items() if sampling.get(name) is not None and acts(sampling[name])), None)
+    """Return the first parameter that has an effect; one of another type than its rule expects counts as such."""
+    return next((name for name, acts in rules.items() if _has_effect(acts, sampling.get(name))), None)
+
+
+def _has_effect(acts: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return value is not None and acts(value)
+    except (TypeError, AttributeError):
+        return True
 
 
 def left_out_by(sampling: Json, *, has_support: bool) -> str | None:
     """Return why no ratio can be computed for a turn: `greedy`, or the name of a parameter; None if it can."""
     if temperature_of(sampling) <= 0:
         return GREEDY
+    if name := unreadable(sampling):
+        return name
     return None if has_support else first_of(TRUNCATING, sampling) or first_of(NOT_REPLAYED, sampling)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from proxy.dialects.base import Call
 from proxy.settings import ProxySettings
+from turnwise.sampling import with_numbers
 from turnwise.store.arms import takes
 from turnwise.types import Json, Session, Split
 
@@ -50,7 +51,7 @@ class Pins:
 
     def apply(self, call: Call, session: Session, key_id: str) -> bool:
         """Replace a call's parameters, and note what it asked for; return whether it explores."""
-        used, asked = self.pinned(session, key_id), call.body
+        used, asked = with_numbers(self.pinned(session, key_id)), call.body
         is_greedy = session.explores is not None and {**asked, **used}.get("temperature") == 0
         if is_greedy:
             used = {**used, "temperature": session.explores}

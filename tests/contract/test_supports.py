@@ -106,6 +106,18 @@ def test_a_call_that_leaves_nothing_out_asks_for_nothing_and_stores_nothing(star
     assert "vllm_xargs" not in engine.state.calls[-1].body
 
 
+def test_the_text_of_a_number_is_the_number_for_the_engine_and_for_what_is_stored(start_proxy):
+    with running_fake_engine(Script(returns_supports=True)) as engine:
+        proxy = start_proxy(engine.url)
+        body = {"model": "fake", "messages": [SAY], "temperature": "1", "top_k": str(TOP_K)}
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        [view] = proxy.turns("s")
+        httpx2.post(f"{proxy.url}/v1/sessions/s/end", timeout=60).raise_for_status()
+    assert (view.turn.sampling["temperature"], view.turn.sampling["top_k"]) == (1.0, TOP_K)
+    assert engine.state.calls[-1].body["top_k"] == TOP_K
+    assert view.turn.support is not None
+
+
 @pytest.mark.parametrize(
     ("sampling", "defaults", "expected"),
     [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.sampling import count_not_trained, left_out_by, why_not_trained
+from turnwise.sampling import count_not_trained, left_out_by, why_not_trained, with_numbers
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,11 @@ from turnwise.sampling import count_not_trained, left_out_by, why_not_trained
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, None),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice required"),
         ({"tool_grammar": True}, "tool_grammar", "strict tools"),
+        ({"top_p": "0.9"}, "top_p", "top_p 0.9"),
+        ({"temperature": "warm"}, "temperature", "temperature warm"),
+        ({"min_tokens": {}}, "min_tokens", "min_tokens"),
+        ({"thinking_token_budget": [5]}, "thinking_token_budget", "thinking_token_budget"),
+        ({"top_p": True, "top_k": False}, None, None),
     ],
 )
 def test_a_parameter_that_the_trainer_cannot_reproduce_is_named(
@@ -30,6 +35,15 @@ def test_a_parameter_that_the_trainer_cannot_reproduce_is_named(
 def test_a_truncated_turn_is_trained_where_its_support_is_stored() -> None:
     assert left_out_by({"top_p": 0.9}, has_support=True) is None
     assert left_out_by({"top_p": 0.9, "temperature": 0}, has_support=True) == "greedy"
+
+
+def test_the_texts_of_numbers_become_numbers_and_nothing_else_changes() -> None:
+    texts = {"temperature": "0", "top_p": " 0.9 ", "top_k": "5.0", "min_tokens": "2", "thinking_token_budget": "-1"}
+    read = with_numbers(texts)
+    assert read == {"temperature": 0, "top_p": 0.9, "top_k": 5, "min_tokens": 2, "thinking_token_budget": -1}
+    assert isinstance(read["top_k"], int)
+    others = {"top_p": "nan", "min_p": "much", "top_k": [1], "temperature": None, "user": "7"}
+    assert with_numbers(others) == others
 
 
 def test_the_turns_that_are_left_out_are_counted_by_reason() -> None:

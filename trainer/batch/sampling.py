@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from turnwise.chains import Experience
-from turnwise.sampling import GREEDY, NOT_REPLAYED, first_of, temperature_of
+from turnwise.sampling import GREEDY, NOT_REPLAYED, first_of, temperature_of, unreadable
 from turnwise.support import TRUNCATING, Support
 from turnwise.tokenizer import load_tokenizer
 from turnwise.types import Json, TokenIds
@@ -152,6 +152,8 @@ def processors(
         support: Of each of them the ids that could be sampled; None where they are not known. [R]
         vocabulary: Of the model; None where there is none, and then what needs it cannot be applied.
     """
+    if name := unreadable(sampling):
+        return name
     truncated = first_of(TRUNCATING, sampling) if temperature_of(sampling) > 0 else None
     if truncated is None:
         support = None

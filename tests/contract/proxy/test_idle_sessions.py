@@ -58,3 +58,16 @@ def test_a_session_without_activity_expires_whatever_the_clock_was_before(
         monkeypatch.setattr(sweeper, "elapsed_seconds", lambda: elapsed() + 2 * HOUR.total_seconds())
         wait_for_a_sweep(http)
         assert http.get("/v1/sessions/idle").json()["status"] == "expired"
+
+
+def test_an_unexpected_error_in_a_sweep_does_not_end_the_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with in_process_proxy(tmp_path) as (http, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(sweeper, "utc_now", lambda: None)
+            call(http, "other")
+            http.delete("/v1/sessions/other").raise_for_status()
+            wait_until(lambda: "a sweep failed unexpectedly" in caplog.text, "the sweep has failed")
+        wait_for_a_sweep(http)
+    assert "Traceback" in caplog.text

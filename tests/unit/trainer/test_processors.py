@@ -222,6 +222,10 @@ def test_plain_turns_are_not_processed():
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_p": "0.9"}, "top_p"),
+        ({"temperature": []}, "temperature"),
+        ({"min_tokens": "2"}, "min_tokens"),
+        ({"response_format": "text"}, "response_format"),
     ],
 )
 def test_a_turn_whose_distribution_cannot_be_computed_carries_no_loss(sampling, reason):
