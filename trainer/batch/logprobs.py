@@ -200,7 +200,8 @@ class _FromHidden(torch.autograd.Function):
             )
             place, inside = _places_in(chunk, which)
             gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
-            pull_back(gradient_CV, scales)
+            if scales:
+                pull_back(gradient_CV, scales)
             gradient_CV = (gradient_CV / temperature_U[chunk, None]).to(hidden_UH.dtype)
             grad_hidden_UH[chunk] = gradient_CV @ weight_VH
             if grad_weight_VH is not None:

@@ -140,7 +140,7 @@ main()
 def test_a_kill_between_verdict_post_and_state_file_gives_the_session_one_reward(
     proxy, client, tmp_path, point, stands
 ):
-    """The grader decides otherwise the second time: what was posted before the kill stands, and nothing is added."""
+    """The grader decides otherwise the second time; it is not asked again about a session that has its reward."""
     (tmp_path / "mine.py").write_text(
         "import pathlib\n"
         "def grade(session):\n"
@@ -157,7 +157,7 @@ def test_a_kill_between_verdict_post_and_state_file_gives_the_session_one_reward
     assert finished(tmp_path, proxy, *arguments)[0] == 0
     assert client.session("s0")["reward"] == stands
     assert finished(tmp_path, proxy, *arguments)[1]["num_sessions"] == 0
-    assert (tmp_path / "asked").read_text() == "xx"
+    assert (tmp_path / "asked").read_text() == ("x" if point == "after the post" else "xx")
 
 
 def test_a_judge_scores_each_session_by_the_rubric_and_is_not_trained_on(
@@ -235,8 +235,8 @@ def test_watch_rewards_later_sessions_and_a_kill_neither_loses_nor_duplicates_a_
     process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0
     state = (tmp_path / "runs/reward-command-reward.jsonl").read_text()
-    assert sorted(json.loads(line)["session_id"] for line in state.splitlines()) == ["s0", "s1", "s2"]
-    assert (tmp_path / "graded").read_text().count("x") in (3, 4), "only the verdict that the kill cut is made again"
+    assert {json.loads(line)["session_id"] for line in state.splitlines()} - {"s0"} == {"s1", "s2"}
+    assert (tmp_path / "graded").read_text().count("x") == 3, "a session that has its reward is not graded again"
 
 
 def wait_for_reward(client: Client, session_id: str) -> None:

@@ -16,7 +16,7 @@ from trainer.policies import Policies
 from turnwise.store import claims
 
 ROOT = Path(trainer.__file__).parent
-MOST_FILES = 20
+MOST_FILES = 22
 """A bound on what a reader opens. Lower it when a step needs fewer."""
 
 
