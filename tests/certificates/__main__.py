@@ -83,7 +83,7 @@ def whole_product(name: str, directory: Path) -> dict[str, Any]:
     subprocess.run([sys.executable, "-m", "turnwise", "certify", str(directory), *flags], check=False)
     found = Certificate.read(str(directory))
     kinds = [] if found is None else found.kinds
-    return {each.kind: each.refused or each.gap(found.dtype) for each in kinds if found is not None}
+    return {each.kind: each.refused or each.gap() for each in kinds if each.verdict() != "not measured"}
 
 
 def page(rows: dict[str, Any]) -> str:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx2
+import openai
 import pytest
+from click.testing import CliRunner, Result
 from support.tiny_checkpoints import write_weights
 
+from turnwise.commands import certify
 from turnwise.commands.certify import FILE, Certificate, KindResult, gaps_of
 from turnwise.commands.preflight import check_trained
-from turnwise.errors import SettingsError
+from turnwise.errors import ChildFailed, ProxyUnavailable, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.verify.records import Verification
 from turnwise.version_directory import base_version
@@ -21,14 +28,14 @@ def stage(largest: float, mean: float = 0.0) -> dict[str, object]:
     return {"versions": [1], "max": largest, "mean": mean, "tokens": 5}
 
 
-def certificate(model: Path, dtype: str, *kinds: KindResult) -> Certificate:
+def certificate(model: Path, *kinds: KindResult) -> Certificate:
     digest = str(base_version(str(model)).model_digest)
-    return Certificate(digest, "Qwen3ForCausalLM", dtype, {"torch": "2.13.0"}, list(kinds))
+    return Certificate(digest, "Qwen3ForCausalLM", {"torch": "2.13.0"}, list(kinds))
 
 
 def test_a_certificate_is_read_as_it_was_written_and_belongs_to_these_weights(tmp_path: Path):
     model = write_weights(tmp_path / "model")
-    made = certificate(model, "float32", KindResult("full", {"base": stage(1e-6)}, {"rows": "shared"}))
+    made = certificate(model, KindResult("full", {"base": stage(1e-6)}, {"rows": "shared"}))
     made.write(str(model))
     assert Certificate.read(str(model)) == made
     weights = model / "model.safetensors"
@@ -39,27 +46,144 @@ def test_a_certificate_is_read_as_it_was_written_and_belongs_to_these_weights(tm
 
 
 @pytest.mark.parametrize(
-    ("dtype", "result", "verdict"),
+    ("result", "verdict"),
     [
-        ("float32", KindResult("full", {"base": stage(1e-6), "dpo": stage(9e-5)}), "right"),
-        ("float32", KindResult("full", {"base": stage(1e-6), "dpo": stage(2e-4)}), "wrong"),
-        ("bfloat16", KindResult("full", {"base": stage(0.7, 0.07)}), "right"),
-        ("bfloat16", KindResult("full", {"base": stage(0.7, 0.2)}), "wrong"),
-        ("float32", KindResult("full", {"base": stage(1e-6)}, refused="no kernel"), "refused"),
-        ("float32", KindResult("full"), "wrong"),
+        (KindResult("full", {"base": stage(1e-6), "dpo": stage(9e-5)}), "right"),
+        (KindResult("full", {"base": stage(1e-6), "dpo": stage(2e-4)}), "wrong"),
+        (KindResult("full", {"base": stage(0.7, 0.07)}, dtype="bfloat16"), "right"),
+        (KindResult("full", {"base": stage(0.7, 0.2)}, dtype="bfloat16"), "wrong"),
+        (KindResult("full", {"base": stage(0.7, 0.07)}, dtype="float16"), "right"),
+        (KindResult("full", {"base": stage(0.7, 0.2)}, dtype="float16"), "wrong"),
+        (KindResult("full", {"base": stage(1e-6)}, refused="no kernel"), "refused"),
+        (KindResult("full"), "wrong"),
+        (KindResult("full", unfinished="out of memory"), "not measured"),
+        (KindResult("full", {"base": stage(1e-6)}, unfinished="out of memory"), "not measured"),
+        (KindResult("full", {"base": stage(2e-4)}, unfinished="out of memory"), "wrong"),
     ],
 )
-def test_what_the_certificate_says_decides_whether_a_kind_is_trained(tmp_path, dtype, result, verdict):
-    """Numbers of bfloat16 differ by rounding, and a router may choose other experts: their mean counts."""
+def test_what_the_certificate_says_decides_whether_a_kind_is_trained(tmp_path, result, verdict):
+    """Numbers of 16 bits differ by rounding, and a router may choose other experts: their mean counts."""
     model = write_weights(tmp_path / "model")
-    made = certificate(model, dtype, result)
-    assert result.verdict(dtype) == verdict
+    made = certificate(model, result)
+    assert result.verdict() == verdict
     made.check(PolicyKind.LORA)  # it says nothing of adapters
-    if verdict == "right":
+    if verdict in {"right", "not measured"}:
         made.check(PolicyKind.FULL)
         return
     with pytest.raises(SettingsError, match=rf"says that kind='full' is {verdict}: .*run `turnwise certify` again"):
         made.check(PolicyKind.FULL)
+
+
+def test_a_certificate_of_one_dtype_for_all_kinds_is_still_read(tmp_path: Path):
+    model = write_weights(tmp_path / "model")
+    path = certificate(model, KindResult("full", {"base": stage(0.7, 0.07)})).write(str(model))
+    old = json.loads(path.read_text()) | {"dtype": "bfloat16"}
+    for each in old["kinds"]:
+        del each["dtype"], each["unfinished"]
+    path.write_text(json.dumps(old))
+    found = Certificate.read(str(model))
+    assert found is not None
+    assert [each.verdict() for each in found.kinds] == ["right"]
+
+
+Certify = Callable[..., Result]
+
+
+@pytest.fixture
+def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
+    """Run `turnwise certify`; `play` and `dtype` stand in for the processes, `stages` for what was compared."""
+
+    def run(model: Path, *flags: str, play: Callable[[], None], dtype: str | None = None, stages: Any = None) -> Result:
+        @contextmanager
+        def stack(*_: object) -> Iterator[tuple[object, ...]]:
+            yield None, None, ""
+
+        def play_all(*_: object) -> None:
+            for kind in ("full", "lora"):
+                place = tmp_path / "runs" / model.name / kind
+                place.mkdir(parents=True, exist_ok=True)
+                (place / "store.db").touch()
+            play()
+
+        (model / "tokenizer_config.json").write_text("{}")
+        monkeypatch.setattr(certify, "_stack", stack)
+        monkeypatch.setattr(certify, "_command", lambda *_: "{}")
+        monkeypatch.setattr(certify, "_play_all", play_all)
+        monkeypatch.setattr(certify, "engine_dtype", lambda _: dtype)
+        monkeypatch.setattr(certify, "_compare", lambda _: stages or {})
+        return CliRunner().invoke(certify.certify, [str(model), "--runs-dir", str(tmp_path / "runs"), *flags])
+
+    return run
+
+
+def test_the_engine_says_by_which_limit_it_is_judged(tmp_path, run_certify):
+    """On a GPU it computes in the format of the weights, whatever it would do on a CPU."""
+    model = write_weights(tmp_path / "model")
+    result = run_certify(model, play=lambda: None, dtype="bfloat16", stages={"base": stage(0.7, 0.07)})
+    assert (result.exit_code, result.exception) == (0, None)
+    assert "full: right: largest gap 0.07 nats in bfloat16 (base)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ((), "float32"),
+        (("--dtype", "bfloat16"), "bfloat16"),
+        (("--dtype=half",), "float16"),
+        (("--dtype", "float", "--dtype", "auto"), "float32"),
+    ],
+)
+def test_the_flags_say_it_for_an_engine_that_does_not(tmp_path, run_certify, flags, dtype):
+    model = write_weights(tmp_path / "model")
+    run_certify(model, "--", *flags, play=lambda: None, stages={"base": stage(0.7, 0.07)})
+    assert [each["dtype"] for each in json.loads((model / FILE).read_text())["kinds"]] == [dtype, dtype]
+
+
+def answered(status: int, message: str) -> openai.APIStatusError:
+    request = httpx2.Request("POST", "http://127.0.0.1/v1/chat/completions")
+    return openai.APIStatusError(message, response=httpx2.Response(status, request=request), body=None)
+
+
+NO_ANSWER = openai.APITimeoutError(httpx2.Request("POST", "http://127.0.0.1/v1/chat/completions"))
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "text"),
+    [
+        (answered(400, "tools are not supported"), "refused", "tools are not supported"),
+        (answered(500, "EngineDeadError: KeyError: 'qkv'"), "refused", "EngineDeadError: KeyError: 'qkv'"),
+        (ChildFailed("version 1: the probe differs\nby 0.3"), "refused", "version 1: the probe differs"),
+        (RuntimeError("CUDA error: an illegal memory access"), "refused", "CUDA error: an illegal memory access"),
+        (answered(503, "the engine cannot be reached"), "not measured", "the engine cannot be reached"),
+        (answered(500, "EngineDeadError: CUDA out of memory"), "not measured", "EngineDeadError: CUDA out of memory"),
+        (NO_ANSWER, "not measured", "Request timed out."),
+        (TimeoutError("version 1 did not come within 900 s"), "not measured", "version 1 did not come within 900 s"),
+        (ProxyUnavailable("not ready within 900 s"), "not measured", "not ready within 900 s"),
+        (MemoryError(), "not measured", "MemoryError"),
+        (ChildFailed("engine died, last with signal SIGKILL; its log:\n  x"), "not measured", "engine died, last"),
+    ],
+)
+def test_each_kind_is_tried_and_a_cause_that_is_not_the_model_s_refuses_nothing(
+    tmp_path, run_certify, error, verdict, text
+):
+    from trainer.settings import TrainerSettings
+
+    def play() -> None:
+        raise error
+
+    model = write_weights(tmp_path / "model")
+    result = run_certify(model, play=play)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    for kind in ("full", "lora"):
+        assert f"{kind}: {verdict}: {text}" in result.output
+    found = Certificate.read(str(model))
+    assert found is not None
+    if verdict == "refused":
+        with pytest.raises(SettingsError, match=text.split("'")[0]):
+            check_trained(TrainerSettings(model=str(model)))
+    else:
+        found.check(PolicyKind.FULL)
 
 
 def test_every_difference_counts_and_one_that_is_no_number_is_infinite():
@@ -76,7 +200,7 @@ def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path: 
     from trainer.settings import TrainerSettings
 
     model = write_weights(tmp_path / "model")
-    certificate(model, "float32", KindResult("full", refused="version 1: the probe differs")).write(str(model))
+    certificate(model, KindResult("full", refused="version 1: the probe differs")).write(str(model))
     with pytest.raises(SettingsError, match="refused: version 1: the probe differs"):
         check_trained(TrainerSettings(model=str(model)))
     assert json.loads((model / FILE).read_text())["kinds"][0]["kind"] == "full"

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,8 +25,17 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from turnwise.commands.output import print_process_line
-from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
+from turnwise.errors import (
+    ChildFailed,
+    EngineUnavailable,
+    Overloaded,
+    ProxyUnavailable,
+    SettingsError,
+    StoreUnavailable,
+    TurnwiseError,
+)
 from turnwise.types import Json, PolicyKind
+from turnwise.verify.engine import SERVER_INFO_ROUTE, weights_dtype
 from turnwise.version_directory import base_version, read_json
 
 if TYPE_CHECKING:
@@ -36,8 +46,19 @@ if TYPE_CHECKING:
 GROUPS, GROUP_SIZE, TOKENS = 2, 4, 16
 WAIT_SECONDS = 900.0
 FILE = "turnwise-certificate.json"
-LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest gap in float32, and the mean one in bfloat16, up to which what is compared is the same, in nats."""
+LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
+"""Largest gap in float32, and the mean one in the others, up to which what is compared is the same, in nats."""
+DTYPE_FLAG = re.compile(r"--dtype[= ](\S+)")
+SHORT_DTYPES = {"float": "float32", "half": "float16"}
+PASSING = (EngineUnavailable, MemoryError, OSError, Overloaded, ProxyUnavailable, StoreUnavailable)
+PASSING_STATUSES = (429, 503, 504)
+PASSING_CAUSE = re.compile(
+    r"out ?of ?memory|cannot allocate memory|not fit into (the )?memory|no available memory|memoryerror|no space left|"
+    r"is less than desired gpu memory|larger than the available kv cache memory|signal sig(kill|term|int|hup)|"
+    r"is not ready after|another process listens",
+    re.IGNORECASE,
+)
+"""What says nothing about the model: this machine's memory or disk, a process that was killed, or time that ran out."""
 TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -52,16 +73,45 @@ class KindResult:
     """How rows are shared, and what the adapter changes."""
     refused: str | None = None
     """Why it was given up, in the words of the process that did; None where all stages were played."""
+    unfinished: str | None = None
+    """Why it was given up for a reason that says nothing about the model."""
+    dtype: str = "float32"
+    """Number format in which the engine computed."""
 
-    def gap(self, dtype: str) -> float:
+    def gap(self) -> float:
         """Return the number that is held against the limit."""
-        field = "max" if dtype == "float32" else "mean"
+        field = "max" if self.dtype == "float32" else "mean"
         return max((float(stage[field]) for stage in self.stages.values()), default=math.inf)
 
-    def verdict(self, dtype: str) -> str:
+    def verdict(self) -> str:
         if self.refused is not None:
             return "refused"
-        return "right" if self.gap(dtype) <= LIMITS[dtype] else "wrong"
+        is_right = self.gap() <= LIMITS[self.dtype]
+        if self.unfinished is not None and (is_right or not self.stages):
+            return "not measured"
+        return "right" if is_right else "wrong"
+
+    def reason(self) -> str:
+        measured = f"largest gap {self.gap():.2g} nats in {self.dtype} ({', '.join(self.stages)})"
+        return self.refused or (measured if self.verdict() == "wrong" else self.unfinished or measured)
+
+    def give_up(self, error: Exception) -> None:
+        """Store why the trial ended, unless an earlier reason is stored."""
+        if self.refused is not None or self.unfinished is not None:
+            return
+        text = str(error).strip() or type(error).__name__
+        if _is_passing(error) or PASSING_CAUSE.search(text):
+            self.unfinished = text.splitlines()[0]
+        else:
+            self.refused = text.splitlines()[0]
+
+
+def _is_passing(error: Exception) -> bool:
+    import openai
+
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code in PASSING_STATUSES
+    return isinstance(error, (*PASSING, openai.APIConnectionError))
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,8 +120,6 @@ class Certificate:
 
     model_digest: str
     architecture: str
-    dtype: str
-    """Of the engine."""
     made_with: dict[str, str]
     """Versions of the packages."""
     kinds: list[KindResult]
@@ -83,7 +131,8 @@ class Certificate:
         if not path.is_file():
             return None
         found = read_json(path)
-        made = cls(**{**found, "kinds": [KindResult(**each) for each in found["kinds"]]})
+        dtype = found.pop("dtype", "float32")  # files of before had one for all kinds
+        made = cls(**{**found, "kinds": [KindResult(**{"dtype": dtype, **each}) for each in found["kinds"]]})
         return made if made.model_digest == base_version(model).model_digest else None
 
     def write(self, model: str) -> Path:
@@ -98,10 +147,8 @@ class Certificate:
         """Return a sentence for each kind."""
         found = []
         for each in self.kinds:
-            verdict, stages = each.verdict(self.dtype), ", ".join(each.stages)
-            text = each.refused or f"largest gap {each.gap(self.dtype):.2g} nats in {self.dtype} ({stages})"
             notes = "".join(f"; {name}: {note}" for name, note in each.notes.items())
-            found.append(f"{self.architecture}, {each.kind}: {verdict}: {text}{notes}")
+            found.append(f"{self.architecture}, {each.kind}: {each.verdict()}: {each.reason()}{notes}")
         return found
 
     def check(self, kind: PolicyKind) -> None:
@@ -111,11 +158,10 @@ class Certificate:
             SettingsError: It was.
         """
         for each in self.kinds:
-            if each.kind == kind.value and (verdict := each.verdict(self.dtype)) != "right":
-                reason = each.refused or f"a gap of {each.gap(self.dtype):.2g} nats"
+            if each.kind == kind.value and (verdict := each.verdict()) in {"refused", "wrong"}:
                 raise SettingsError(
-                    f"the certificate of this model ({FILE}) says that kind={each.kind!r} is {verdict}: {reason}; set "
-                    "another kind, or run `turnwise certify` again"
+                    f"the certificate of this model ({FILE}) says that kind={each.kind!r} is {verdict}: "
+                    f"{each.reason()}; set another kind, or run `turnwise certify` again"
                 )
 
 
@@ -131,10 +177,10 @@ def certify(
     """Try a model with the whole product on this machine, and write a certificate beside its weights.
 
     Sessions with branches are played and trained by GRPO and DPO; each version is loaded, rolled back and loaded again,
-    also by an engine that was restarted. Exit status 1 if something is wrong or refused. Arguments after -- go to vLLM.
+    also by an engine that was restarted. Exit status 1 unless all is right. Arguments after -- go to vLLM.
     """
     from turnwise.processes.engine_command import installed_version
-    from turnwise.processes.served_model import check_model_directory, cpu_dtype_of, whole_config
+    from turnwise.processes.served_model import check_model_directory, whole_config
 
     check_model_directory(Path(model))
     known = Certificate.read(model)
@@ -143,7 +189,6 @@ def certify(
     made = Certificate(
         model_digest=str(base_version(model).model_digest),
         architecture=str((whole_config(model).get("architectures") or ["unknown"])[0]),
-        dtype=cpu_dtype_of(model),
         made_with={name: version for name in packages if (version := installed_version(name))},
         kinds=[] if known is None else [each for each in known.kinds if each.kind not in wanted],
     )
@@ -154,43 +199,71 @@ def certify(
         print_process_line("certify", f"written to {made.write(model)}")
     for row in made.rows():
         click.echo(row)
-    if any(each.verdict(made.dtype) != "right" for each in made.kinds):
+    if any(each.verdict() != "right" for each in made.kinds):
         sys.exit(1)
 
 
 def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate: float) -> KindResult:
-    result, database = KindResult(kind), f"sqlite:///{place}/store.db"
+    import openai
+
+    result, database = KindResult(kind, dtype=_flagged_dtype(model, vllm_flags)), f"sqlite:///{place}/store.db"
     train = ["train", "--dry-run", "--kind", kind, "--model", model]
+    failures = (TurnwiseError, RuntimeError, MemoryError, OSError, openai.APIError)
     try:
         result.notes = json.loads(_command(place / "dry-run.log", *train, "--json")).get("notes", {})
-        with _stack(model, kind, place, database, vllm_flags) as (stack, client):
+        with _stack(model, kind, place, database, vllm_flags) as (stack, client, engine_url):
+            result.dtype = engine_dtype(engine_url) or result.dtype
             _play_all(stack, client, lambda *more: _train(model, kind, place, database, rate, *more))
-    except (TurnwiseError, RuntimeError) as error:
-        result.refused = str(error).splitlines()[0]
-    if (place / "store.db").exists():
-        result.stages = _compare(database)
+    except failures as error:
+        result.give_up(error)
+    try:
+        if (place / "store.db").exists():
+            result.stages = _compare(database)
+    except failures as error:
+        result.give_up(error)
     return result
+
+
+def engine_dtype(url: str) -> str | None:
+    """Return the number format in which an engine computes; None if it does not say."""
+    import httpx2
+
+    try:
+        reply = httpx2.get(f"{url}{SERVER_INFO_ROUTE}", params={"config_format": "json"}, timeout=60.0, trust_env=False)
+        return weights_dtype(reply.json())
+    except (httpx2.HTTPError, ValueError):
+        return None
+
+
+def _flagged_dtype(model: str, vllm_flags: tuple[str, ...]) -> str:
+    """Return the number format that vLLM's flags name, else the one that it has on a CPU."""
+    from turnwise.processes.served_model import cpu_dtype_of
+
+    named = DTYPE_FLAG.findall(" ".join(vllm_flags))
+    dtype = SHORT_DTYPES.get(named[-1], named[-1]) if named else ""
+    return dtype if dtype in LIMITS else cpu_dtype_of(model)
 
 
 @contextmanager
 def _stack(
     model: str, kind: str, place: Path, database: str, vllm_flags: tuple[str, ...]
-) -> Iterator[tuple[Supervisor, Client]]:
+) -> Iterator[tuple[Supervisor, Client, str]]:
     from turnwise.client import Client
     from turnwise.processes.ports import free_port
     from turnwise.processes.stack import ENGINE_START_SECONDS, command
     from turnwise.processes.supervisor import Child, Supervisor
 
     ports = free_port(), free_port()
+    engine_url = f"http://127.0.0.1:{ports[0]}"
     engine = ["engine", "--model", model, "--port", str(ports[0]), *(["--lora"] if kind == "lora" else [])]
-    proxy = ["proxy", "--engine", f"http://127.0.0.1:{ports[0]}", "--port", str(ports[1]), "--database", database]
+    proxy = ["proxy", "--engine", engine_url, "--port", str(ports[1]), "--database", database]
     proxy += ["--holdout-share", "0"]
     url = f"http://127.0.0.1:{ports[1]}"
     children = [
         Child(
             name="engine",
             argv=command(*engine, *(["--", *vllm_flags] if vllm_flags else [])),
-            ready=f"http://127.0.0.1:{ports[0]}/health",
+            ready=f"{engine_url}/health",
             port=ports[0],
             start_seconds=ENGINE_START_SECONDS,
         ),
@@ -198,7 +271,7 @@ def _stack(
     ]
     running = Supervisor(children, log_directory=place, say=print_process_line, max_quick_deaths=1)
     with running as stack, Client(url) as client:
-        yield stack, client
+        yield stack, client, engine_url
 
 
 def _play_all(stack: Supervisor, client: Client, train: Callable[..., None]) -> None:
@@ -256,17 +329,25 @@ def _command(log: Path, *arguments: str) -> str:
 
     Raises:
         ChildFailed: It failed, with the error that its log ends with.
+        TimeoutError: It did not end in time.
     """
     from turnwise.processes.stack import command
-    from turnwise.processes.supervisor import last_error
+    from turnwise.processes.supervisor import KILLED, describe_exit, last_error
 
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as errors:
-        done = subprocess.run(  # noqa: S603  our own command
-            command(*arguments), stdout=subprocess.PIPE, stderr=errors, check=False, timeout=WAIT_SECONDS
-        )
+        start = errors.tell()
+        try:
+            done = subprocess.run(  # noqa: S603  our own command
+                command(*arguments), stdout=subprocess.PIPE, stderr=errors, check=False, timeout=WAIT_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"turnwise {arguments[0]} did not end within {WAIT_SECONDS:.0f} s: see {log}") from error
     if done.returncode:
-        raise ChildFailed(last_error(log) or f"turnwise {arguments[0]} ended with status {done.returncode}: see {log}")
+        # A process that was killed wrote no error: what its log has is a warning.
+        said = None if done.returncode in KILLED else last_error(log, start)
+        ended = f"turnwise {arguments[0]} ended with {describe_exit(done.returncode)}: see {log}"
+        raise ChildFailed(said or ended)
     return done.stdout.decode()
 
 
@@ -287,7 +368,7 @@ def _until(condition: Callable[[], bool], stack: Supervisor, what: str) -> None:
     while not condition():
         stack.check()
         if time.monotonic() > deadline:
-            raise ChildFailed(f"{what} did not come within {WAIT_SECONDS:.0f} s")
+            raise TimeoutError(f"{what} did not come within {WAIT_SECONDS:.0f} s")
         time.sleep(0.2)
 
 
