@@ -232,8 +232,10 @@ def _forbidden(
     A grammar that allows nothing but an end is stronger than `min_tokens`.
     """
     num_kept = min(int(sampling.get("min_tokens") or 0), len(sampled))
-    kept = [place for place in range(num_kept) if grammar is None or not grammar.allows(place) <= ends]
-    found = {(place, end) for place in kept for end in ends}
+    is_over = np.zeros(num_kept, np.bool_)
+    if grammar is not None and num_kept:
+        is_over = grammar.allows_nothing_but(ends)[:num_kept]
+    found = {(place, end) for place in np.flatnonzero(~is_over).tolist() for end in ends}
     tokens = sampled.tolist()
     words = sampling.get("bad_words") or ()
     for *before, last in bad_words(words, vocabulary.tokenizer.encode) if words else ():

@@ -314,7 +314,8 @@ def letters(tmp_path_factory) -> Grammars:
 def allowed(found, num_tokens):
     """Return the ids that stood free at each token; None where all did."""
     every = len(found.words) - 1
-    return [None if found.index[place] == every else found.allows(place) for place in range(num_tokens)]
+    bits = np.unpackbits(found.words.view(np.uint8), axis=1, bitorder="little")
+    return [None if mask == every else {*np.flatnonzero(bits[mask]).tolist()} for mask in found.index[:num_tokens]]
 
 
 def test_a_grammar_is_walked_over_the_sampled_tokens(letters):
@@ -379,6 +380,14 @@ def test_a_grammar_that_allows_nothing_but_an_end_is_stronger_than_min_tokens(le
     found = processors(asked, np.array([D]), np.array([A, B, END]), None, vocabulary)
     places, ids = found.forbidden
     assert list(zip(places.tolist(), ids.tolist(), strict=True)) == [(0, END), (1, END)]
+
+
+def test_masks_that_allow_nothing_but_some_ids_are_found_in_every_word_of_32_ids():
+    """Masks of 64 ids; one of the asked ids, 64, is not theirs."""
+    words = [[1 << 8, 1 << 3], [1 << 8, 0], [0, -(1 << 31)], [1 << 8 | 1 << 9, 1 << 3], [-1, -1]]
+    found = GrammarMasks(words=np.array(words, np.int32), index=np.array([3, 0, 1, 0, 2, 4]))
+    assert found.allows_nothing_but({8, 35, 64}).tolist() == [False, True, True, True, False, False]
+    assert found.allows_nothing_but({8, 63}).tolist() == [False, False, True, False, True, False]
 
 
 def test_masks_that_contradict_one_another_leave_a_finite_gradient_and_no_logprob_that_a_gap_check_passes():
