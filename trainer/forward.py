@@ -49,9 +49,11 @@ class ForwardChecker:
         self._versions = versions
         self._tolerance = tolerance
         self._models: cachetools.LRUCache[int, Any] = cachetools.LRUCache(MODELS_KEPT)
+        self._vocabularies: cachetools.LRUCache[str, Vocabulary] = cachetools.LRUCache(MODELS_KEPT)
 
     def close(self) -> None:
         self._models.clear()
+        self._vocabularies.clear()
 
     def check(self, view: TurnView, place: str, report: Verification) -> None:
         turn = view.turn
@@ -83,7 +85,8 @@ class ForwardChecker:
         version = self._versions.get(turn.policy_version_first)
         if version is None or not Path(version.path).is_dir():
             return f"the files of version {turn.policy_version_first} are not on this machine"
-        vocabulary = Vocabulary(_base_of(version))
+        base = _base_of(version)
+        vocabulary = self._vocabularies.setdefault(base, Vocabulary(base))
         support = None if turn.support is None else unpack(turn.support)
         found = processors(turn.sampling, view.prompt_token_ids, turn.token_ids, support, vocabulary)
         return f"sampled with {found}, which cannot be applied again" if isinstance(found, str) else found

@@ -11,17 +11,23 @@ import torch
 import transformers
 from support.engine_sampling import logprobs_and_entropy, processed_logits
 from support.experience_factory import experience
-from support.tiny_models import VOCABULARY, config_of, load_model
+from support.tiny_models import VOCABULARY, config_of, load_model, make_model
 
+import trainer.batch.sampling as sampling_module
 from trainer.batch.batch import build, pack, row_processors, trained_turns, with_ratio
 from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.batch.processors import RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, processors, processors_of, resolved
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
+from trainer.forward import ForwardChecker
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
+from turnwise.store.turns import TurnView
+from turnwise.tokenizer import load_tokenizer
+from turnwise.types import PolicyVersion, Turn
+from turnwise.verify.records import Verification
 
 SIZE = 11
 """Ids of the vocabulary of the tests without a model."""
@@ -401,3 +407,27 @@ def test_masks_that_contradict_one_another_leave_a_finite_gradient_and_no_logpro
     assert logprobs.item() < -1e20
     assert entropy.item() == 0
     assert (logits.grad == 0).all()
+
+
+def test_a_forward_check_loads_the_tokenizer_of_a_version_once(letters, tmp_path, monkeypatch):
+    """Two turns, whose `min_tokens` need the ids that end a reply."""
+    directory = make_model(tmp_path / "v0", vocab_size=len(LETTERS))
+    letters._tokenizer.save_pretrained(directory)
+    loaded: list[str] = []
+    monkeypatch.setattr(sampling_module, "load_tokenizer", lambda path: loaded.append(path) or load_tokenizer(path))
+    turn = Turn(
+        turn_id="t",
+        session_id="s",
+        chain_id="c",
+        sampling={"min_tokens": 1},
+        prompt_length=1,
+        token_ids=np.array([A], np.int32),
+        logprobs=np.array([-1.0], np.float32),
+    )
+    view = TurnView(turn=turn, messages=[], tools=None, prompt_token_ids=np.array([D], np.int32), rewards=())
+    checker = ForwardChecker({0: PolicyVersion(version=0, path=str(directory))}, tolerance=100.0)
+    report = Verification()
+    for place in ("first", "second"):
+        checker.check(view, place, report)
+    assert report.checked["turns with logprobs recomputed"] == 2
+    assert loaded == [str(directory)]
