@@ -6,7 +6,6 @@ batch, what will not be trained. Only the trainer knows whether it can replay a 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -30,24 +29,6 @@ NUMBERS: Mapping[str, type[int | float]] = {
 Sampled: TypeAlias = tuple[Json, bool]
 """The sampling parameters of a turn, and whether its support is stored."""
 ADVICE = "Only `sft`, `dpo` and `correction` train such turns; for others set the `sampling` of sessions."
-
-
-def with_numbers(fields: Json) -> Json:
-    """Return the fields of a request with numbers in the place of their texts; other values stay."""
-    found = {name: _number(value, NUMBERS[name]) for name, value in fields.items() if name in NUMBERS}
-    return fields | found if any(isinstance(fields[name], str) for name in found) else fields
-
-
-def _number(value: Any, kind: type[int | float]) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        return value
-    if not math.isfinite(number):
-        return value
-    return int(number) if kind is int and number.is_integer() else number
 
 
 def unreadable(sampling: Json) -> str | None:

@@ -27,6 +27,7 @@ from proxy.http import problems
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.metrics import Metrics
 from proxy.sessions.forest import KnownTurn
+from proxy.sessions.pins import EXPLORED
 from proxy.sessions.place import Sessions
 from proxy.sessions.roles import corrections
 from proxy.settings import ProxySettings
@@ -86,6 +87,8 @@ class Relay:
         must_wait = self._sessions.template is None and not self._pool.serving
         has_waited = must_wait and not await self._pool.wait_for_first()
         place = await self._sessions.find(call, principal, attempt.digest)
+        if EXPLORED in call.notes:
+            self._metrics.explored.inc()
         return Running(call, place, attempt, has_waited)
 
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:

@@ -19,7 +19,6 @@ import numpy as np
 
 from proxy.dialects import sse
 from turnwise.engine_plugin.supports import FIELD, SUM_TOLERANCE, from_text
-from turnwise.sampling import with_numbers
 from turnwise.store.turns import TurnView
 from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, TokenIds, Turn
 
@@ -103,9 +102,6 @@ class Call:
     """The version that the call names as its model, as `NAME@VERSION`; None where it names none."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
-
-    def __post_init__(self) -> None:
-        self.body = with_numbers(self.body)
 
     def encode_with(self, make_encoder: Callable[[], Encoder]) -> None:
         self.make_encoder, self.encoder = make_encoder, make_encoder()

@@ -8,11 +8,13 @@ The session is chosen, not the call: an episode is of one kind, and comparisons 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from proxy.dialects.base import Call
 from proxy.settings import ProxySettings
-from turnwise.sampling import with_numbers
+from turnwise.sampling import NUMBERS
 from turnwise.store.arms import takes
 from turnwise.types import Json, Session, Split
 
@@ -40,8 +42,6 @@ class Pins:
 
     def pinned(self, session: Session, key_id: str) -> Json:
         """Return the parameters that replace those of a call in a session."""
-        if not self._pins:
-            return session.sampling
         policy = self._policy_name(session.policy_id)
         names = ("*", f"tenant:{session.tenant}", f"policy:{policy}", f"key:{key_id}")
         merged: Json = {}
@@ -49,14 +49,32 @@ class Pins:
             merged |= self._pins.get(name, {})
         return merged | session.sampling
 
-    def apply(self, call: Call, session: Session, key_id: str) -> bool:
-        """Replace a call's parameters, and note what it asked for; return whether it explores."""
-        used, asked = with_numbers(self.pinned(session, key_id)), call.body
-        is_greedy = session.explores is not None and {**asked, **used}.get("temperature") == 0
+    def apply(self, call: Call, session: Session, key_id: str) -> None:
+        """Replace a call's parameters, and texts of numbers; note what it asked for, and whether it explores."""
+        used = self.pinned(session, key_id) if self._pins else session.sampling
+        asked = call.body = with_numbers(call.body)
+        is_greedy = session.explores is not None and with_numbers({**asked, **used}).get("temperature") == 0
         if is_greedy:
             used = {**used, "temperature": session.explores}
         if used:
             replaced = {name: asked.get(name) for name, value in used.items() if asked.get(name) != value}
             call.notes = call.notes | ({ASKED: replaced} if replaced else {}) | ({EXPLORED: True} if is_greedy else {})
-            call.body = {**asked, **used}
-        return is_greedy
+            call.body = with_numbers({**asked, **used})
+
+
+def with_numbers(fields: Json) -> Json:
+    """Return the fields of a request with numbers in the place of their texts; other values stay."""
+    found = {name: _number(value, NUMBERS[name]) for name, value in fields.items() if name in NUMBERS}
+    return fields | found if any(isinstance(fields[name], str) for name in found) else fields
+
+
+def _number(value: Any, kind: type[int | float]) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    if not math.isfinite(number):
+        return value
+    return int(number) if kind is int and number.is_integer() else number

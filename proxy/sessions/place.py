@@ -29,6 +29,7 @@ from proxy.sessions.conversation import (
     SYSTEM_ROLES,
     ConversationDigests,
     Conversations,
+    context_digest,
     has_media,
     message_digest,
     read_conversation,
@@ -141,17 +142,24 @@ class Sessions:
         return await self._place(live, call, principal)
 
     async def _place(
-        self, live: LiveSession, call: Call, principal: Principal, inferred_by: str | None = None
+        self,
+        live: LiveSession,
+        call: Call,
+        principal: Principal,
+        inferred_by: str | None = None,
+        searched: ConversationDigests | None = None,
     ) -> CallPlace:
         """Place a call in a session.
 
-        Pinned parameters replace the call's before its conversation is read, because the template prints some of them.
+        Pinned parameters replace the call's before its conversation is read, because the template prints some of them;
+        what `_read_to_search` returned is read again only where the session's own pins change that.
         """
         if call.names_policy:
             check_has_policy(live.session, call.policy_id, call.model, param="model")
-        if self.cache.pins.apply(call, live.session, principal.root_key_id):
-            self._metrics.explored.inc()
-        return CallPlace(live, await self._read(call, principal), inferred_by)
+        self.cache.pins.apply(call, live.session, principal.root_key_id)
+        if searched is None or searched.context != context_digest(call.tools, template_arguments(call.body)):
+            searched = await self._read(call, principal)
+        return CallPlace(live, searched, inferred_by)
 
     async def _open_next(self, over: LiveSession, call: Call) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
@@ -193,6 +201,18 @@ class Sessions:
             self.num_bytes_read += len(call.messages_json)
         return conversation
 
+    async def _read_to_search(self, call: Call, principal: Principal, caller: Caller) -> ConversationDigests:
+        """Read a call's conversation as its turn has it in a session without pins of its own; the call stays as it is.
+
+        A call that names no session is looked for by it, before its session is known.
+        """
+        asked = call.body
+        call.body = asked | self.cache.pins.pinned(_opened_by_call("", caller, call), principal.root_key_id)
+        try:
+            return await self._read(call, principal)
+        finally:
+            call.body = asked
+
     async def plan(self, place: CallPlace, call: Call) -> None:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
         live, conversation = place.live, place.conversation
@@ -230,7 +250,9 @@ class Sessions:
             live = await self.cache.find_own(principal)
         elif call.session_id is not None:
             live = await self.cache.find_stored(principal.tenant, call.session_id)
-        elif found := await self._inferred.find(await self._read(call, principal), call.messages, caller):
+        elif found := await self._inferred.find(
+            await self._read_to_search(call, principal, caller), call.messages, caller
+        ):
             live, _ = found
         if live is None or live.session.status is not SessionStatus.OPEN:
             return None
@@ -253,7 +275,7 @@ class Sessions:
 
     async def _infer(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> CallPlace:
         """Return the open session of this caller that contains what the call extends, or a new session."""
-        conversation = await self._read(call, principal)
+        conversation = await self._read_to_search(call, principal, caller)
         live, turn = await self._inferred.find(conversation, call.messages, caller) or (None, None)
         if live is None:
             live = await self._inferred.find_by_calls(call.messages, caller)
@@ -269,8 +291,9 @@ class Sessions:
         if live is None:
             self._metrics.sessions.labels("inferred").inc()
             live = await self.cache.open(_opened_by_call(session_id, caller, call))
-        place = CallPlace(live, conversation, principal.key_id, repeated_by=(caller, request))
-        if turn is not None and turn.history_digest in conversation.full:
+        place = await self._place(live, call, principal, principal.key_id, conversation)
+        place.repeated_by = caller, request
+        if turn is not None and turn.history_digest in place.conversation.full:
             place.reserved = turn
             self._reserved[turn.turn_id] += 1
         return place

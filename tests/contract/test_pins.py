@@ -36,6 +36,32 @@ def test_a_pin_replaces_what_a_call_asks_for_and_a_narrower_one_wins(start_proxy
     assert call(proxy, "own") == {"temperature": 0.7, "top_p": 1.0, "asked": {"temperature": None, "top_p": None}}
 
 
+def test_a_call_without_a_session_id_gets_pins_and_is_continued_under_them(start_proxy, fake_engine):
+    """The template prints one of the pinned parameters, so the conversation is looked for as it was stored."""
+    pins = {"*": {"temperature": 0.9, "chat_template_kwargs": {"enable_thinking": False}}}
+    proxy = start_proxy(fake_engine.url, "--sampling-pins", json.dumps(pins))
+    body = {"model": "fake", "messages": [SAY], "temperature": 0}
+    replied = httpx2.post(f"{proxy.v1}/chat/completions", json=body, timeout=60).raise_for_status().json()
+    body["messages"] = [SAY, replied["choices"][0]["message"], SAY]
+    httpx2.post(f"{proxy.v1}/chat/completions", json=body, timeout=60).raise_for_status()
+    first, second = (view.turn for view in proxy.turns())
+    for turn in (first, second):
+        assert turn.sampling == pins["*"] | {"asked": {"temperature": 0, "chat_template_kwargs": None}}
+    assert (second.session_id, second.parent_turn_id) == (first.session_id, first.turn_id)
+    assert fake_engine.state.calls[-1].body["temperature"] == 0.9
+
+
+def test_a_greedy_call_without_a_session_id_explores_and_its_counted_tokens_do_not(start_proxy, fake_engine):
+    proxy = start_proxy(fake_engine.url, "--explore", "1", "--explore-temperature", "0.8")
+    body = {"model": "fake", "messages": [SAY], "temperature": 0, "max_tokens": 9}
+    replied = httpx2.post(f"{proxy.v1}/chat/completions", json=body, timeout=60).raise_for_status().json()
+    [view] = proxy.turns()
+    assert (view.turn.sampling["temperature"], view.turn.sampling["explored"]) == (0.8, True)
+    body["messages"] = [SAY, {"role": "assistant", "content": replied["choices"][0]["message"]["content"]}, SAY]
+    httpx2.post(f"{proxy.v1}/messages/count_tokens", json=body, timeout=60).raise_for_status()
+    assert "turnwise_explored_total 1.0" in httpx2.get(f"{proxy.url}/metrics").text
+
+
 def test_of_the_four_pins_the_keys_wins_over_the_policys_the_tenants_and_the_proxys():
     pins = {"key:k": {"top_k": 4}, "policy:p": {"top_k": 3, "top_p": 0.3}, "*": {"top_k": 1, "min_p": 0.1}}
     pins["tenant:t"] = {"top_k": 2, "top_p": 0.2, "seed": 2}

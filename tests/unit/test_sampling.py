@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.sampling import count_not_trained, left_out_by, why_not_trained, with_numbers
+from proxy.sessions.pins import with_numbers
+from turnwise.sampling import count_not_trained, left_out_by, why_not_trained
 
 
 @pytest.mark.parametrize(
