@@ -163,6 +163,7 @@ class Captured:
 
 NAMED_ID = "token_id:"
 """How vLLM begins the name of a token that it names by its id."""
+ID_DIGITS = 10
 IMPOSSIBLE = -9999.0
 """The logprob in vLLM's JSON of an id that cannot be sampled."""
 
@@ -212,10 +213,10 @@ def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
 
 
 def read_supports(encoded: bytes) -> list[TokenIds | None]:
-    """Return which ids could be sampled at each token, None where the reply does not say it.
+    """Return which ids could be sampled at each token, None where the reply does not say it in a known form.
 
     Raises:
-        ValueError: the JSON, or a support in it, has another form.
+        ValueError: the JSON has another form.
     """
     found: list[TokenIds | None] = []
     for piece in _supports.decode(b"[%b]" % encoded):
@@ -232,18 +233,19 @@ def read_supports(encoded: bytes) -> list[TokenIds | None]:
 
 
 def _of_alternatives(named: Iterable[tuple[str, float]]) -> TokenIds | None:
-    """Return the possible ids among the most likely ones; None if there might be more, or texts stand for the ids."""
+    """Return the possible ids among the most likely ones; None if there might be more, or other texts stand there."""
     possible, is_whole = {}, False
     for token, logprob in named:
-        if not token.startswith(NAMED_ID):
+        number = token.removeprefix(NAMED_ID)
+        if number == token or not (number.isascii() and number.isdecimal()) or len(number) > ID_DIGITS or logprob > 1:
             return None
         if logprob > IMPOSSIBLE:
-            possible[int(token[len(NAMED_ID) :])] = logprob
+            possible[int(number)] = logprob
         else:
             is_whole = True
     if not is_whole and abs(math.fsum(map(math.exp, possible.values())) - 1) > SUM_TOLERANCE:
         return None
-    return np.array(sorted(possible), np.int32)
+    return np.array(sorted(possible), np.int32) if max(possible, default=0) < 2**31 else None
 
 
 def sampled_tokens(turn: Turn, texts: Mapping[int, str]) -> list[tuple[str, float]]:

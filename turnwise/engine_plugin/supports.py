@@ -26,6 +26,8 @@ FIELD = "turnwise_support"
 SUM_TOLERANCE = 1e-5
 """By how much the probabilities of a support may differ from 1, where more ids might be possible than were returned."""
 _SIZES = (1, 2, 4)
+_NO_ID = 2**31
+"""This and larger numbers are no ids."""
 _SHOWN = "turnwise_shown"
 """The argument of a request that keeps how many alternatives its client gets."""
 _WANTED, _COLUMNS = "turnwise_wanted", "turnwise_columns"
@@ -122,13 +124,12 @@ def to_text(ids: npt.NDArray[np.int32]) -> str:
 
 
 def from_text(text: str) -> npt.NDArray[np.int32] | None:
-    """Return the ids of `to_text`; None for an empty text.
-
-    Raises:
-        ValueError: `to_text` has not written it.
-    """
-    if not text:
+    """Return the ids of `to_text`; None for a text that is empty, or that `to_text` has not written."""
+    if text[:1] not in ("1", "2", "4"):
         return None
-    if text[0] not in "124":
-        raise ValueError(f"{text[:20]!r} is no support of a token")
-    return np.frombuffer(base64.b64decode(text[1:], validate=True), f"<u{text[0]}").cumsum(dtype=np.int32)
+    try:
+        differences = np.frombuffer(base64.b64decode(text[1:], validate=True), f"<u{text[0]}")
+    except ValueError:
+        return None
+    ids = differences.cumsum(dtype=np.int64)
+    return ids.astype(np.int32) if ids.max(initial=0) < _NO_ID else None

@@ -1,0 +1,38 @@
+"""Supports in an engine's reply that cannot be those of a token are unknown, and the other tokens keep theirs."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import pytest
+
+from proxy.dialects.base import read_supports
+from turnwise.engine_plugin.supports import FIELD, to_text
+from turnwise.support import support_json
+
+BEYOND = f"4{base64.b64encode(np.array([2**31 - 1, 1], '<u4').tobytes()).decode()}"
+"""The text of the ids 2**31 - 1 and 2**31."""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"token_id:3000000000": -0.6931472, "token_id:5": -0.6931472},
+        {"token_id:-1": -9999.0, "token_id:5": 0.0},
+        {"token_id:five": 0.0},
+        {"token_id:²": 0.0},
+        {f"token_id:{'9' * 5000}": 0.0},
+        {"token_id:5": 1e9},
+    ],
+)
+def test_alternatives_that_are_no_ids_or_no_probabilities_are_an_unknown_support(broken: dict[str, float]) -> None:
+    encoded = json.dumps({"top_logprobs": [broken, {"token_id:7": 0.0}]}).encode()
+    assert support_json(read_supports(encoded)) == [None, [7]]
+
+
+@pytest.mark.parametrize("broken", [BEYOND, "3AAAA", "1?", "1é", "4AAA=", "x"])
+def test_a_text_that_the_plug_in_has_not_written_is_an_unknown_support(broken: str) -> None:
+    encoded = json.dumps({FIELD: [broken, to_text(np.array([7, 2**31 - 1], np.int32))]}).encode()
+    assert support_json(read_supports(encoded)) == [None, [7, 2**31 - 1]]
