@@ -102,7 +102,7 @@ class Grammars:
         return AutoTokenizer.from_pretrained(self._model)
 
     @functools.cached_property
-    def _num_ids(self) -> int:
+    def num_ids(self) -> int:
         from transformers import AutoConfig
 
         return int(AutoConfig.from_pretrained(self._model).get_text_config().vocab_size)
@@ -112,7 +112,7 @@ class Grammars:
         import xgrammar
 
         return xgrammar.GrammarCompiler(
-            xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._num_ids)
+            xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self.num_ids)
         )
 
     def _walked(self, compiled: Any, sampled: Sequence[int], start: int, ends: set[int]) -> GrammarMasks | None:
@@ -120,7 +120,7 @@ class Grammars:
         import xgrammar
 
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends) or None)
-        bits = xgrammar.allocate_token_bitmask(1, self._num_ids)
+        bits = xgrammar.allocate_token_bitmask(1, self.num_ids)
         known: dict[bytes, int] = {}
         index = np.full(len(sampled), -1, np.int64)
         for place in range(start, len(sampled)):

@@ -154,6 +154,7 @@ def processors(
     """
     if name := unreadable(sampling):
         return name
+    support = _of_vocabulary(support, vocabulary)
     truncated = first_of(TRUNCATING, sampling) if temperature_of(sampling) > 0 else None
     if truncated is None:
         support = None
@@ -195,6 +196,17 @@ def _number(sampling: Json, name: str, neutral: float) -> float:
 def _bias(asked: Mapping[str, float]) -> tuple[Indices, npt.NDArray[np.float32]] | None:
     values = {int(token): min(LARGEST_BIAS, max(-LARGEST_BIAS, float(bias))) for token, bias in asked.items()}
     return (np.array([*values], np.int64), np.array([*values.values()], np.float32)) if values else None
+
+
+def _of_vocabulary(support: Support | None, vocabulary: Vocabulary | None) -> Support | None:
+    """Return a support without those of tokens that have ids which the model has not; all where its size is unknown."""
+    if support is None or vocabulary is None:
+        return support
+    try:
+        end = vocabulary.grammars.num_ids
+    except (OSError, ValueError, AttributeError):
+        return support
+    return [None if ids is None or ids[-1:].max(initial=0) >= end else ids for ids in support]
 
 
 def _rows(support: Support) -> tuple[Indices, Indices]:

@@ -18,7 +18,7 @@ from trainer.batch.batch import build, pack, row_processors, trained_turns, with
 from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.batch.processors import RowProcessors, SampledTurn
-from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, processors, processors_of, resolved
+from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, is_known, processors, processors_of, resolved
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
 from trainer.forward import ForwardChecker
 from trainer.model.agent import PolicyAgent
@@ -283,6 +283,13 @@ def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(mod
         for place, token in enumerate([2, 3, 4])
     ]
     np.testing.assert_allclose(found, np.array(expected), atol=2e-5)
+
+
+def test_a_support_with_ids_that_the_model_has_not_is_unknown(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
+    one = experience(sampling=[{"top_k": 2}])
+    one = dataclasses.replace(one, support=support_at(one, 0, [[2, 7], [4, 8]]))
+    assert is_known(resolved(one, Vocabulary(str(tmp_path))))[one.loss_mask].tolist() == [True, False]
 
 
 def test_a_support_makes_up_for_masks_that_cannot_be_computed():
