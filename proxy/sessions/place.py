@@ -157,7 +157,10 @@ class Sessions:
         if call.names_policy:
             check_has_policy(live.session, call.policy_id, call.model, param="model")
         self.cache.pins.apply(call, live.session, principal.root_key_id)
-        if searched is None or searched.context != context_digest(call.tools, template_arguments(call.body)):
+        is_pinned = bool(self._settings.sampling_pins or live.session.sampling)
+        if searched is None or (
+            is_pinned and searched.context != context_digest(call.tools, template_arguments(call.body))
+        ):
             searched = await self._read(call, principal)
         return CallPlace(live, searched, inferred_by)
 
@@ -206,6 +209,8 @@ class Sessions:
 
         A call that names no session is looked for by it, before its session is known.
         """
+        if not self._settings.sampling_pins:
+            return await self._read(call, principal)
         asked = call.body
         call.body = asked | self.cache.pins.pinned(_opened_by_call("", caller, call), principal.root_key_id)
         try:
