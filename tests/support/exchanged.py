@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.commands import invoke
 from support.ledger_samples import finish, make_turn
 from support.migrated import new_database
+from turnwise_fake_engine import tokens
 
 from turnwise.store import sessions, turns
 from turnwise.store.database import Database
@@ -26,6 +29,20 @@ CONVERSATION = [
     {"role": "assistant", "content": "Lea is."},
 ]
 HELLO = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the stand-in engine's tokenizer, with which imports render."""
+    return tokens.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """The empty database that `run_import` fills."""
+    database = new_database(tmp_path / "turnwise.db")
+    yield database
+    database.close()
 
 
 def captured(tmp_path: Path) -> Database:

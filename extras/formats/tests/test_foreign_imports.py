@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.exchanged import CALL, CONVERSATION, HELLO, TOOLS, export, records, run_import
-from support.migrated import migrated
 from turnwise_fake_engine import tokens
 
 from turnwise.store.database import Database
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokens.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
-    yield database
-    database.close()
 
 
 def _without_names(step: dict) -> dict:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.exchanged import CALL, CONVERSATION, HELLO, records, run_import
-from support.migrated import migrated
 from turnwise_fake_engine import tokens
 
 from turnwise.store.database import Database
@@ -16,18 +14,6 @@ from turnwise.store.database import Database
 USER, REPLY = HELLO["messages"]
 CUT = "Hel... (litellm_truncated 5000 chars) ...lo"
 MEDIA = "See @@@langfuseMedia:type=image/png|id=a|source=base64@@@"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokens.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
-    yield database
-    database.close()
 
 
 def litellm(messages: list, reply: dict, finish: str = "stop", **fields: object) -> dict:

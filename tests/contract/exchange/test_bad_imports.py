@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.commands import invoke
 from support.exchanged import CALL, CONVERSATION, HELLO, TOOLS, install_format, records, run_import
-from support.migrated import new_database
 from turnwise_fake_engine import tokens
 
 from turnwise.exchange import plugins
@@ -18,18 +16,6 @@ from turnwise.store.database import Database
 USER, REPLY = HELLO["messages"]
 HALF = "\ud83d"
 """Half of a surrogate pair: JSON has it as an escape, UTF-8 and tokenizers have not."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokens.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = new_database(tmp_path / "turnwise.db")
-    yield database
-    database.close()
 
 
 def reply(**fields: object) -> dict:

@@ -11,7 +11,6 @@ import pytest
 from support.commands import invoke
 from support.exchanged import CONVERSATION, HELLO, TOOLS, export, install_format, records, run_import
 from support.ledger_samples import add_finished
-from support.migrated import new_database
 from turnwise_fake_engine import running_fake_engine, tokens
 
 from turnwise.chains import is_imported, is_trainable
@@ -19,18 +18,6 @@ from turnwise.exchange import plugins
 from turnwise.store import claims, experiences, policies
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokens.write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = new_database(tmp_path / "turnwise.db")
-    yield database
-    database.close()
 
 
 def test_replies_have_the_templates_tokens_and_extend_one_another(
