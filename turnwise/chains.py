@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import hashlib
 import io
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -18,7 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.support import Support, support_json, unpack
-from turnwise.types import Credit, GroupKey, Json, Logprobs, Outcome, SessionKey, Split, TokenIds, TrainedIn, Turn
+from turnwise.types import (
+    Credit,
+    GroupKey,
+    Json,
+    Logprobs,
+    Outcome,
+    PlacedImage,
+    SessionKey,
+    Split,
+    TokenIds,
+    TrainedIn,
+    Turn,
+)
 
 TRAINABLE_OUTCOMES = frozenset({Outcome.EXACT, Outcome.RETOKENISED})
 
@@ -49,6 +62,8 @@ class ChainTokens:
     """Experts of each token by layer, -1 where they are not known; None if none is. [L, layers, experts a token]"""
     support: Support | None
     """The ids that could be sampled at each token, None where that is not known; None if none is. [L]"""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among the tokens, in order."""
 
 
 def is_trainable(turn: Turn) -> bool:
@@ -112,7 +127,30 @@ def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = froze
         logprobs=np.concatenate(logprobs),
         routed_experts=_routing(used, len(turn_index)),
         support=_support(used, index_of),
+        images=images_of(used),
     )
+
+
+def images_of(path: Sequence[Turn]) -> tuple[PlacedImage, ...]:
+    """Return the images of a path's prompts, in order."""
+    return tuple(PlacedImage.of_json(image) for turn in path for image in turn.images or ())
+
+
+def token_keys(tokens: TokenIds, images: Sequence[PlacedImage]) -> npt.NDArray[np.integer[Any]]:
+    """Return what decides whether two sequences have the same token at a place: its id, or an image's part.
+
+    Placeholders of different images have the same ids. So each id of a placeholder is replaced by a negative number
+    that stands for the id, the image and the place in the placeholder. [L]
+    """
+    if not images:
+        return tokens
+    keys = tokens.astype(np.int64)
+    for image in images:
+        own = slice(image.offset, image.offset + image.length)
+        for place, token in enumerate(tokens[own].tolist()):
+            named = f"{image.digest} {token} {place}".encode()
+            keys[image.offset + place] = -1 - int.from_bytes(hashlib.blake2b(named, digest_size=7).digest())
+    return keys
 
 
 def as_root(path: Sequence[Turn]) -> Turn:
@@ -128,6 +166,7 @@ def as_root(path: Sequence[Turn]) -> Turn:
         tools=path[0].tools,
         prompt_delta=prompt,
         prompt_length=prompt.size,
+        images=[image for each in path for image in each.images or ()] or None,
         routed_experts=None if routing is None else _saved(routing[:-1]),
     )
 
@@ -284,6 +323,8 @@ class Experience:
     support: Support | None = None
     """The sorted ids that top-k, top-p and min-p left to sample from at each token, None where that is not known or
     nothing was cut off; None if it is known of none. [L]"""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among the tokens, in order; with their files in the experiences of a claim."""
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn after credit assignment. [K]"""
     turn_own_rewards: npt.NDArray[np.float64]
@@ -346,4 +387,5 @@ def experience_json(experience: Experience) -> Json:
         "trained_in": experience.trained_in,
         "metrics": experience.metrics,
         "info": experience.info,
+        **({"images": [image.as_json() for image in experience.images]} if experience.images else {}),
     }

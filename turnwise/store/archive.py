@@ -13,9 +13,11 @@ from turnwise.store.schema import (
     DELETED,
     feedback,
     groups,
+    media,
     rewards,
     session_copies,
     session_labels,
+    session_media,
     sessions,
     trained_sessions,
     turns,
@@ -25,17 +27,23 @@ from turnwise.types import SessionStatus
 
 Row = Mapping[str, Any]
 
-OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies)
-TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}
+OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies, session_media)
+TABLES = {table.name: table for table in (groups, sessions, media, *OF_SESSIONS)}
 ROWS_AT_ONCE = 256
 
 
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
     """Yield the rows of a table that belong to these sessions, those of a session in the order of the primary key."""
     table = TABLES[table_name]
-    key = table.c.group_pk if table is groups else table.c.session_pk
+    of = session_media if table is media else table
+    key = table.c.group_pk if table is groups else of.c.session_pk
     wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
-    found_rows = sa.select(table).where(is_among(conn.dialect, key, wanted)).order_by(key, *table.primary_key)
+    if table is media:
+        names = sa.select(of.c.tenant, of.c.digest).where(is_among(conn.dialect, key, wanted))
+        is_wanted = sa.tuple_(media.c.tenant, media.c.digest).in_(names)
+        found_rows = sa.select(media).where(is_wanted).order_by(*media.primary_key)
+    else:
+        found_rows = sa.select(table).where(is_among(conn.dialect, key, wanted)).order_by(key, *table.primary_key)
     for row in conn.execute(found_rows, execution_options={"yield_per": ROWS_AT_ONCE}):
         yield dict(row._mapping)  # noqa: SLF001  SQLAlchemy's public name
 
@@ -50,6 +58,7 @@ class ArchivedSession(NamedTuple):
     session: Row
     group: Row | None
     others: Mapping[str, Sequence[Row]]
+    media: Sequence[Row] = ()
 
 
 def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
@@ -68,6 +77,8 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
     conn.execute(
         sa.delete(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids), turns.c.session_pk.in_(deleted))
     )
+    for image in archived.media:
+        insert_ignoring(conn, media, image)
     for table_name, others in archived.others.items():
         key = "reward_id" if table_name == rewards.name else "session_pk"
         if others:
@@ -110,5 +121,8 @@ def grouped(rows_of: Mapping[str, Iterable[Row]]) -> Iterator[ArchivedSession]:
     for table in OF_SESSIONS:
         for row in rows_of.get(table.name, ()):
             others[row["session_pk"]][table.name].append(row)
+    images = {(row["tenant"], row["digest"]): row for row in rows_of.get(media.name, ())}
     for row in rows_of[sessions.name]:
-        yield ArchivedSession(row, groups_by_pk.get(row["group_pk"]), others[row["session_pk"]])
+        own = others[row["session_pk"]]
+        used = [images[link["tenant"], link["digest"]] for link in own.get(session_media.name, ())]
+        yield ArchivedSession(row, groups_by_pk.get(row["group_pk"]), own, used)

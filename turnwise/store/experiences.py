@@ -30,6 +30,7 @@ from turnwise.chains import EID, HINTS, ChainTokens, Experience, is_imported, is
 from turnwise.credit import Floats, SessionCredit, assign_credit, is_uniform, latest_lines, normalised
 from turnwise.store import rows
 from turnwise.store.database import Database
+from turnwise.store.media import read_media
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import feedback, session_labels, sessions, turns
@@ -79,6 +80,8 @@ class Shape:
     """Include imported replies, whose behaviour logprobs are 0 where they are not known."""
     with_unrewarded: bool = False
     """Include sessions without rewards; their reward is 0."""
+    with_files: bool = False
+    """Read the files of images too."""
 
 
 Source: TypeAlias = sa.Connection | Database
@@ -106,7 +109,7 @@ def experiences_of_groups(
     with_imported: bool = False,
 ) -> Iterator[Experience]:
     """Yield one experience per chain of the finished sessions of these groups, over a transaction that stays open."""
-    shape = Shape(roles=roles, merge="chain", with_imported=with_imported)
+    shape = Shape(roles=roles, merge="chain", with_imported=with_imported, with_files=True)
     clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value]
     return _stream(conn, clauses, shape)
 
@@ -114,7 +117,7 @@ def experiences_of_groups(
 def experiences_of_sessions(
     conn: sa.Connection, session_pks: Sequence[int], *, roles: Collection[Role] = TRAINED_ROLES
 ) -> Iterator[Experience]:
-    shape = Shape(roles=roles, merge="chain", with_unrewarded=True)
+    shape = Shape(roles=roles, merge="chain", with_unrewarded=True, with_files=True)
     return _stream(conn, [is_among(conn.dialect, sessions.c.session_pk, session_pks)], shape)
 
 
@@ -141,12 +144,27 @@ def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sh
             pks = [row.session_pk for row in found]
             turns, lines = turns_of(conn, pks), rewards_of(conn, pks)
             updates_of, hints = trained_in(conn, pks), _hints(conn, pks)
+            if shape.with_files:
+                turns = {row.session_pk: _with_files(conn, row.tenant, turns.get(row.session_pk, [])) for row in found}
         if not found:
             return
         for row in found:
             pk = row.session_pk
             in_session = [_trained(turn, shape) for turn in turns.get(pk, [])]
             yield from _of_session(row, in_session, lines.get(pk, []), updates_of.get(pk, ()), hints[pk], shape)
+
+
+def _with_files(conn: sa.Connection, tenant: str, turns: Sequence[Turn]) -> list[Turn]:
+    """Return a session's turns with the files of their images in these; those without images as they are."""
+    digests = {image["digest"] for turn in turns for image in turn.images or ()}
+    if not digests:
+        return list(turns)
+    files = read_media(conn, tenant, digests)
+
+    def with_file(image: Json) -> Json:
+        return {**image, "content": files[image["digest"]].content}
+
+    return [dataclasses.replace(turn, images=turn.images and list(map(with_file, turn.images))) for turn in turns]
 
 
 def _of_session(
@@ -230,6 +248,7 @@ def _experience(
         turn_messages=tuple(turn.messages for turn in sequence.turns),
         routed_experts=sequence.routed_experts,
         support=sequence.support,
+        images=sequence.images,
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_own_rewards=np.array([credit.own_rewards.get(turn_id, 0.0) for turn_id in turn_ids], np.float64),
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
+from turnwise.store.media import sweep_media
 from turnwise.store.policies import bases_since, delete_policies
 from turnwise.store.processes import forget_in_states
 from turnwise.store.rewards import forget_sessions
@@ -302,6 +303,8 @@ def sweep(conn: sa.Connection) -> bool:
     if turn_ids:
         some = fitting(conn, turn_ids, BYTES_AT_ONCE)
         conn.execute(sa.delete(turns).where(turns.c.turn_id.in_(some)))
-    elif delete_some(conn, rewards, rewards.c.session_pk == session_pk) < ROWS_AT_ONCE:
+    elif delete_some(conn, rewards, rewards.c.session_pk == session_pk) < ROWS_AT_ONCE and not sweep_media(
+        conn, session_pk
+    ):
         conn.execute(sa.delete(sessions).where(sessions.c.session_pk == session_pk))
     return True

@@ -163,6 +163,27 @@ turns = sa.Table(
     _index("ix_turns_failed", "created_at", where="outcome = 'error'"),
 )
 
+media = sa.Table(
+    "media",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("digest", sa.Text, primary_key=True),
+    sa.Column("media_type", sa.Text, nullable=False),
+    sa.Column("content", sa.LargeBinary, nullable=False),
+)
+"""The images of conversations, each once for its tenant; messages name them by their SHA-256 digest."""
+
+session_media = sa.Table(
+    "session_media",
+    metadata,
+    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), primary_key=True),
+    sa.Column("digest", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.ForeignKeyConstraint(["tenant", "digest"], ["media.tenant", "media.digest"]),
+    _index("ix_session_media_digest", "tenant", "digest"),
+)
+"""Which sessions have an image; with the last of them it is deleted."""
+
 rewards = sa.Table(
     "rewards",
     metadata,

@@ -22,6 +22,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, NotFound
 from turnwise.sampling import Sampled
 from turnwise.store import rows
+from turnwise.store.media import NAMED_IMAGE, add_media
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import finish_turn
 from turnwise.store.schema import sessions, turns
@@ -167,7 +168,7 @@ def path_to(
 
 def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> list[str]:
     held = turns.c
-    arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts, held.support
+    arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts, held.support, held.images
     size = size_of(conn.dialect, held.messages, held.tools, held.response, *arrays)
     # One by one: SQLite reads a text to measure it, and those behind the last one that fits may be large.
     sizes = (conn.execute(sa.select(size).where(held.turn_id == each)).scalar_one_or_none() or 0 for each in turn_ids)
@@ -342,6 +343,8 @@ def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     new_rows = [row for row, is_added in zip(batch, added, strict=True) if is_added]
     if new_rows:
         insert_rows(conn, turns, new_rows)
+        if with_images := [row for row in new_rows if NAMED_IMAGE in row["messages"]]:
+            add_media(conn, with_images)
         latest = "greatest" if conn.dialect.name == "postgresql" else "max"
         count = _COUNT.format(latest=latest, value=mark(conn.dialect))
         execute_many(conn, count, [state.counts() for state in states.values() if state.num_new])

@@ -1,0 +1,144 @@
+"""Images of a tenant: stored once, linked by every session that has them, deleted with the last one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from support.ledger_samples import add_session, finish, make_turn
+
+from turnwise import chains
+from turnwise.exchange.archive import archive, restore
+from turnwise.store import experiences, forks, media, retention, rows, schema, turns
+from turnwise.store.database import Database
+from turnwise.store.selection import SessionFilter
+from turnwise.types import Json, PlacedImage, Session, Turn, utc_now
+
+FILE = b"\x89PNG the colour of a marker " * 40
+DIGEST = hashlib.sha256(FILE).hexdigest()
+PLACED: Json = {"digest": DIGEST, "offset": 1, "length": 2, "runs": [[1, 2]], "processor": "p", "pixels": "x"}
+
+
+def shown(digest: str = DIGEST) -> Json:
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"image:{digest}"}}]}
+
+
+def append(database: Database, turn: Turn, **files: media.Media) -> None:
+    with database.write() as connection:
+        turns.append_rows(connection, [rows.TURNS.row(turn, media=files)])
+
+
+def with_image(turn_id: str, session_id: str, parent: Turn | None = None, **fields: Any) -> Turn:
+    turn = make_turn("t1", parent, session_id=session_id, messages=[shown()], images=[PLACED], **fields)
+    return dataclasses.replace(turn, turn_id=turn_id, chain_id=turn_id)
+
+
+def stored_files(database: Database) -> list[tuple[str, str]]:
+    with database.read() as connection:
+        return [tuple(row) for row in connection.execute(sa.select(schema.media.c.tenant, schema.media.c.digest))]
+
+
+@pytest.fixture
+def filled(database: Database) -> Database:
+    """Return a store in which two sessions of a tenant and one of another show the same image."""
+    for session_id, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
+        add_session(database, session_id, tenant=tenant, turns=0)
+        turn = with_image(f"{session_id}-t1", session_id, tenant=tenant)
+        append(database, turn, **{DIGEST: media.Media("image/png", FILE)})
+    return database
+
+
+def test_a_tenant_stores_an_image_once_and_reads_only_its_own(filled: Database) -> None:
+    assert sorted(stored_files(filled)) == [("default", DIGEST), ("other", DIGEST)]
+    with filled.read() as connection:
+        assert media.read_media(connection, "default", [DIGEST, "0" * 64]) == {DIGEST: ("image/png", FILE)}
+        assert media.read_media(connection, "default", [DIGEST], session_id="b")
+        assert not media.read_media(connection, "default", [DIGEST], session_id="c")
+        assert not media.read_media(connection, "nobody", [DIGEST])
+
+
+def test_a_message_that_only_quotes_an_image_does_not_link_it(filled: Database) -> None:
+    add_session(filled, "q", turns=0)
+    named = {"image_url": {"url": f"image:{DIGEST}"}}
+    messages = [{"role": "user", "content": str(named), "note": named}, shown("1" * 64)]
+    append(filled, make_turn("t8", session_id="q", messages=messages))
+    with filled.read() as connection:
+        assert not media.read_media(connection, "default", [DIGEST], session_id="q")
+
+
+def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled: Database, tmp_path: Path) -> None:
+    with filled.read() as connection:
+        path, _ = forks.read_path(connection, Session(session_id="fork"), "a-t1", before=False)
+    with filled.write() as connection:
+        forks.copy_turns(connection, Session(session_id="fork"), path[0], path)
+    for session_id, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
+        with filled.write() as connection:
+            retention.delete_session(connection, tenant, session_id)
+        with filled.read() as connection:
+            assert not media.read_media(connection, tenant, [DIGEST], session_id=session_id)
+    retention.delete_all(filled, lambda _: retention.Deleted())
+    assert stored_files(filled) == [("default", DIGEST)]  # the fork has it
+    retention.delete_all(filled, lambda connection: retention.delete_session(connection, "default", "fork"))
+    assert stored_files(filled) == []
+    if filled.engine.dialect.name == "sqlite":
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert files
+        assert not any(FILE[:40] in file.read_bytes() for file in files)
+
+
+def test_an_archive_takes_images_out_and_brings_them_back(filled: Database, tmp_path: Path) -> None:
+    for session_id, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
+        finish(filled, session_id, tenant=tenant)
+    before = utc_now().replace(year=2100)
+    with filled.write() as connection:
+        connection.execute(sa.update(schema.groups).values(status="trained"))
+    assert len(archive(filled, tmp_path / "archive", before).sessions) == 3
+    assert stored_files(filled) == []
+    assert restore(filled, tmp_path / "archive") == 3
+    with filled.read() as connection:
+        assert media.read_media(connection, "other", [DIGEST], session_id="c") == {DIGEST: ("image/png", FILE)}
+
+
+def test_a_claimed_experience_has_its_images_with_their_files(filled: Database) -> None:
+    second = make_turn("t2", with_image("a-t1", "a"), session_id="a", messages=[shown()])
+    placed = {**PLACED, "offset": second.prompt_length - 1, "length": 1, "runs": [[second.prompt_length - 1, 1]]}
+    second.images = [placed]
+    append(filled, second)
+    finish(filled, "a")
+    with filled.read() as connection:
+        pk = connection.execute(sa.select(schema.sessions.c.session_pk).where(schema.sessions.c.session_id == "a"))
+        (claimed,) = experiences.experiences_of_sessions(connection, [pk.scalar_one()])
+        (listed,) = experiences.experiences(connection, SessionFilter(session_id="a"), experiences.PER_CHAIN)
+    assert [(image.offset, image.runs, image.content) for image in claimed.images] == [
+        (1, ((1, 2),), FILE),
+        (placed["offset"], ((placed["offset"], 1),), FILE),
+    ]
+    assert [image.content for image in listed.images] == [b"", b""]
+    assert chains.experience_json(listed)["images"][0] == {**PLACED, "runs": ((1, 2),)}
+
+
+def test_placeholders_of_different_images_have_different_keys_and_equal_ones_equal_keys() -> None:
+    tokens = np.array([7, 9, 9, 9, 8], np.int32)
+    image = PlacedImage.of_json(PLACED)
+    other = PlacedImage.of_json({**PLACED, "digest": "1" * 64})
+    assert chains.token_keys(tokens, ()) is tokens
+    keys = chains.token_keys(tokens, [image])
+    assert keys[[0, 3, 4]].tolist() == [7, 9, 8]  # an id outside of the placeholder is text
+    assert (keys[1:3] < 0).all()
+    assert keys[1] != keys[2]
+    assert chains.token_keys(tokens, [image]).tolist() == keys.tolist()
+    assert not np.isin(chains.token_keys(tokens, [other])[1:3], keys).any()
+
+
+def test_a_changed_place_of_an_image_changes_the_turns_digest(filled: Database) -> None:
+    with filled.read() as connection:
+        view = turns.read_turn(connection, "default", "a-t1")
+    moved = [{**PLACED, "offset": 2}]
+    assert rows.turn_row(view.turn, 0)["digest"] == view.turn.digest
+    view.turn.images = moved
+    assert rows.turn_row(view.turn, 0)["digest"] != view.turn.digest

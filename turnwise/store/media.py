@@ -1,0 +1,94 @@
+"""Images: stored once for a tenant, named in messages by the digest of their file, deleted with their last session.
+
+A message has the URL `image:<SHA-256>` where the client sent an image. So messages, their digests and what is compared
+of them stay short, and two images are equal where their files are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from turnwise.store.schema import media, session_media, sessions
+from turnwise.store.statements import insert_new_rows, is_among
+from turnwise.types import Json
+
+IMAGE_URL = "image:"
+"""Begin of the URL of a stored image."""
+NAMED_IMAGE = f'"url":"{IMAGE_URL}'
+"""Text that the JSON of messages with images has."""
+SWEPT_AT_ONCE = 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Media(NamedTuple):
+    """An image's file."""
+
+    media_type: str
+    content: bytes
+
+
+def image_parts(messages: Iterable[Json]) -> Iterator[Json]:
+    """Yield the parts of messages that are images, in order."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") == "image_url":
+                yield part
+
+
+def image_digests(messages: Iterable[Json]) -> list[str]:
+    """Return the digests of the stored images that messages name, in order."""
+    urls = (part["image_url"]["url"] for part in image_parts(messages) if isinstance(part.get("image_url"), dict))
+    named = (url.removeprefix(IMAGE_URL) for url in urls if isinstance(url, str) and url.startswith(IMAGE_URL))
+    return [digest for digest in named if _DIGEST.fullmatch(digest)]
+
+
+def add_media(conn: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Store the images of new turns' rows, as far as they are not stored, and note that their sessions have them."""
+    for row in rows:
+        tenant, session_pk = row["tenant"], row["session_pk"]
+        new: Mapping[str, Media] = row.get("media") or {}
+        for digest, (media_type, content) in sorted(new.items()):
+            values = {"tenant": tenant, "digest": digest, "media_type": media_type, "content": content}
+            insert_new_rows(conn, media, [values], "1")
+        wanted = is_among(conn.dialect, media.c.digest, set(image_digests(json.loads(row["messages"]))))
+        present = conn.execute(sa.select(media.c.digest).where(media.c.tenant == tenant, wanted)).scalars()
+        links = [{"session_pk": session_pk, "digest": digest, "tenant": tenant} for digest in sorted(present)]
+        insert_new_rows(conn, session_media, links, "1")
+
+
+def read_media(
+    conn: sa.Connection, tenant: str, digests: Collection[str], *, session_id: str | None = None
+) -> dict[str, Media]:
+    """Return by digest those of the images that a session of the tenant has: any session, or the one that is named."""
+    own = session_media.c
+    linked = sa.select(own.digest).join(sessions).where(sessions.c.tenant == tenant, own.digest == media.c.digest)
+    if session_id is not None:
+        linked = linked.where(sessions.c.session_id == session_id)
+    wanted = media.c.tenant == tenant, is_among(conn.dialect, media.c.digest, set(digests)), linked.exists()
+    return {
+        row.digest: Media(row.media_type, row.content) for row in conn.execute(sa.select(media).where(*wanted)).all()
+    }
+
+
+def sweep_media(conn: sa.Connection, session_pk: int) -> bool:
+    """Delete some images that only this session has, and its links to them; return whether it had any."""
+    own = session_media.c.session_pk == session_pk
+    some = conn.execute(sa.select(session_media.c.tenant, session_media.c.digest).where(own).limit(SWEPT_AT_ONCE)).all()
+    if not some:
+        return False
+    names = [tuple(row) for row in some]
+    is_named = sa.tuple_(media.c.tenant, media.c.digest).in_(names)
+    # A turn that links an image at the same time holds a lock on its row, so wait for its commit before looking.
+    conn.execute(sa.select(media.c.digest).where(is_named).order_by(media.c.digest).with_for_update()).all()
+    conn.execute(sa.delete(session_media).where(own, session_media.c.digest.in_([digest for _, digest in names])))
+    linked = sa.select(session_media.c.session_pk).where(
+        session_media.c.tenant == media.c.tenant, session_media.c.digest == media.c.digest
+    )
+    conn.execute(sa.delete(media).where(is_named, ~linked.exists()))
+    return True
