@@ -112,7 +112,7 @@ class Gemini(ChatCompletions):
         call.wants_token_ids = False
         call.original = {field: value for field, value in body.items() if field != "contents"}
         call.dropped_tools = dropped
-        call.dropped_items = ["thoughtSignature"] * num_signatures(body["contents"])
+        call.dropped_items = ["thoughtSignature"] * num_signatures(body.get("contents"))
         call.encode_with(partial(GeminiEncoder, call.original, "delta"))
         return call
 

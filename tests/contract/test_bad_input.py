@@ -111,6 +111,11 @@ def test_metadata_of_an_application_may_hold_any_text(shared):
     assert [view.turn.step for view in turns] == [0, 1, 2]
 
 
+def test_a_google_request_without_contents_is_refused(shared):
+    _, http = shared
+    assert http.post("/v1beta/models/fake:generateContent", json={}).status_code == 400
+
+
 @pytest.mark.parametrize("number", ["abc", "1.x", "1e999.", "9" * 5000])
 def test_a_number_of_a_google_schema_that_is_none_is_refused(shared, number):
     _, http = shared
